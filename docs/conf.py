@@ -9,9 +9,7 @@ import re
 from pathlib import Path
 from typing import Any, Final
 
-from pygments.lexers.special import TextLexer
 from sphinx.application import Sphinx
-from sphinx.highlighting import lexers
 
 DOCS: Final = Path(__file__).parent
 REPOSITORY: Final = {
@@ -30,7 +28,6 @@ exclude_patterns = ["_build"]
 
 myst_heading_anchors = 4
 highlight_language = "none"
-lexers["mermaid"] = TextLexer()  # drawn by the repository's own pages
 
 html_theme = "furo"
 html_title = "Threefold"

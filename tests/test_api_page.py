@@ -37,7 +37,7 @@ def examples() -> list[tuple[str, str]]:
 
 
 def dotted(node: ast.expr) -> str:
-    """`t3.callbacks.EarlyStopping` of a call's function; empty where it is no name of the library."""
+    """`t3.callbacks.EarlyStopping` of a call's function; empty where it is not a name of the library."""
     text = ast.unparse(node)
     return text if text.split(".")[0] in ALIASES and re.fullmatch(r"[\w.]+", text) else ""
 

@@ -1,8 +1,8 @@
-"""Sizes in bytes as text."""
+"""Sizes in bytes, counts and numbers of times as text."""
 
 import pytest
 
-from threefold.files import format_bytes, parse_bytes
+from threefold.files import counted, format_bytes, how_often, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -37,3 +37,26 @@ def test_sizes_are_read(text: str, count: int) -> None:
 def test_other_text_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="is not a size such as 500MB or 5GB"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("times", "text"),
+    [
+        *(
+            (0, "0 times"),
+            (0.01, "less than 0.1 times"),
+            (0.05, "0.1 times"),
+            (0.42, "0.4 times"),
+            (0.949, "0.9 times"),
+        ),
+        *((0.951, "once"), (1, "once"), (1.04, "once"), (1.06, "1.1 times"), (2, "2 times"), (2.08, "2.1 times")),
+        *((1200, "1,200 times"), (1234.56, "1,234.6 times")),
+    ],
+)
+def test_numbers_of_times(times: float, text: str) -> None:
+    assert how_often(times) == text
+
+
+def test_counts_have_one_or_several_things() -> None:
+    assert [counted(count, "rank") for count in (0, 1, 1024)] == ["0 ranks", "1 rank", "1,024 ranks"]
+    assert counted(2, "batch", "es") == "2 batches"

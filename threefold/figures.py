@@ -45,7 +45,7 @@ def new_figure(height: float, title: str, subtitle: str = "") -> "tuple[Figure, 
 
     Args:
         height: height in inches, without the titles.
-        title: what is shown, with model and layout; wrapped if it is too long.
+        title: subject of the figure, with model and layout; wrapped if it is too long.
         subtitle: its most important numbers; wrapped likewise.
     """
     # Not pyplot, which has global state and needs a display.

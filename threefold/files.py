@@ -163,7 +163,7 @@ def fill_page(page: str, parts: Mapping[str, str]) -> str:
 def json_in_script(document: Mapping[str, Any]) -> str:
     """Return a document as JSON for a script element of a page, which only `<` could end, in ASCII.
 
-    So names that are no valid text, as of files, can be written too.
+    So names that are not valid text, such as those of files, can be written too.
     """
     return json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c")
 
@@ -174,6 +174,19 @@ def describe_error(error: Exception) -> str:
 
 
 _UNITS: Final = {"GB": 10**9, "MB": 10**6, "kB": 10**3}
+
+
+def counted(count: int, thing: str, plural: str = "s") -> str:
+    """Return a number of things, such as `1 rank` or `1,024 ranks`."""
+    return f"{count:,} {thing}{plural if count != 1 else ''}"
+
+
+def how_often(times: float) -> str:
+    """Return a number of times in words with at most one decimal, such as `once`, `2.1 times` or `3 times`."""
+    if 0 < times < 0.05:
+        return "less than 0.1 times"
+    rounded = f"{times:,.1f}".removesuffix(".0")
+    return "once" if rounded == "1" else f"{rounded} times"
 
 
 def format_bytes(count: int, one: str = "bytes") -> str:

@@ -29,8 +29,9 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Make the C library return every freed megabyte to the system at once.
 
-    By default the first large tensor freed makes glibc keep later ones, in pieces that fit none of the next, so a
-    process that reads a model tensor by tensor grows to several times the memory it holds. No effect without glibc.
+    By default, glibc keeps the memory of large tensors freed after the first one, in pieces that later tensors
+    do not fit. So a process that reads a model tensor by tensor grows to several times the memory that it uses.
+    No effect without glibc.
     """
     _tell_allocator({_M_MMAP_THRESHOLD: 1 << 20})
 

@@ -104,7 +104,7 @@ def check_replaceable(
         raise UserError(f"{place} {shown(out)} is {_kind(found, out)}; give the name of a folder to make")
     for path in inputs:
         if problem := _overlap(out, path):
-            raise UserError(f"{place} {shown(out)} {problem}; choose a folder apart from what is read")
+            raise UserError(f"{place} {shown(out)} {problem}; choose a folder apart from the inputs")
     try:
         entries = sorted(os.listdir(out))
     except OSError as error:
@@ -141,7 +141,7 @@ def check_files_replaceable(prefix: Path, files: Sequence[Path], inputs: Sequenc
         if not stat.S_ISREG(found.st_mode):
             raise UserError(f"--out {shown(path)} is {_kind(found, path)}; choose another prefix")
         if any(os.path.exists(other) and os.path.samefile(path, other) for other in inputs):
-            raise UserError(f"--out {shown(path)} is what is read; choose another prefix")
+            raise UserError(f"--out {shown(path)} is an input; choose another prefix")
         if not overwrite:
             raise UserError(
                 f"--out {shown(path)} exists already; choose another prefix, or replace it with --overwrite"
@@ -185,7 +185,7 @@ def _overlap(out: Path, source: Path) -> str:
     """Return how replacing `out` would affect an input, as a clause; empty if it would not."""
     real, read = Path(os.path.realpath(out)), Path(os.path.realpath(source))
     if real == read:
-        return "is what is read"
+        return "is an input"
     if real in read.parents:
         return f"contains {shown(source)}, which is read"
     return f"is inside {shown(source)}, which is read" if read in real.parents else ""

@@ -119,7 +119,7 @@ def import_file(file: Path | str) -> ModuleType:
 def _executed(file: str, changed: int, size: int) -> ModuleType:
     spec = spec_from_file_location(f"{Path(file).stem}@{file}", file)
     if spec is None or spec.loader is None:
-        raise ImportError("it is no Python file")
+        raise ImportError("it is not a Python file")
     module = module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
     with _finding_first(Path(file)):

@@ -226,7 +226,7 @@ print(same, all(imported for _, imported in found), gc.get_freeze_count())
 
 @pytest.mark.slow
 def test_ranks_compute_in_parallel_though_this_process_has() -> None:
-    """In the main module of a program that is no file. What each would import is imported once, before they start."""
+    """In the main module of a program that is not a file. Modules that each would import are imported once, before."""
     done = subprocess.run([sys.executable, "-c", AFTER_THREADS], capture_output=True, text=True, timeout=300)
     assert (done.stdout, done.stderr) == ("True True 0\n", "")
 

@@ -142,7 +142,7 @@ def test_a_wrong_table_is_one_sentence(pool) -> None:
         assert said == [
             "The mesh has tp 4 but tensor_parallel names no modules of the model; pass a table such as "
             '{"**.up": Column(), "**.down": Row()}, or use tp=1.',
-            "tensor_parallel has '**.q_poj', which is no module of the model; the nearest is "
+            "tensor_parallel has '**.q_poj', which is not a module of the model; the nearest is "
             "'model.layers.0.self_attn.q_proj'.",
             "tensor_parallel has 'column' for '**.q_proj' but takes Column(), Row(), Vocab(), PerHead(), Replicated(); "
             "use one of them.",

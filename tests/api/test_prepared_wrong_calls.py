@@ -116,7 +116,7 @@ WRONG: list[tuple[Callable[[Parts], Any], str]] = [
     (_other_optimizer, "2 of the optimizer's 2 parameters are not of the model; make it of model.parameters()"),
     (lambda p: t3.prepare(p.model, torch.optim.LBFGS(p.model.parameters())), "The optimizer is LBFGS, .*; use AdamW."),
     (_twice, "The model is prepared already, so precision, zero, accumulate and compress are decided; leave them out."),
-    (_plain_backward, "optimizer.step was called without gradients; call threefold.backward\\(loss\\) in the place of"),
+    (_plain_backward, "optimizer.step was called without gradients; call threefold.backward\\(loss\\) instead of"),
     (lambda p: _after_step(p, lambda m, o: o.step(lambda: 0.0)), "optimizer.step was given a closure"),
     (lambda p: _after_step(p, lambda m, o: o.add_param_group({})), "add_param_group was called on a prepared"),
     (lambda p: _after_step(p, lambda m, o: t3.clip_grad_norm_(m, 0)), "max_norm is 0 but must be above 0; use 1.0."),

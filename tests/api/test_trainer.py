@@ -224,7 +224,7 @@ NO_DATA = {"data": {"path": "unused"}, "model": {"vocab_size": 64}}
             {"optimizer": torch.optim.SGD([torch.zeros(1)], lr=1)},
             r"a SGD object but must be a class, or a function",
         ),
-        ({"config": 3}, r"config is a int but must be what load_config returns, the path of a YAML file, or a mapping"),
+        ({"config": 3}, r"config is a int but must be a result of load_config, the path of a YAML file, or a mapping"),
         ({"config": "no_such.yaml"}, r"no_such\.yaml"),
         ({"config": {"data": {"path": "x"}, "trane": {}}}, r"trane is not a setting; the nearest is train\."),
     ],

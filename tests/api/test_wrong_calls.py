@@ -86,7 +86,7 @@ def plain_model() -> nn.Module:
 CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "a model that is made": (
         lambda: threefold.parallelize(plain_model(), PLAN, threefold.init_mesh()),  # type: ignore[arg-type]
-        "model is a MaskedModel that is made already, whole, on this rank; give its class or a function that makes it",
+        "model is a MaskedModel that already exists whole on this rank; give its class or a function that makes it",
     ),
     "no model": (
         lambda: threefold.parallelize(3, PLAN, threefold.init_mesh()),  # type: ignore[arg-type]
@@ -102,7 +102,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "another plan": (
         lambda: threefold.parallelize(plain_model, plan_of(3), threefold.init_mesh()),
-        "layers names 'blocks.2', which is no module of the model",
+        "layers names 'blocks.2', which is not a module of the model",
     ),
     "a model without a plan": (
         lambda: threefold.parallelize(lambda: MaskedModel(2), mesh=threefold.init_mesh()),
@@ -176,7 +176,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     ),
     "no float": (
         lambda: model(dtype=torch.int64),
-        "dtype is torch.int64, which is no float dtype; use torch.bfloat16.",
+        "dtype is torch.int64, which is not a float dtype; use torch.bfloat16.",
     ),
     "zero": (lambda: model(zero=4), "zero is 4 but must be 0, 1, 2 or 3; use 1."),
     "zero_shards": (lambda: model(zero=1, zero_shards=2), "zero_shards is 2 but must divide dp 1; use 1."),

@@ -110,11 +110,11 @@ def test_the_newest_that_is_good_is_shown(threefold: Command, run: Path) -> None
 @pytest.mark.parametrize(
     ("place", "reason", "advice"),
     [
-        (".", "is no folder of a run: it has no checkpoints/step_…", "the nearest run is run"),
+        (".", "is not a folder of a run: it has no checkpoints/step_…", "the nearest run is run"),
         ("runn", "is not there", "the nearest run is /"),
         ("run/checkpoints/step_00000003", "is not there", "the nearest run is /"),
         ("run/metrics.jsonl", "is a file", "the nearest run is /"),
-        ("empty", "is no folder of a run", "give the folder that a run has as --run-dir"),
+        ("empty", "is not a folder of a run", "give a run folder, as for --run-dir"),
     ],
 )
 def test_another_place_names_the_nearest_run(

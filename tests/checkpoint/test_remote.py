@@ -119,7 +119,7 @@ def test_a_run_that_begins_anew_replaces_no_copy_that_is_damaged(
     remote.upload(path_of(trained, 2))
     manifest = f"{remote._root}/step_00000002/{MANIFEST}"
     remote._files.pipe_file(manifest, b"{")
-    with pytest.raises(UserError, match="step_00000002 is no complete checkpoint, and a run that begins anew would"):
+    with pytest.raises(UserError, match="step_00000002 is not a complete checkpoint, and a run that begins anew would"):
         look_at_remote(remote.address, run, False)
     with pytest.raises(UserError, match=r"step_00000002 is damaged: its checkpoint\.json is not as it was written"):
         look_at_remote(remote.address, run, True)
@@ -131,7 +131,7 @@ def test_a_run_that_begins_anew_replaces_no_copy_that_is_damaged(
     assert look_at_remote(remote.address, run, True) is None  # a newer one is here
     shutil.rmtree(run)
     remote._files.rm_file(manifest)  # as where the upload was interrupted
-    with pytest.raises(UserError, match="step_00000002 is no complete checkpoint"):
+    with pytest.raises(UserError, match="step_00000002 is not a complete checkpoint"):
         look_at_remote(remote.address, run, False)
     assert look_at_remote(remote.address, run, True) is None
 

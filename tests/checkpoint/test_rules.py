@@ -74,9 +74,10 @@ def sgd(momentum: float) -> tuple[tuple[str, Any], ...]:
         ("optimizer.lr", 0.02),
         ("model.hidden_dropout", 0.2),
         ("precision.dtype", "bf16"),
+        ("precision.fp8", True),
         ("optimizer.betas", (0.8, 0.9)),
     ],
-    quick=(1,),
+    quick=(1, 3),
 )
 def test_what_changes_the_losses_is_warned_of(saved: Path, small_run: Run, key: str, value: Any) -> None:
     warnings = find_resumption(saved, changed(small_run, key, value).config).warnings

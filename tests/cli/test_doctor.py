@@ -47,7 +47,7 @@ def test_what_is_checked_before_it_measures(threefold, tmp_path: Path, monkeypat
     mine.write_text("lab: {like: h100}\n")
     for options, sentence in (
         (("--folder", "absent"), "--folder is absent but there is no such folder; name one that exists"),
-        (("--save", mine), f"--save is {mine} but doctor has not written that file; name one that is not there"),
+        (("--save", mine), f"--save is {mine} but doctor has not written that file; name one that does not exist"),
     ):
         status, output, error = threefold("doctor", *options)
         assert (status, output, error.count("\n"), examined) == (2, "", 1, [])

@@ -69,7 +69,7 @@ def test_a_file_is_never_overwritten(threefold) -> None:
     Path("run.yaml").write_text("mine\n")
     status, output, error = threefold("init", "run.yaml", "--data", "tokens")
     assert (status, output) == (2, "")
-    assert error == "Error: run.yaml is there already; name another file, such as run-2.yaml.\n"
+    assert error == "Error: run.yaml exists already; name another file, such as run-2.yaml.\n"
     assert Path("run.yaml").read_text() == "mine\n"
 
 

@@ -83,18 +83,18 @@ def sources(work: Path) -> list[tuple[str, tuple[object, ...], Path]]:
     corpora, models, runs = work / "corpora", work / "models", work / "runs"
     (work / "alias").symlink_to(models)
     return [
-        ("is what is read", ("checkpoint", "import", models / "hf"), models / "hf"),
+        ("is an input", ("checkpoint", "import", models / "hf"), models / "hf"),
         ("contains", ("checkpoint", "import", models / "hf"), models),
         ("contains", ("checkpoint", "import", work / "alias" / "hf"), models),
         ("contains", ("checkpoint", "export", runs / "a" / "run"), runs / "a"),
-        ("is what is read", ("checkpoint", "export", runs / "a" / "run"), runs / "a" / "run"),
+        ("is an input", ("checkpoint", "export", runs / "a" / "run"), runs / "a" / "run"),
         ("is inside", ("checkpoint", "export", runs / "a" / "run"), runs / "a" / "run" / "checkpoints"),
         ("contains", ("data", "prepare", corpora / "text.jsonl"), corpora),
         ("contains", ("data", "prepare", work / "text.jsonl", "--tokenizer", corpora / "tokens" / "tokenizer.json"),
          corpora / "tokens"),
-        ("is what is read", ("data", "convert", corpora / "tokens", "--to", "threefold"), corpora / "tokens"),
-        ("is what is read", ("data", "convert", corpora / "m", "--to", "megatron"), corpora / "m"),
-        ("is what is read", ("data", "convert", corpora / "m.idx", "--to", "megatron"), corpora / "m.bin"),
+        ("is an input", ("data", "convert", corpora / "tokens", "--to", "threefold"), corpora / "tokens"),
+        ("is an input", ("data", "convert", corpora / "m", "--to", "megatron"), corpora / "m"),
+        ("is an input", ("data", "convert", corpora / "m.idx", "--to", "megatron"), corpora / "m.bin"),
     ]  # fmt: skip
 
 

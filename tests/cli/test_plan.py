@@ -125,7 +125,7 @@ def test_a_file_of_the_users_is_not_written_over(run: Run) -> None:
     for name, free in (("gpt.yaml", "gpt-planned.yaml"), ("best.yaml", "best-planned.yaml")):
         told = str(run(*asked, "--write", name).exception)
         assert told == (
-            f"{name} is there already and threefold plan has not written it; name another file, such as {free}."
+            f"{name} exists already and threefold plan has not written it; name another file, such as {free}."
         )
     assert (Path("gpt.yaml").read_text(), Path("best.yaml").read_text()) == (CONFIG, "mine")
     for _ in range(2):
@@ -207,7 +207,7 @@ def test_the_example_of_what_does_not_fit_has_its_own_memory(run: Run) -> None:
             "--set parallel.tp=3: threefold plan chooses this setting itself; use --fix parallel.tp=3 for layouts that",
         ),
         (["--gpus", "8", "--hardware", "h100", "--png", "layouts.txt"], "must end in .png or .svg"),
-        (["--gpus", "8", "--hardware", "h100", "--write", "no/best.yaml"], "no is no folder; make it first."),
+        (["--gpus", "8", "--hardware", "h100", "--write", "no/best.yaml"], "no is not a folder; make it first."),
     ],
 )
 def test_a_mistake_is_one_sentence(run: Run, arguments: list[str], sentence: str) -> None:

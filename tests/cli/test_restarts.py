@@ -62,7 +62,7 @@ def test_a_killed_rank_costs_no_step(config_file: Path, tmp_path: Path, memory: 
     ledger = json.loads((run / "goodput.json").read_text())
     assert (ledger["attempts"], ledger["restarts"], ledger["step"]) == (2, 1, 12)
     assert ledger["lost"] > 0
-    assert f", 1 restarts (steps {ledger['steps']:.1f}" in output
+    assert f", 1 restart (steps {ledger['steps']:.1f}" in output
 
 
 @pytest.fixture(scope="module")

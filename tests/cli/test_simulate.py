@@ -83,7 +83,7 @@ def test_files(threefold, tmp_path: Path) -> None:
     }
     status, _, error = threefold("simulate", "--schedule", "zb-h1", *PAPER, "--csv", file)
     assert (status, error.count("\n")) == (2, 1)
-    assert "is there already and has other actions; remove it first." in error
+    assert "exists already and has other actions; remove it first." in error
 
 
 def test_the_title_of_the_picture(threefold, tmp_path: Path) -> None:

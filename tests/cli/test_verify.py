@@ -78,7 +78,7 @@ def test_json_document(config_file: Path) -> None:
         (("dp2 zvb",), "Error: The layout 'dp2 zvb' has 'zvb'"),
         (("tp3",), "Error: Unsupported layout tp3: parallel.tp is 3 but must divide"),
         (("dp2", "--model", "nowhere.py"), "Error: --model is nowhere.py but nowhere.py is not a file"),
-        (("dp2", "--all"), "give layouts or --all, not both"),
+        (("dp2", "--all"), "Error: Layouts are given and --all too; leave one of the two out.\n"),
     ],
 )
 def test_misuse_is_one_sentence(threefold, config_file: Path, arguments: tuple[str, ...], sentence: str) -> None:

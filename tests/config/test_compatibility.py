@@ -207,7 +207,9 @@ def test_whether_some_features_go_together(names: list[str], expected: list[str]
 
 
 def test_a_feature_that_there_is_not_is_named_with_the_nearest() -> None:
-    with pytest.raises(UserError, match=r"^'zero4' is no feature but must be one of dp, .*; the nearest is zero3\.$"):
+    with pytest.raises(
+        UserError, match=r"^'zero4' is not a feature but must be one of dp, .*; the nearest is zero3\.$"
+    ):
         features_named(["tp", "zero4"])
 
 

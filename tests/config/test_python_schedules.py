@@ -48,7 +48,7 @@ SENTENCES = {
     "of_two": "parallel.schedule toy.py:of_two for 2 ranks and 8 micro-batches has actions for 2 and 1; return those of the numbers it is given.",
     "broken": "parallel.schedule toy.py:broken for 2 ranks and 8 micro-batches failed (NameError: name 'ranks' is not defined); return a list of actions for each rank.",
     "refused": "parallel.schedule toy.py:refused supports no number of ranks and micro-batches (never).",
-    "number": "parallel.schedule is toy.py:number but that is no function; name one.",
+    "number": "parallel.schedule is toy.py:number but that is not a function; name one.",
     "lopped": "parallel.schedule is toy.py:lopped but toy.py has no lopped; the nearest is looped.",
 }  # fmt: skip
 

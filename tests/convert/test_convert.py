@@ -296,7 +296,7 @@ def test_mixed_families_are_told(tmp_path: Path, flags: str, key: str) -> None:
         (
             "a.sh",
             "echo hello\n",
-            "has no flags such as --num-layers 24, so it is not Megatron-LM's; say whose it is with --from.",
+            "has no flags such as --num-layers 24, so it is not Megatron-LM's; name its system with --from.",
         ),
         ("a.sh", "X='\n", "a quote in it does not close."),
         ("a.sh", "--lr fast\n", "lr is 'fast' but must be a number."),

@@ -114,4 +114,4 @@ def test_files_that_a_script_reads_may_be_no_files(tmp_path: Path) -> None:
     script = "source env.sh\nsource /dev/zero\ntorchrun pretrain_gpt.py --num-layers 2 --hidden-size 64\n"
     (tmp_path / "train.sh").write_text(script)
     found = convert(tmp_path / "train.sh")
-    assert sum("is not there" in note.reason for note in found.notes) == 2
+    assert sum("does not exist" in note.reason for note in found.notes) == 2

@@ -108,9 +108,9 @@ def test_a_missing_file_whose_variables_are_needed_is_named(tmp_path: Path) -> N
     with pytest.raises(UserError) as error:
         _convert(tmp_path, "#!/bin/bash\n\nsource env.sh\ntorchrun pretrain_gpt.py --num-layers $LAYERS\n")
     assert "line 3: it reads" in str(error.value)
-    assert "env.sh, which is not there, and $LAYERS is used and nothing else sets it" in str(error.value)
+    assert "env.sh, which does not exist, and $LAYERS is used and nothing else sets it" in str(error.value)
     found = _convert(tmp_path, f"source env.sh\ntorchrun pretrain_gpt.py {_MODEL}\n")
-    assert any("line 1 reads this file, which is not there" in note.reason for note in found.notes)
+    assert any("line 1 reads this file, which does not exist" in note.reason for note in found.notes)
 
 
 def test_unknown_flags_words_and_variables_are_unsupported(tmp_path: Path) -> None:

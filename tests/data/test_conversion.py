@@ -94,7 +94,7 @@ def test_what_cannot_be_converted(tmp_path: Path, tokenizer: Path) -> None:
             ("--to", "threefold", "--out", tmp_path / "o", "--tokenizer", tokenizer, "--eod", "w0"),
             r"m.bin holds token 11 at position 1 \(document 0\), outside the vocabulary of 10 tokens",
         ),
-        (("--to", "megatron", "--out", tmp_path / "m"), r"--out .*m.idx is what is read; choose another prefix"),
+        (("--to", "megatron", "--out", tmp_path / "m"), r"--out .*m.idx is an input; choose another prefix"),
         (("--to", "threefold", "--out", tmp_path), r"--out .* contains .*m, which is read; choose a folder apart"),
     ]
     before = sorted(tmp_path.rglob("*"))

@@ -162,7 +162,7 @@ UNSTABLE = (
         ({"messages": [{"role": "user", "content": "a"}]}, r"c.jsonl:7 has no turn of the assistant"),
         ({"prompt": "a", "completion": ""}, r"c.jsonl:7 has an empty completion"),
         ({"prompt": "a", "completion": []}, r"c.jsonl:7 has a prompt and a completion that are not both"),
-        ({"messages": [{"role": "user", "content": "a"}], "tools": 3}, r"c.jsonl:7 has tools that are no list"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": 3}, r"c.jsonl:7 has tools that are not a list"),
     ],
 )
 def test_malformed_lines_are_named(value: dict[str, Any], sentence: str) -> None:
@@ -177,7 +177,7 @@ def test_a_template_that_refuses_is_told_with_the_line(files: dict[str, Path], t
     unstable = encoder(files["chatml"], template=ChatTemplate(UNSTABLE))
     with pytest.raises(UserError, match=r"c.jsonl:7: message 2 is rendered differently by .* when the conversation"):
         unstable.encode(Chat("c.jsonl:7", tuple(conversations("chatml")[1])))
-    with pytest.raises(UserError, match=r"is no chat template that can be used \(unexpected 'end of template'"):
+    with pytest.raises(UserError, match=r"is not a chat template that can be used \(unexpected 'end of template'"):
         encoder(files["chatml"], template=ChatTemplate("{% for"))
     with pytest.raises(
         UserError, match=r"c.jsonl:7 is a conversation, which needs a chat template, and the tokenizer has none"

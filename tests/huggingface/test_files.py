@@ -62,7 +62,7 @@ def refused(source: Path, out: Path, **options: Any) -> str:
         ({"intermediate_size": 48}, "is 40 × 24 and its config.json requires 48 × 24"),
         ({"tie_word_embeddings": False}, "lacks lm_head.weight, which"),
         ({"num_key_value_heads": 3}, "model.num_key_value_heads is 3 but must divide model.num_attention_heads 4"),
-        ({"hidden_size": "wide"}, "hidden_size is 'wide', which is no number"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide', which is not a number"),
         ({"hidden_size": float("inf")}, "config.json: Infinity is not a JSON number"),
     ],
 )  # fmt: skip
@@ -245,7 +245,8 @@ def test_the_commands(tmp_path: Path) -> None:
     assert f"model-00001-of-{count:05d}.safetensors and {count - 1} more" in " ".join(printed.split())
     assert count > 2
     torch.testing.assert_close(file_tensors(tmp_path / "back"), file_tensors(source), rtol=0, atol=0)
-    assert runner.invoke(app, [*back, "--shard-size", "5 apples"]).exit_code == 2
+    with pytest.raises(UserError, match="--shard-size '5 apples' is not a size such as 500MB or 5GB; use 5GB"):
+        runner.invoke(app, [*back, "--shard-size", "5 apples"], catch_exceptions=False)
 
 
 def test_every_setting_is_shown_to_a_family() -> None:

@@ -55,7 +55,7 @@ def test_an_id_is_fetched_and_a_folder_is_not(tmp_path: Path, monkeypatch: pytes
 
 def test_without_the_package_there_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=rf"^{ID} is no folder here, and .* huggingface_hub is installed"):
+    with pytest.raises(UserError, match=rf"^{ID} is not a folder here, and .* huggingface_hub is installed"):
         check_import(ID, Path("run"), False)
 
 

@@ -27,7 +27,7 @@ def test_a_row_is_rounded_to_four_bits(dtype: torch.dtype, size: float) -> None:
     assert values.dtype == torch.float8_e4m3fn
     assert undo.dtype == torch.float32
     mantissa, _ = undo.frexp()
-    assert (mantissa == 0.5).all(), "a scale is no power of two"
+    assert (mantissa == 0.5).all(), "a scale is not a power of two"
     largest = values.float().abs().amax(1)
     assert ((largest >= 128) & (largest <= 256)).all()
     error, far = (undone(x) - x.double()).abs(), x.double().abs() * ROUNDING

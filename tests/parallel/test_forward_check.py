@@ -204,7 +204,7 @@ class Hidden:
 @pytest.mark.parametrize(
     ("use", "own_loss", "sentence"),
     [
-        (overwriting, loss, r"A forward pass changes the result of Sigmoid in place, .*y = y \+ 1 in the place of y.add_"),
+        (overwriting, loss, r"A forward pass changes the result of Sigmoid in place, .*y = y \+ 1 instead of y.add_"),
         (changing_input, loss, r"In the forward pass of 'blocks.0' an input is changed in place, which sharded weights"),
         (alike, detached, r"The loss does not depend on any parameter, as detach\(\)"),
         (by_hidden, loss, r"In the forward pass of 'blocks.0' a tensor has no values .*; use register_buffer"),

@@ -57,8 +57,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
 PARTS.update({kind: partial(Wrapped, make=make) for kind, make in LAYERS.items()})
 REFUSED = {
     "Dropout": "'blocks.0.part.inner' is Dropout(p=0.1), which draws from torch's generator, so that the layout "
-    "would change what is dropped; use threefold.Dropout(0.1, 'blocks.0.part.inner'), called with the activation and "
-    "samples.keys, samples being a parameter of the layer's forward.",
+    "would change the dropped elements; use threefold.Dropout(0.1, 'blocks.0.part.inner'), called with the activation "
+    "and samples.keys, samples being a parameter of the layer's forward.",
     "AlphaDropout": "'blocks.0.part.inner' is AlphaDropout(p=0.2),",
     "RReLU": "'blocks.0.part.inner' is RReLU(), which draws from torch's generator",
     "attention dropout": "'blocks.0.part.inner' is MultiheadAttention(dropout=0.1),",

@@ -61,7 +61,7 @@ class Padded(nn.Module):
 
 
 class Tables(nn.Module):
-    """Buffers with a value per head: slopes, a table of several dims, and a switch that is no float."""
+    """Buffers with a value per head: slopes, a table of several dims, and a switch that is not a float."""
 
     def __init__(self) -> None:
         super().__init__()

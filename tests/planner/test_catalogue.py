@@ -52,7 +52,9 @@ def test_unknown_name_has_the_nearest() -> None:
 def test_a_file_of_that_name_is_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lab.yaml").write_text(OWN)
-    with pytest.raises(UserError, match=r"The hardware lab is no entry, but there is a file lab\.yaml here; use that"):
+    with pytest.raises(
+        UserError, match=r"The hardware lab is not an entry, but there is a file lab\.yaml here; use that"
+    ):
         find_hardware("lab")
 
 
@@ -87,14 +89,14 @@ def test_saved_entry_is_found_by_name(own_folder: Path) -> None:
         ("gpus_per_node: 4", "achievable: {matrix: 3}", "matrix is 3 but must be a share of at most 1; use 1"),
         ("gpus_per_node: 4", "uncertainty: 30", "uncertainty is 30 but must be a share of at most 1"),
         ("like: a100-80", "device: cuda", "matrix_rates is missing"),
-        ("gpus_per_node: 4", "gpus_per_nodes: 4", "gpus_per_nodes is no figure of it.*nearest is gpus_per_node"),
+        ("gpus_per_node: 4", "gpus_per_nodes: 4", "gpus_per_nodes is not a figure of it.*nearest is gpus_per_node"),
         ("gpus_per_node: 4", "gpus_per_node: 0", "gpus_per_node is 0 but must be a whole number above 0"),
         ("gpus_per_node: 4", "gpus_per_node: 1.5", "gpus_per_node is 1.5 but must be a whole number above 0"),
         ("bandwidth: 12.5e9", "bandwidth: fast", "bandwidth is 'fast' but must be a number above 0"),
         ("{bandwidth: 12.5e9}", "3", "between is 3 but must be a mapping"),
         ("gpus_per_node: 4", "device: tpu", "device is tpu but must be cuda or cpu"),
         ("title: a lab's machines", "title: 3", "title is 3 but must be text"),
-        ("gpus_per_node: 4", "achievable: {matrx: 0.5}", "matrx is no figure.*nearest is matrix"),
+        ("gpus_per_node: 4", "achievable: {matrx: 0.5}", "matrx is not a figure.*nearest is matrix"),
         (OWN, "- 3", "must hold hardware entries"),
         (OWN, OWN + "other: {like: h100}", "holds 2 hardware entries"),
     ],

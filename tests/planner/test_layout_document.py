@@ -261,9 +261,9 @@ def test_a_report_of_verify_becomes_errors_by_parameter() -> None:
 @pytest.mark.parametrize(
     ("report", "sentence"),
     [
-        ([], "The report r.json is no report of threefold verify; write one with"),
-        ({"layouts": [{"layout": "dp2"}]}, r"is no report of threefold verify \(it has no 'verdict'\); write one"),
-        ({**REPORT, "tolerance": "small"}, "is no report of threefold verify; write one"),
+        ([], "The report r.json is not a report of threefold verify; write one with"),
+        ({"layouts": [{"layout": "dp2"}]}, r"is not a report of threefold verify \(it has no 'verdict'\); write one"),
+        ({**REPORT, "tolerance": "small"}, "is not a report of threefold verify; write one"),
         (
             {**REPORT, "layouts": [{"layout": "dp2", "verdict": "equal", "worst_by_parameter": {"w": 0}}]},
             "has errors of w, which this config's model does not have; give a report of the same model",

@@ -265,9 +265,9 @@ def test_the_page_and_the_data(recorded: Path, tmp_path: Path, threefold: Comman
 @pytest.mark.parametrize(
     ("folder", "options", "sentence"),
     [
-        ("empty", (), "is no folder of a run: it has no metrics.jsonl and no config.yaml; give the folder that"),
-        ("absent", (), "is not there; give the folder that a run has as --run-dir."),
-        ("file", (), "is a file; give the folder that a run has as --run-dir."),
+        ("empty", (), "is not a folder of a run: it has no metrics.jsonl and no config.yaml; give a run folder"),
+        ("absent", (), "is not there; give a run folder, as for --run-dir."),
+        ("file", (), "is a file; give a run folder, as for --run-dir."),
         (
             "short",
             ("--html", "absent/page.html"),

@@ -144,14 +144,14 @@ def normalize_by_hand(part: Any, x: Tensor) -> Tensor:
 
 @part("running range", buffers={"largest": one})
 def scale_by_range(part: Any, x: Tensor) -> Tensor:
-    """Scale by the largest activation of all samples so far, which is no mean of the ranks' largest."""
+    """Scale by the largest activation of all samples so far, which is not a mean of the ranks' largest."""
     part.largest = torch.maximum(part.largest, x.detach().abs().max())
     return x * part.gain / part.largest
 
 
 @part("variance", buffers={"variance": one})
 def scale_evaluations(part: Any, x: Tensor) -> Tensor:
-    """Keep a running variance of each batch, for evaluations alone; it is no mean of the replicas' variances."""
+    """Keep a running variance of each batch, for evaluations alone; it is not a mean of the replicas' variances."""
     if not part.training:
         return x * part.gain / part.variance
     with torch.no_grad():

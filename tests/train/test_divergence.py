@@ -82,7 +82,7 @@ def test_a_save_that_is_due_while_steps_are_skipped_waits(pool: WorkerPool, smal
 def test_a_loss_that_is_no_number_replaces_no_good_checkpoint(
     pool: WorkerPool, small_run: Run, tmp_path: Path, dtype: str, lr: float, saved: bool
 ) -> None:
-    """Weights so large that the loss of the next step is no number; or that are none themselves, by weight decay."""
+    """Weights so large that the loss of the next step is not a number; or that are none themselves, by weight decay."""
     settings = (("checkpoint.every", 1), ("checkpoint.keep", 1), ("optimizer.clip_grad_norm", 0.0))
     spoilt = (*settings, ("optimizer.lr", lr), ("optimizer.weight_decay", 100.0))
     run = small_run.but(dtype=dtype, dp=2, steps=40, set=spoilt)

@@ -290,7 +290,7 @@ def test_what_is_not_known_is_named_once(pool: WorkerPool, pp: int) -> None:
 def test_sums_outside_the_passes_are_named(pool: WorkerPool) -> None:
     ((_, named, _),) = pool.run(1, run_own, own(RunningModel, CountedLoss(_terms, fractions)))
     assert named == [
-        "counts of the loss that are no whole numbers",
+        "counts of the loss that are not whole numbers",
         *(f"the buffer blocks.{number}.seen, a mean over samples" for number in range(3)),
     ]
 

@@ -73,7 +73,7 @@ def test_a_mixture_goes_on_in_another_layout(pool: WorkerPool, small_run: Run, f
     samples = {part.name: len(part.samples) for part in open_dataset(run.config).samples("train").parts}
     read = {name: round(epoch * samples[name]) for name, epoch in epochs.items()}
     assert read == dict(zip(names(folder), (20, 12, 8), strict=True)), "of the 40 samples before step 6"
-    assert f"30.00% are of {folder / 'two'}, whose {samples[str(folder / 'two')]:,} samples are read" in printed
+    assert f"30.00% are from {folder / 'two'}, whose {samples[str(folder / 'two')]:,} samples are read" in printed
 
     evaluations = [line for line in read_metrics(tmp_path / "broken/metrics.jsonl") if "valid_loss" in line]
     for line in evaluations:

@@ -1,4 +1,4 @@
-"""A model of the user on samples that are no tokens: one loss in every layout, resumed; and checks of what is read."""
+"""A model of the user on samples that are not tokens: one loss in every layout, resumed; and checks of what is read."""
 
 import csv
 import math
@@ -144,7 +144,10 @@ def test_a_key_beside_tokens_and_labels_reaches_an_own_model(file: Path) -> None
         ("shapes", r"whose samples \d, \d, \d, … cannot be put into one batch \(RuntimeError: .*\); give all the same"),
         ("text", r"whose sample \d has a str in it but must be tensors, arrays and numbers, or tuples, lists and map"),
         ("missing", r"whose sample \d cannot be read \(KeyError: 'x'\); correct its __getitem__\."),
-        ("tokens", r"how many ids there are; set model\.vocab_size, or return mappings if its samples are no tokens\."),
+        (
+            "tokens",
+            r"how many ids there are; set model\.vocab_size, or return mappings if its samples are not tokens\.",
+        ),
     ],
 )
 def test_wrong_samples(file: Path, name: str, sentence: str) -> None:

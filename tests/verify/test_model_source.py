@@ -55,7 +55,7 @@ def test_forgotten_tie_is_found(pool, tmp_path: Path) -> None:
         ),
         (
             ('"embed", *blocks', '"embedding", *blocks'),
-            "layers names 'embedding', which is no module of the model; the nearest is 'embed'.",
+            "layers names 'embedding', which is not a module of the model; the nearest is 'embed'.",
         ),
         (("costs=(width, ", "costs=("), "costs has 4 numbers but layers has 5; give each layer one."),
         (
@@ -69,7 +69,7 @@ def test_forgotten_tie_is_found(pool, tmp_path: Path) -> None:
         ),
         (
             ('ties={"head.output', 'ties={"head.out'),
-            "ties names 'head.out.weight', which is no parameter of the model; the nearest is 'head.output.weight'.",
+            "ties names 'head.out.weight', which is not a parameter of the model; the nearest is 'head.output.weight'.",
         ),
         (
             ("width, inner = config.hidden_size, config.ffn", "width, inner = config.width, config.ffn"),

@@ -201,7 +201,7 @@ def parallelize(
     """
     if isinstance(model, nn.Module):
         raise UserError(
-            f"model is a {type(model).__name__} that is made already, whole, on this rank; give its class or a "
+            f"model is a {type(model).__name__} that already exists whole on this rank; give its class or a "
             "function that makes it, such as `lambda: MyModel(...)`."
         )
     if not callable(model):
@@ -297,7 +297,7 @@ def _dtype(dtype: Any, precision: Any) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"dtype is {dtype!r} but must be a dtype of torch; use torch.bfloat16.")
     if not dtype.is_floating_point:
-        raise UserError(f"dtype is {dtype}, which is no float dtype; use torch.bfloat16.")
+        raise UserError(f"dtype is {dtype}, which is not a float dtype; use torch.bfloat16.")
     return dtype
 
 

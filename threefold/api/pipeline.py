@@ -69,7 +69,7 @@ class PipelineLayers:
             for name in pair:
                 if name not in parameters:
                     raise UserError(
-                        f"tied names {name!r}, which is no parameter of the layers; use one such as '0.weight'."
+                        f"tied names {name!r}, which is not a parameter of the layers; use one such as '0.weight'."
                     )
         for user, owner in self.tied:
             module, _, attribute = user.rpartition(".")

@@ -192,8 +192,8 @@ def _model_among(objects: Sequence[Any]) -> nn.Module | None:
     for each in objects:
         if isinstance(each, Optimizer | LRScheduler) and not isinstance(each, PreparedOptimizer):
             raise UserError(
-                f"prepare got a {type(each).__name__} without its model; pass the model, or what prepare returned for "
-                "it, in the same call."
+                f"prepare got a {type(each).__name__} without its model; pass the model, or the prepared one, in "
+                "the same call."
             )
     return None
 
@@ -285,7 +285,7 @@ def shard_by_patterns(model: nn.Module, table: Mapping[str, Split], mesh: Mesh) 
             last = {name.rpartition(".")[2]: name for name in reversed(names)}
             close = get_close_matches(pattern.rpartition(".")[2], last, n=1, cutoff=0)
             hint = f"; the nearest is {last[close[0]]!r}" if close else ""
-            raise UserError(f"tensor_parallel has {pattern!r}, which is no module of the model{hint}.")
+            raise UserError(f"tensor_parallel has {pattern!r}, which is not a module of the model{hint}.")
     patterns = Patterns(table)
     rules = {name: table[found] for name in names if (found := patterns.naming(name)) is not None}
     for name, rule in rules.items():

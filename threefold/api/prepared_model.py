@@ -150,7 +150,7 @@ class GradSync:
         if self.is_accumulating:
             return None
         if not self.updates:
-            raise UserError("clip_grad_norm_ was called before threefold.backward(loss); call it after that.")
+            raise UserError("clip_grad_norm_ was called before threefold.backward(loss); call it afterwards.")
         norm = self.squared_norm().sqrt()
         if clip_(self.gradients, float(norm), max_norm):
             self._publish([parameter.grad is not None for parameter in self.parameters.values()])
@@ -397,7 +397,7 @@ class PreparedModule(nn.Module):
         missing = [name for name in own if name not in state_dict]
         unexpected = [name for name in state_dict if name not in own]
         if strict and (missing or unexpected):
-            what = f"lacks {missing[0]!r}" if missing else f"has {unexpected[0]!r}, which the model has not"
+            what = f"lacks {missing[0]!r}" if missing else f"has {unexpected[0]!r}, which the model does not have"
             raise UserError(f"The state {what}; pass that of the same model, or strict=False.")
         self.sync.gradients.weights_changed()
         for name in (name for name in own if name in state_dict):

@@ -167,7 +167,7 @@ class PreparedOptimizer(WrappedOptimizer):
             return
         if self.sync.updates == self._seen_updates:
             raise UserError(
-                "optimizer.step was called without gradients; call threefold.backward(loss) in the place of "
+                "optimizer.step was called without gradients; call threefold.backward(loss) instead of "
                 "loss.backward() before it."
             )
         self._seen_updates = self.sync.updates

@@ -308,7 +308,7 @@ def read_config(config: Any, changes: Mapping[str, Any]) -> Config:
         return config
     if not isinstance(config, Mapping):
         raise UserError(
-            f"config is a {type(config).__name__} but must be what load_config returns, the path of a YAML file, or a "
+            f"config is a {type(config).__name__} but must be a result of load_config, the path of a YAML file, or a "
             "mapping of sections such as {'data': {'path': 'tokens'}}."
         )
     for name, section in config.items():

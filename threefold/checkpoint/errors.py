@@ -30,7 +30,7 @@ def is_plain_name(name: Any) -> bool:
 def whole(value: Any) -> int:
     """Return a whole number of at least 0; raise ValueError for anything else."""
     if type(value) is not int or not 0 <= value < 1 << 63:
-        raise ValueError(f"{value!r} is no whole number")
+        raise ValueError(f"{value!r} is not a whole number")
     return value
 
 

@@ -141,7 +141,9 @@ def _document(folder: Path) -> dict[str, Any]:
 
 def _size(folder: Path, name: str) -> int:
     if not is_plain_name(name):
-        raise DamagedCheckpoint(folder, f"its tensors are in {shown(repr(name))}, which is no file of its own folder")
+        raise DamagedCheckpoint(
+            folder, f"its tensors are in {shown(repr(name))}, which is not a file of its own folder"
+        )
     try:
         return require_file(folder / name)
     except UserError as error:
@@ -163,7 +165,7 @@ def _chunk(entry: dict[str, Any]) -> TensorChunk:
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or len(value) > _MOST_DIMS:
-        raise ValueError(f"{value!r} is no shape")
+        raise ValueError(f"{value!r} is not a shape")
     return tuple(map(whole, value))
 
 

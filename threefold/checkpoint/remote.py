@@ -270,7 +270,7 @@ def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
         raise UserError(f"{where}, which already has checkpoints; resume with --resume, or choose another address.")
     if not resumes and incomplete:
         raise UserError(
-            f"{where}, whose {path_of(Path(), max(incomplete)).name} is no complete checkpoint, and a run that "
+            f"{where}, whose {path_of(Path(), max(incomplete)).name} is not a complete checkpoint, and a run that "
             "begins anew would delete it; choose another address, restore it and resume with --resume, or remove it."
         )
     newest_there = max((step for step in incomplete if incomplete[step]), default=-1)

@@ -145,7 +145,7 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
         warnings.append(
             f"optimizer.decay_steps is {decay}, which train.max_steps was up to now, and train.max_steps is {last}: "
             f"the steps after {decay} are made at optimizer.min_lr {config.optimizer.min_lr:g}; "
-            "--set optimizer.decay_steps=null has it follow train.max_steps again."
+            "--set optimizer.decay_steps=null makes it follow train.max_steps again."
         )
     warnings += _restarted_streams(checkpoint, config)
     return replace(choice, warnings=(*choice.warnings, *warnings), is_resumed=True)

@@ -230,7 +230,7 @@ class BackgroundSaver:
         for item in plan.items:
             part = planner.resolve_data(item)
             if not isinstance(part, Tensor):
-                raise UserError(f"{item.index.fqn} is no tensor, and a checkpoint holds nothing else.")
+                raise UserError(f"{item.index.fqn} is not a tensor, and a checkpoint holds nothing else.")
             parts[item.index] = part.detach()
         size = sum(part.nbytes + -part.nbytes % ALIGNMENT for part in parts.values())
         if self._memory.nbytes < size:

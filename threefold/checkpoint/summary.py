@@ -24,7 +24,6 @@ from threefold.checkpoint.folder import (
     newest_valid,
     stored_config,
 )
-from threefold.checkpoint.index import StoredTensor, read_data_files, read_index
 from threefold.checkpoint.manifest import (
     MANIFEST,
     PARTIAL,
@@ -35,7 +34,6 @@ from threefold.checkpoint.manifest import (
     read_manifest,
     read_writer,
 )
-from threefold.checkpoint.tensors import read_chunk
 from threefold.checksums import checksum
 from threefold.config import Config
 from threefold.errors import UserError
@@ -71,12 +69,12 @@ def locate(path: Path) -> Named:
     if path.name == FOLDER and checkpoint_folders(path.parent):
         return Named(path.parent)
     nearest = _nearest(path)
-    reason = f"no folder of a run: it has no {FOLDER}/step_…"
+    reason = f"not a folder of a run: it has no {FOLDER}/step_…"
     if not path.is_dir():
         reason = "a file" if path.is_file() else "not there"
     elif (path / FOLDER).is_dir():
-        reason = f"a folder whose {FOLDER} are none so far"
-    advice = f"the nearest run is {shown(nearest)}" if nearest else "give the folder that a run has as --run-dir"
+        reason = "a run without checkpoints so far"
+    advice = f"the nearest run is {shown(nearest)}" if nearest else "give a run folder, as for --run-dir"
     raise UserError(f"{shown(path)} is {reason}; {advice}.")
 
 
@@ -324,6 +322,7 @@ def choose(named: Named, damaged: Damaged | None = None) -> tuple[Path, tuple[st
 
 def summarize_checkpoint(path: Path, warnings: tuple[str, ...] = ()) -> CheckpointSummary:
     """Summarize a checkpoint without reading its tensors; raise DamagedCheckpoint if it is visibly damaged."""
+    from threefold.checkpoint.index import read_index
 
     one = listed(path)
     if one.state == "damaged":
@@ -392,6 +391,8 @@ def verify_checkpoint(path: Path, progress: Progress) -> VerifiedCheckpoint:
         DamagedCheckpoint: a file is missing or was changed; the reason names it and a tensor in it.
         UserError: a later version of Threefold wrote the checkpoint.
     """
+    from threefold.checkpoint.index import read_data_files, read_index
+    from threefold.checkpoint.tensors import read_chunk
 
     manifest = read_manifest(path)
     total = sum(file.bytes for file in manifest.files.values())

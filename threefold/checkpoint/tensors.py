@@ -407,7 +407,7 @@ def _fill(file: io.RawIOBase, folder: Path, chunk: TensorChunk, target: Tensor, 
 def _box(item: WriteItem) -> ChunkStorageMetadata:
     """Return the box of the tensor that an item writes."""
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
-        raise TypeError(f"{item.index.fqn} is no tensor, and a checkpoint holds nothing else")
+        raise TypeError(f"{item.index.fqn} is not a tensor, and a checkpoint holds nothing else")
     if str(item.tensor_data.properties.dtype).removeprefix("torch.") not in DTYPES:
         raise TypeError(f"{item.index.fqn} is of {item.tensor_data.properties.dtype}, which has no name in {INDEX}")
     return item.tensor_data.chunk

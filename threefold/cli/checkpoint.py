@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from threefold.cli.help import CommandLine
-from threefold.cli.terminal import Bars, ModelFile, TrustCode, counted, model_file, print_table, print_warnings, table
-from threefold.files import first_of, format_bytes, parse_bytes
+from threefold.cli.terminal import Bars, ModelFile, TrustCode, model_file, print_table, print_warnings, table
+from threefold.errors import UserError
+from threefold.files import counted, first_of, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from threefold.checkpoint.summary import CheckpointSummary, ListedCheckpoint, TensorGroup
@@ -19,7 +20,7 @@ app = CommandLine(help="List, show, verify and convert checkpoints; import and e
 
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")]
 ShardCoordinates = Annotated[
-    Path, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's folder, or that of one of its checkpoints.")
+    Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Folder of a run, or of one of its checkpoints.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document instead of a table.")]
 
@@ -103,7 +104,7 @@ def verify(path: ShardCoordinates) -> None:
 @app.command()
 def convert(
     path: ShardCoordinates,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create; a run, with --format threefold.")],
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create; with --format threefold, a run folder.")],
     format_: Annotated[
         Literal["threefold", "safetensors", "torch", "dcp"],
         typer.Option(
@@ -114,11 +115,11 @@ def convert(
     ] = "threefold",
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64"] | None,
-        typer.Option(help="Data type of the weights.", show_default="as they are stored"),
+        typer.Option(help="Data type of the weights.", show_default="as stored"),
     ] = None,
     weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer's state.")] = False,
     shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest file of tensors, such as 500MB; torch writes one.")
+        str, typer.Option(metavar="SIZE", help="Largest tensor file, such as 500MB; torch writes a single file.")
     ] = "5GB",
     overwrite: Overwrite = False,
 ) -> None:
@@ -211,7 +212,7 @@ def export(
     dtype: Annotated[
         Literal["fp32", "bf16", "fp16", "fp64"] | None,
         typer.Option(
-            help="Data type of the weights.", show_default="the run's precision.dtype; of an imported model, its own"
+            help="Data type of the weights.", show_default="the run's precision.dtype, or an imported model's own"
         ),
     ] = None,
     model: ModelFile = None,
@@ -226,10 +227,14 @@ def export(
     Examples:
       threefold checkpoint export runs/run --out hf --dtype bf16
     """
-    from threefold.huggingface.export_hf import Export, export_model
+    from threefold.huggingface.source import check_export
+
+    size, file = _bytes(shard_size), model_file(model)
+    check_export(run, out, overwrite)
+    from threefold.huggingface.export_hf import Export, export_model  # imports torch
 
     with Bars() as bars:
-        made = export_model(Export(run, out, _bytes(shard_size), dtype, overwrite, model_file(model), trust_code), bars)
+        made = export_model(Export(run, out, size, dtype, overwrite, file, trust_code), bars)
     print_warnings(made.warnings)
     blocks, left_out = made.config.model.blocks, ", ".join(made.left_out)
     facts = {
@@ -250,12 +255,12 @@ def _bytes(text: str) -> int:
     try:
         return parse_bytes(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--shard-size") from None
+        raise UserError(f"--shard-size {error}; use 5GB.") from None
 
 
 _SECOND, _MINUTE = "%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M"
 _STATE_NAMES = {
-    "complete": "complete, as far as is seen without reading tensors (threefold checkpoint verify reads all)",
+    "complete": "complete, as far as can be seen without reading tensors (threefold checkpoint verify reads all)",
     "diverged": "diverged: set aside, as the loss after it was not finite; no run resumes from it",
 }
 

@@ -42,7 +42,7 @@ def show(config: ConfigFile, trust_code: TrustCode = False, overrides: Overrides
 def size(
     config: ConfigFile, model: ModelFile = None, trust_code: TrustCode = False, overrides: Overrides = None
 ) -> None:
-    """Print the parameter count of CONFIG's model and the memory of each rank's shards, without starting any."""
+    """Print the parameter count of CONFIG's model and the memory of each rank's shards, without starting a rank."""
     resolved = read_without_data(config, overrides, model, trust_code)
     from threefold.comm.layout import Layout
     from threefold.planner.model_size import ModelSize  # imports torch; errors should not wait for it
@@ -70,8 +70,8 @@ def size(
 def presets() -> None:
     """List the presets of published models, the values of `model.preset`, with their sizes.
 
-    Parameters are in billions, active ones those that a token's experts have; heads are those of queries and, if there
-    are fewer, of keys and values.
+    Parameters are in billions; the active ones are those that a single token uses. Heads are query heads and,
+    if there are fewer, key and value heads.
     """
     from threefold.config import Config, resolve
     from threefold.config.presets import FAMILIES
@@ -124,8 +124,8 @@ def convert(
 ) -> None:
     """Convert FILE of another system: print the config and, on stderr, the settings that have no counterpart.
 
-    Exit status: 0 if the config can run; 1 if settings are still to be set, such as data.path (see its first comments);
-    2 if settings that change the training are unsupported, or the config is invalid.
+    Exit status: 0 if the config can run; 1 if settings such as data.path still have to be set (see its
+    first comments); 2 if settings that change the training are unsupported, or the config is invalid.
 
     Examples:
       threefold config convert pretrain_gpt.sh > run.yaml
@@ -155,7 +155,7 @@ def diff(
     first: Annotated[Path, typer.Argument(metavar="A", help="YAML file, or the folder of a run.")],
     second: Annotated[Path, typer.Argument(metavar="B", help="YAML file, or the folder of a run.")],
 ) -> None:
-    """Print the settings in which two configs differ, with those that follow from others.
+    """Print the settings in which two configs differ, including derived settings.
 
     Exit status: 0 if all settings are equal; 1 if any differs; 2 if one of the configs is invalid.
 
@@ -179,7 +179,7 @@ def _config_in(path: Path) -> Path:
 
 @app.command()
 def schema() -> None:
-    """Print the JSON Schema of configs, with which an editor completes and checks them.
+    """Print the JSON Schema of configs, for completion and checks in an editor.
 
     Examples:
       threefold config schema > threefold.schema.json
@@ -199,13 +199,13 @@ def reference() -> None:
 
 FeatureNames = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FEATURE]...", help="Features to combine, such as zero3 zbv. Default: lists them all."),
+    typer.Argument(metavar="[FEATURE]...", help="Features to combine, such as zero3 zbv. Default: list all features."),
 ]
 
 
 @app.command()
 def compatibility(features: FeatureNames = None) -> None:
-    """Print whether FEATUREs can be combined and, if not, why and what to use instead; for one, what it excludes.
+    """Print whether FEATUREs can be combined and, if not, why and what to use instead; for one, list what it excludes.
 
     Examples:
       threefold config compatibility zero3 zbv

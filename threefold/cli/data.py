@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     from threefold.data.corpus import Corpus, StoredTokens
     from threefold.data.formats.threefold_folder import TokenFiles
 
-app = CommandLine(help="Prepare token files from text, convert, inspect and verify them.")
+app = CommandLine(help="Prepare token files from text; show, verify and convert them.")
 
 
 @app.command()
 def sample(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to.")]) -> None:
-    """Write a few MB of English, from the documentation in Python's library, as JSON Lines.
+    """Write a few MB of English text, from the documentation in Python's standard library, as JSON Lines.
 
     Examples:
       threefold data sample text
@@ -45,7 +45,7 @@ def prepare(
     ],
     out: Annotated[Path, typer.Option(help="Folder to make.", metavar="DIR")],
     vocab_size: Annotated[
-        int, typer.Option(max=2**21, help="Tokens of the byte-level BPE that is learned from the text.")
+        int, typer.Option(max=2**21, help="Vocabulary size of the byte-level BPE that is learned from the text.")
     ] = 8192,
     tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead of learning one.")] = None,
     eod: Annotated[
@@ -55,11 +55,14 @@ def prepare(
         str, typer.Option(help="Key of a JSON line, or column of a parquet file, that holds the text, or messages.")
     ] = "text",
     workers: Annotated[
-        int | None, typer.Option(max=256, help="Processes that encode.", show_default="one per core")
+        int | None, typer.Option(max=256, help="Number of encoding processes.", show_default="one per core")
     ] = None,
     special_tokens: Annotated[
         Literal["parse", "text"],
-        typer.Option(help="Text that spells a special token is that token, or text, as untrusted text should be."),
+        typer.Option(
+            help="Whether text that spells a special token becomes that token (parse) or stays text "
+            "(text), as untrusted text should."
+        ),
     ] = "parse",
     chat_template: Annotated[
         Path | None,
@@ -97,10 +100,10 @@ def show(
         Path, typer.Argument(metavar="PATH", help="Token files, as data.path: a folder, a prefix or one of the files.")
     ],
     tokenizer: Annotated[
-        Path | None, typer.Option(help="The tokenizer.json of files that have none of their own, to decode them.")
+        Path | None, typer.Option(help="A tokenizer.json to decode files that have none of their own.")
     ] = None,
     split: Annotated[str, typer.Option(help="Weights of train, valid and test, as data.split.")] = "949,50,1",
-    sequence_length: Annotated[int, typer.Option(help="Tokens of a sample, as data.sequence_length.")] = 256,
+    sequence_length: Annotated[int, typer.Option(help="Tokens per sample, as data.sequence_length.")] = 256,
 ) -> None:
     """Show the contents of token files of any system, and their first training sample as text.
 
@@ -165,7 +168,8 @@ def verify(
         ),
     ],
     tokenizer: Annotated[
-        Path | None, typer.Option(help="The tokenizer.json of files that have none of their own, for its vocabulary.")
+        Path | None,
+        typer.Option(help="A tokenizer.json whose vocabulary bounds the tokens of files that have none of their own."),
     ] = None,
 ) -> None:
     """Read token files completely and compare them with the checksums written with them."""
@@ -196,12 +200,13 @@ def convert(
             metavar="FORMAT", help="Format to write: megatron or threefold, or one that an installed package adds."
         ),
     ],
-    out: Annotated[Path, typer.Option(help="Prefix of the .bin and .idx to make, or the folder.", metavar="OUT")],
+    out: Annotated[Path, typer.Option(help="Prefix of the .bin and .idx files to make, or the folder.", metavar="OUT")],
     tokenizer: Annotated[
-        Path | None, typer.Option(help="For threefold: the tokenizer.json of tokens that come without theirs.")
+        Path | None, typer.Option(help="With --to threefold: a tokenizer.json for files that have none of their own.")
     ] = None,
     eod: Annotated[
-        str | None, typer.Option(help="For threefold: its end-of-document token, if its name is unusual.")
+        str | None,
+        typer.Option(help="With --to threefold: end-of-document token of the tokenizer, if its name is unusual."),
     ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")] = False,
 ) -> None:
@@ -222,7 +227,7 @@ def convert(
 
 
 def _print_facts(stored: "StoredTokens", summary: "TokenSummary", corpus: "Corpus") -> None:
-    """Print a table of what token files hold, with the highest token if no tokenizer gives the vocabulary."""
+    """Print a table of the contents of token files, with the highest token if no tokenizer gives the vocabulary."""
     from threefold.data.formats.threefold_folder import TokenFiles
 
     tokens, documents, sequences = len(stored.tokens), summary.documents, len(stored.sequences) - 1

@@ -1,4 +1,4 @@
-"""`threefold doctor`: what this machine has, how fast it is, and what is wrong with it."""
+"""`threefold doctor`: hardware and software of this machine, its measured speed, and problems found."""
 
 import json
 from collections.abc import Callable
@@ -23,20 +23,20 @@ def command(
         Path | None,
         typer.Option(
             metavar="PATH.yaml",
-            help="Write the hardware entry to this file in place of the user's folder, where it is `this-machine`.",
+            help="Write the hardware entry to this file instead of to the user's folder.",
         ),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Measure roughly, for some seconds; save an entry with --save alone.")
+        bool, typer.Option("--quick", help="Measure roughly, for a few seconds; the entry is saved only with --save.")
     ] = False,
     folder: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder whose disk is measured, such as the one of your runs.")
+        Path, typer.Option(metavar="DIR", help="Folder whose disk is measured, such as that of your runs.")
     ] = Path(),
 ) -> None:
-    """Examine this machine: parts, versions, backends, network and limits, and the performance of local ranks.
+    """Examine this machine: hardware, versions, backends, network, limits, and the performance of local ranks.
 
     Measures matrix products, memory, collectives of 2, 4 and 8 local ranks, and the disk, in about half a minute.
-    Saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs, and reports what is wrong.
+    Saves the hardware entry `this-machine` for `threefold estimate` and the MFU of runs, and reports problems.
 
     Examples:
       threefold doctor
@@ -80,7 +80,7 @@ def _check_save(path: Path) -> None:
             begins = file.readline().strip()
         if begins != f"{THIS_MACHINE}:".encode():
             raise UserError(
-                f"--save is {shown(path)} but doctor has not written that file; name one that is not there yet."
+                f"--save is {shown(path)} but doctor has not written that file; name one that does not exist yet."
             )
 
 

@@ -26,10 +26,10 @@ def command(
     all_stages: Annotated[bool, typer.Option("--all-stages", help="Run one rank of each pipeline stage.")] = False,
     world: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Ranks of the run, from which parallel.dp follows where CONFIG has none."),
+        typer.Option(metavar="N", help="Ranks of the run, which set parallel.dp if CONFIG does not."),
     ] = None,
     hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="GPU type, to say whether the ranks fit into its memory.")
+        str | None, typer.Option(metavar="NAME", help="GPU type, to check whether the ranks fit in its memory.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document instead of tables.")] = False,
     overrides: terminal.Overrides = None,
@@ -101,7 +101,10 @@ def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware
         memory.append((*place, *map(format_bytes, (*report.causes.values(), report.peak_bytes))))
     terminal.print_table(("rank", "stage", "layers", "parameters", "TFLOP"), work)
     terminal.print_table(("rank", "stage", "weights", "gradients", "optimizer", "activations", "peak"), memory)
-    typer.echo("At the peak, by the causes of threefold estimate, which adds what an allocator loses (fragmentation).")
+    typer.echo(
+        "At the peak, by the causes of threefold estimate, which adds the memory that an allocator loses "
+        "(fragmentation)."
+    )
     collectives: list[tuple[str, ...]] = []
     for of_rank, alike in groupby(reports, key=lambda report: list(report.collectives)):
         ranks = [report.rank for report in alike]  # neighbours with the same collectives share the rows

@@ -29,7 +29,7 @@ SystemName = Annotated[
     typer.Option(
         "--system",
         metavar="NAME",
-        help="Whose kernels and overlap: own, or of a published system: megatron-core, nemo, …",
+        help="System whose kernels and overlap are assumed: own, or a published one such as megatron-core or nemo.",
         show_default="own, as train runs it",
     ),
 ]
@@ -133,7 +133,7 @@ def _print_memory(found: "Estimate") -> None:
     parts = [name for name in OF_ACTIVATIONS if any(stage.causes.get(name) for stage in found.stages)]
     rows = [row(rank, (stage.causes[name] for name in parts)) for rank, stage in stages.items()]
     print_table(("of the activations", *(OF_ACTIVATIONS[name] for name in parts)), rows)
-    typer.echo(f"{unit} of each pp rank; working: what comes and goes, fragmentation: what the allocator loses.")
+    typer.echo(f"{unit} of each pp rank; working: temporary tensors; fragmentation: memory that the allocator loses.")
     typer.echo(f"{_fit(found)}.")
 
 

@@ -11,6 +11,7 @@ import typer
 
 from threefold.cli import terminal
 from threefold.errors import UserError
+from threefold.files import shown
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -22,13 +23,19 @@ _LARGE = 1e6
 
 def command(
     run: terminal.RunFolder,
-    data: Annotated[Path, typer.Option(metavar="FILE", help="JSON lines (.jsonl, also .gz, .zst), or text (.txt).")],
+    data: Annotated[
+        Path,
+        typer.Option(
+            metavar="FILE", help="Texts to evaluate: JSON lines (.jsonl, also .gz or .zst) or plain text (.txt)."
+        ),
+    ],
     task: Annotated[
-        Literal["perplexity", "lambada"], typer.Option(help="lambada: accuracy on the last word of each text.")
+        Literal["perplexity", "lambada"],
+        typer.Option(help="Metric; lambada is the accuracy on the last word of each text."),
     ] = "perplexity",
     key: Annotated[str, typer.Option(help="Key of the text, or of the messages, in a JSON line.")] = "text",
     stride: Annotated[
-        int | None, typer.Option(min=1, help="Tokens between the starts of windows.", show_default="half the context")
+        int | None, typer.Option(help="Tokens between the starts of windows.", show_default="half the context")
     ] = None,
     context: Annotated[
         int | None, typer.Option(min=1, help="Context length, in tokens.", show_default="as trained")
@@ -40,7 +47,7 @@ def command(
     loss_tokens: Annotated[
         Literal["answers", "all"] | None,
         typer.Option(
-            help="Of conversations, and prompts with completions: the tokens whose loss counts.",
+            help="Tokens whose loss counts in conversations, and in prompts with completions.",
             show_default="as the model was trained",
         ),
     ] = None,
@@ -49,7 +56,7 @@ def command(
         typer.Option(
             "--dp",
             min=1,
-            help="Data-parallel replicas; each evaluates a part of the windows.",
+            help="Data-parallel replicas; each evaluates part of the windows.",
             rich_help_panel=terminal.LAYOUT,
         ),
     ] = 1,
@@ -72,13 +79,16 @@ def command(
       threefold eval runs/run --data lambada.jsonl --task lambada --dp 4
     """
     from threefold.comm.layout import Layout
-    from threefold.inference.inputs import check_run, read_texts, require_texts
+    from threefold.inference.inputs import check_run, check_stride, read_texts, require_texts
     from threefold.launch.launcher import InferenceRun
 
     layout, own = Layout(dp, tp, pp), terminal.model_file(own_model)
-    _check_context(context, check_run(run, layout))
+    config = check_run(run, layout)
+    _check_context(context, config)
     if task == "lambada" and stride is not None:
-        raise typer.BadParameter("lambada has one window per text and no stride; leave it out", param_hint="--stride")
+        raise UserError(f"--stride is {stride} but --task lambada has one window per text; leave --stride out.")
+    if stride is not None and config is not None:
+        check_stride(stride, config.data.sequence_length if context is None else context)
     if json_file is not None:
         _check_json(json_file, data)
     require_texts(data)
@@ -154,11 +164,13 @@ def measure(
 def _check_json(path: Path, data: Path) -> None:
     """Check that the metrics can be written to a path, before computing them."""
     if not path.parent.is_dir():
-        raise typer.BadParameter(f"{path.parent} is not a folder", param_hint="--json")
+        raise UserError(
+            f"--json {shown(path)} cannot be written: {shown(path.parent)} is not a folder; name one that is."
+        )
     if path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder; name a file", param_hint="--json")
+        raise UserError(f"--json {shown(path)} is a folder; name a file, such as {shown(path / 'metrics.json')}.")
     if path.exists() and data.exists() and path.samefile(data):
-        raise typer.BadParameter(f"{path} is the file of --data; name another", param_hint="--json")
+        raise UserError(f"--json {shown(path)} is the file of --data; name another.")
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

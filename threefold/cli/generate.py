@@ -29,7 +29,9 @@ def command(
     system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
     prompts_file: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="One prompt per line; of .jsonl, each line's key `prompt` or `messages`."),
+        typer.Option(
+            metavar="FILE", help="File with one prompt per line; in .jsonl, the line's key `prompt` or `messages`."
+        ),
     ] = None,
     max_new_tokens: Annotated[
         int, typer.Option(min=1, help="Largest number of tokens to generate per prompt.", rich_help_panel="Sampling")
@@ -59,7 +61,7 @@ def command(
 ) -> None:
     """Continue each prompt with the newest checkpoint of RUN, on tp · pp local processes or torchrun ranks.
 
-    The layout only changes the speed: the same prompt, seed and options give the same text in every layout.
+    The layout changes only the speed: the same prompt, seed and options give the same text in every layout.
 
     Examples:
       threefold generate runs/run --prompt "In Python, a list"
@@ -71,7 +73,7 @@ def command(
     from threefold.report.record import SAMPLES_FILE
 
     if system is not None and not chat:
-        raise typer.BadParameter("needs --chat", param_hint="--system")
+        raise UserError("--system goes only with --chat; give both, or leave --system out.")
     layout, own = Layout(tp=tp, pp=pp), terminal.model_file(own_model)
     given = [*(prompts or ()), *(read_prompts(prompts_file) if prompts_file else ())]
     if given:

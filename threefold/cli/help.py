@@ -96,7 +96,7 @@ def _describe(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any) -> N
 
 
 def _name(param: Any, ctx: Any) -> str:
-    """Return an option with what stands for its value, or the name of an argument."""
+    """Return an option with the placeholder of its value, or the name of an argument."""
     if isinstance(param, TyperArgument):
         return str(param.display_name_raw)
     value = ""
@@ -108,13 +108,13 @@ def _name(param: Any, ctx: Any) -> str:
 
 
 def _readable(text: str, argument: bool) -> str:
-    """Return a help text with what Typer adds to it in words; the usage says which arguments are required."""
+    """Return a help text with Typer's additions in words; the usage shows which arguments are required."""
     if (found := _EXTRA.search(text)) is None:
         return text
     extra = found[1]
     for pattern, words in _WORDS:
         extra = pattern.sub(words, extra)
-    told = ", ".join(part for part in extra.split("; ") if part and not (argument and part == "required"))
+    told = "; ".join(part for part in extra.split("; ") if part and not (argument and part == "required"))
     return text[: found.start()] + (f" ({told})" if told else "")
 
 

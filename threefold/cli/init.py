@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from threefold.cli.terminal import Bars, counted, whole_number
+from threefold.cli.terminal import Bars, whole_number
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import counted, shown
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -24,7 +24,7 @@ QUESTIONS: Final = {
     "model": "Model: a preset such as gpt2-124m (threefold config presets), or LAYERSxWIDTH",
     "ranks": "Ranks: processes, or GPUs",
     "steps": "Steps",
-    "batch": "Sequences in a step, over all ranks",
+    "batch": "Sequences per step, over all ranks",
 }
 """What is asked on a terminal, in order, by the names of the options."""
 _SECTIONS: Final = {"parallel": "a performance choice: every layout trains the same model"}
@@ -47,7 +47,7 @@ COMMENTS: Final = {
     "train.seed": "of the initial weights, the order of the data and dropout",
     "optimizer.lr": "peak, after warm-up; decays to a tenth",
     "precision.dtype": "bf16 on GPUs",
-    "checkpoint.every": "steps; `threefold train --resume` goes on from the newest",
+    "checkpoint.every": "steps; `threefold train --resume` continues from the newest",
 }
 """Settings in a written config, as `section.key`, with their comments; of a preset only its name is written."""
 
@@ -69,18 +69,20 @@ def command(
         ),
     ] = None,
     ranks: Annotated[
-        str | None, typer.Option(metavar="N", help="Processes, or GPUs, that train.", show_default="1")
+        str | None, typer.Option(metavar="N", help="Number of processes, or GPUs, to train on.", show_default="1")
     ] = None,
-    steps: Annotated[str | None, typer.Option(metavar="N", help="Steps to train.", show_default="1000")] = None,
+    steps: Annotated[
+        str | None, typer.Option(metavar="N", help="Number of steps to train.", show_default="1000")
+    ] = None,
     batch: Annotated[
         str | None,
-        typer.Option(metavar="N", help="Sequences in a step, over all ranks.", show_default="32, or more ranks"),
+        typer.Option(metavar="N", help="Sequences per step, over all ranks.", show_default="32, or more ranks"),
     ] = None,
 ) -> None:
-    """Write a commented config that runs; on a terminal, ask for what no option gives.
+    """Write a commented config that runs; on a terminal, ask for the options that are not given.
 
-    The data must exist, and the config is checked against it as by threefold train. The ranks are replicas (dp);
-    threefold plan finds faster layouts of GPUs.
+    The data must exist, and the config is checked against it as threefold train does. All ranks are
+    data-parallel replicas (dp); threefold plan finds faster layouts for GPUs.
 
     Examples:
       threefold init run.yaml
@@ -108,13 +110,13 @@ def command(
 
 
 def require_new(file: Path) -> None:
-    """Raise a `UserError` unless a file can be made: nothing is overwritten."""
+    """Raise a `UserError` unless a new file can be written without overwriting one."""
     if file.is_dir():
         raise UserError(f"{shown(file)} is a folder; name a file in it, such as {shown(file / 'run.yaml')}.")
     if file.exists() or file.is_symlink():
         names = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in range(2, 10**6))
         free = next(name for name in names if not name.exists())
-        raise UserError(f"{shown(file)} is there already; name another file, such as {shown(free)}.")
+        raise UserError(f"{shown(file)} exists already; name another file, such as {shown(free)}.")
     if not file.parent.is_dir():
         raise UserError(f"{shown(file)} cannot be written: there is no folder {shown(file.parent)}; make it first.")
 
@@ -153,10 +155,12 @@ def _model(text: str) -> dict[str, Any]:
 
 
 def checked(sections: dict[str, dict[str, Any]]) -> "Config":
-    """Return the resolved config of some settings, checked as before training; too little data is not evaluated.
+    """Return the resolved config of some settings, checked as before training.
+
+    Evaluation is off if there is too little data for it.
 
     Raises:
-        UserError: the settings, the data and this machine do not go together.
+        UserError: the settings do not fit the data or this machine.
     """
     from threefold.config.loading import config_of
     from threefold.launch.training_run import check_run
@@ -200,7 +204,7 @@ def _default(name: str, values: Mapping[str, str | None]) -> str | None:
 
 
 def text_of(config: "Config", file: Path) -> str:
-    """Return a resolved config as commented YAML, with the settings that a person changes first."""
+    """Return a resolved config as commented YAML, with the settings that users change first."""
     from threefold.config.schema import to_yaml
 
     lines = [

@@ -1,4 +1,4 @@
-"""`threefold inspect`: the modules of an own model, and how its plan shards them."""
+"""`threefold inspect`: the modules of a user's own model, and how its plan shards them."""
 
 from pathlib import Path
 from typing import Annotated
@@ -9,11 +9,11 @@ from threefold.cli.terminal import Overrides, model_file
 
 
 def command(
-    model: Annotated[str, typer.Argument(metavar="FILE.py[:NAME]", help="A model of your own, from a Python file.")],
+    model: Annotated[str, typer.Argument(metavar="FILE.py[:NAME]", help="Python file with a model of your own.")],
     config: Annotated[
         Path | None, typer.Option(metavar="CONFIG", help="YAML file with the settings that the model is made from.")
     ] = None,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size that sizes per rank are for.")] = 2,
+    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size for the sizes per rank.")] = 2,
     overrides: Overrides = None,
 ) -> None:
     """Print the modules of the model in FILE.py, how its plan shards them, and each rank's share.

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from threefold.cli.help import CommandLine
-from threefold.cli.terminal import Steps, counted, print_table
+from threefold.cli.terminal import Steps, print_table
 from threefold.errors import UserError
-from threefold.files import format_bytes, parse_bytes
+from threefold.files import counted, format_bytes, parse_bytes, shown
 
 if TYPE_CHECKING:
     from threefold.parity.departure import Findings
@@ -29,56 +29,64 @@ Page = Annotated[
 def run(
     reference: Annotated[
         str,
-        typer.Option("--reference", metavar="COMMAND", help="Command of the run that is right.", show_default=False),
+        typer.Option(
+            "--reference",
+            metavar="COMMAND",
+            help="Command of the reference run, which is taken to be right.",
+            show_default=False,
+        ),
     ],
     candidate: Annotated[
         str, typer.Option("--candidate", metavar="COMMAND", help="Command of the run to check.", show_default=False)
     ],
     steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps to record and compare.")] = 3,
     noise: Annotated[
-        int, typer.Option(min=0, max=100, help="Times the reference runs again, with noise in the last place.")
+        int, typer.Option(min=0, max=100, help="Further runs of the reference, with noise in the last place.")
     ] = 2,
     after: Annotated[
         int,
-        typer.Option(min=0, metavar="UPDATES", help="Record the steps after these, as of a run that goes on."),
+        typer.Option(min=0, metavar="UPDATES", help="Record the steps after this many updates, as for a resumed run."),
     ] = 0,
     whole: Annotated[
         str | None,
         typer.Option(
             "--whole",
             metavar="SIZE",
-            help="Keep tensors whole that take this much together, such as 200MB, in the record of each rank.",
-            show_default="samples and projections of those with more than 4096 elements, of an activation 256",
+            help="Size of the tensors that the record of each rank keeps whole, such as 200MB.",
+            show_default="tensors of up to 4096 elements, activations of up to 256; of larger ones samples",
         ),
     ] = None,
     wide: Annotated[
         bool | None,
         typer.Option(
             "--wide/--no-wide",
-            help="Also run a step of the reference in fp64, to learn how large rounding is.",
-            show_default="where its script offers it",
+            help="Also run a step of the reference in fp64, to learn how large rounding errors are.",
+            show_default="if its script supports it",
         ),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FOLDER", help="Keep records and logs there.", show_default="not kept"),
+        typer.Option(
+            "--out", metavar="FOLDER", help="Folder in which to keep records and logs.", show_default="not kept"
+        ),
     ] = None,
     page: Page = None,
     timeout: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="Time that each run may take.", show_default="any")
+        float | None, typer.Option(min=1, metavar="SECONDS", help="Time limit of each run.", show_default="none")
     ] = None,
     whole_run: Annotated[
-        bool, typer.Option("--whole-run", help="Let the scripts go on after the recorded steps.")
+        bool, typer.Option("--whole-run", help="Let the scripts continue after the recorded steps.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Run two training scripts from the same initial weights, and compare what they compute.
 
-    With --after, each run has its own weights: so one that goes on from a checkpoint is compared with an unbroken one.
+    With --after, each run keeps its own weights, so that a resumed run can be compared with an uninterrupted
+    one.
 
     Each script makes a `parity.Recorder` of its model (docs/parity.md); runs of `threefold train` record themselves. In
     a command, {run} stands for a folder for that run's own files. The reference runs again with noise in the last
-    place of every activation and gradient, to learn how far rounding goes.
+    place of every activation and gradient, to learn how large rounding errors become.
     Exit status: 0 if the runs are equal up to rounding; 1 if they depart; 2 if they cannot be compared.
 
     Examples:
@@ -126,7 +134,7 @@ def run(
 
 
 def _remove(folder: Path, but_logs: bool) -> None:
-    """Remove a temporary folder, but the logs that a message names."""
+    """Remove a temporary folder, except for the logs that a message names."""
     logs = but_logs and any(folder.glob("*.log"))
     for path in [each for each in folder.iterdir() if each.is_dir()] if logs else [folder]:
         shutil.rmtree(path, ignore_errors=True)
@@ -134,7 +142,9 @@ def _remove(folder: Path, but_logs: bool) -> None:
 
 @app.command()
 def compare(
-    reference: Annotated[Path, typer.Argument(metavar="REFERENCE", help="Record of the run that is right.")],
+    reference: Annotated[
+        Path, typer.Argument(metavar="REFERENCE", help="Record of the reference run, which is taken to be right.")
+    ],
     candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="Record of the run to check.")],
     noise: Annotated[
         list[Path] | None,
@@ -145,14 +155,15 @@ def compare(
         typer.Option("--wide", metavar="RECORD", help="Record of the reference in fp64.", show_default=False),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to compare.", show_default="all that both recorded")
+        int | None, typer.Option(min=1, help="Steps to compare.", show_default="all steps that both recorded")
     ] = None,
     page: Page = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare two records: of layouts, versions, machines or precisions, or a resumed run beside an unbroken one.
+    """Compare two records, such as those of two layouts, versions, machines or precisions, or of a resumed run.
 
-    Without --noise, tolerances are those of the precision, wider for later steps, and small factors may hide in them.
+    Without --noise, tolerances follow from the precision and widen for later steps, and may hide small wrong
+    factors.
     Exit status: 0 if the records are equal up to rounding; 1 if they depart; 2 if they cannot be compared.
     """
     from threefold.parity.record import Record
@@ -212,12 +223,12 @@ def _bytes(text: str | None) -> int:
     try:
         return 0 if text is None else parse_bytes(text)
     except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="--whole") from None
+        raise UserError(f"--whole {error}; use 500MB.") from None
 
 
 def _check_page(page: Path) -> None:
     if page.is_dir() or not page.absolute().parent.is_dir():
-        raise typer.BadParameter(f"{page} cannot be written: name a file in a folder that exists", param_hint="--html")
+        raise UserError(f"--html {shown(page)} cannot be written; name a file in a folder that exists.")
 
 
 def _size(folder: Path) -> int:

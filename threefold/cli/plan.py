@@ -38,32 +38,37 @@ def command(
         str,
         typer.Option(
             metavar="NAME",
-            help="What is best: throughput on all N, or on N or fewer the cost per token, or the latency of a step.",
+            help="What to optimize: throughput on all N GPUs; or, on at most N, cost per token or latency of a step.",
         ),
     ] = "throughput",
     tokens: Annotated[
         str | None,
-        typer.Option(metavar="T", help="Tokens to train on, such as 300B.", show_default="those of train.max_steps"),
+        typer.Option(
+            metavar="T", help="Tokens to train on, such as 300B.", show_default="the tokens of train.max_steps"
+        ),
     ] = None,
     fix: Annotated[
         list[str] | None,
-        typer.Option("--fix", metavar="SECTION.KEY=VALUE", help="A setting that every layout has; may be repeated."),
+        typer.Option("--fix", metavar="SECTION.KEY=VALUE", help="Setting to fix in every layout; may be repeated."),
     ] = None,
     system: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Whose kernels and memory, as for estimate.", show_default="own, as train runs it"
+            metavar="NAME",
+            help="System whose kernels and memory are assumed, as for estimate.",
+            show_default="own, as train runs it",
         ),
     ] = None,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the config of the first here.")] = None,
+    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the config with the best layout.")] = None,
     png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw memory against throughput.")] = None,
     as_json: AsJson = False,
     trust_code: TrustCode = False,
     overrides: Overrides = None,
 ) -> None:
-    """Find the best layout for training CONFIG on N GPUs of a type, without any of them.
+    """Find the best layout for training CONFIG on N GPUs of one type, without needing any of them.
 
-    Considers all valid dp, tp, pp, cp, ep, ZeRO, schedule, chunks, micro-batch, recompute and sequence parallelism.
+    Considers all valid values of dp, tp, pp, cp, ep, ZeRO, schedule, chunks, micro-batch, recompute and
+    sequence parallelism.
     The global batch stays the same, and so do the losses.
 
     Examples:

@@ -1,4 +1,4 @@
-"""`threefold report`: what runs were and how they went, as a table or a page."""
+"""`threefold report`: settings, results and course of runs, as a table or a page."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ def command(
 ) -> None:
     """Report on runs, ended or not: what ran, losses, speed, time, memory, checkpoints, and settings that differ.
 
-    A run writes the page of its own report at its end, as RUN/report.html.
+    At its end, a run writes its own report page to RUN/report.html.
 
     Examples:
       threefold report runs/run

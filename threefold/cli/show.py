@@ -11,7 +11,7 @@ import typer
 from threefold.cli import terminal
 from threefold.cli.estimate import HardwareName
 from threefold.errors import UserError
-from threefold.files import fill_page, format_bytes, json_in_script, read_json, shown
+from threefold.files import counted, fill_page, format_bytes, json_in_script, read_json, shown
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -24,16 +24,23 @@ _MARK: Final = '<meta name="generator" content="threefold show">'
 def command(
     config: terminal.ConfigFile,
     html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write one page that works offline, as .html.")
+        Path | None, typer.Option("--html", metavar="FILE", help="Write a self-contained page, as .html.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the document behind the page (docs/show.md).")] = False,
     compare: Annotated[
         str | None,
-        typer.Option(metavar="OTHER", help="What moves to another layout: a config, or words such as dp4·tp2."),
+        typer.Option(
+            metavar="OTHER",
+            help="Also show what moves to another layout, given as a config or in words such as dp4·tp2.",
+        ),
     ] = None,
     verify: Annotated[
         Path | None,
-        typer.Option("--verify", metavar="REPORT", help="Also errors by parameter, from threefold verify --json."),
+        typer.Option(
+            "--verify",
+            metavar="REPORT",
+            help="Also show the error of each parameter, from the output of threefold verify --json.",
+        ),
     ] = None,
     hardware: HardwareName = None,
     traffic: Annotated[
@@ -45,7 +52,8 @@ def command(
 ) -> None:
     """Show the layout of CONFIG: ranks, shards of each weight, pipeline schedule, memory and collectives.
 
-    The data need not exist. Without --hardware, times are relative, and memory has a limit on a CPU only.
+    The data need not exist. Without --hardware, times are relative, and only the memory of CPU ranks has a
+    limit.
 
     Examples:
       threefold show run.yaml --html layout.html --hardware h100
@@ -102,17 +110,17 @@ def _part(name: str) -> str:
 
 
 def _check_page(path: Path) -> None:
-    """Raise a `UserError` if the page cannot be written, or would replace a file that is no page of this command."""
+    """Raise a `UserError` if the page cannot be written, or would replace a file that is not a page of this command."""
     if path.suffix.lower() != ".html":
         raise UserError(f"The page {shown(path)} must end in .html; use {shown(path.with_suffix('.html'))}.")
     if not path.parent.is_dir():
         raise UserError(f"The page {shown(path)} cannot be written: there is no folder {shown(path.parent)}.")
     if path.exists() and not is_layout_page(path):
-        raise UserError(f"{shown(path)} is there already and is no page of threefold show; use another name.")
+        raise UserError(f"{shown(path)} exists already and is not a page of threefold show; use another name.")
 
 
 def _other(text: str, config: "Config", model: str | None, trust_code: bool) -> "Config":
-    """Return the config that `--compare` names: that of a file, or `config` in the layout that words describe."""
+    """Return the config that `--compare` names: the one in a file, or `config` in the layout that words describe."""
     if text.lower().endswith((".yaml", ".yml")) or Path(text).exists():
         return terminal.read_without_data(Path(text), None, model, trust_code)
     from threefold.comm.layout import parse
@@ -127,15 +135,15 @@ def _other(text: str, config: "Config", model: str | None, trust_code: bool) -> 
 
 
 def _print_document(document: dict[str, Any]) -> None:
-    """Print the layout in short: stages with their ranks, memory and bubble, weights and their shards, collectives."""
+    """Print a summary of the layout: stages with ranks, memory and bubble; weights and shards; collectives."""
     mesh, schedule, model = document["layout"], document["schedule"], document["model"]
     zero = f", zero {mesh['settings']['zero']}" if mesh["settings"]["zero"] else ""
     typer.echo(
         f"{model['name']}, {model['parameters']:,} parameters: {mesh['name']}{zero}, "
-        f"{terminal.counted(mesh['world'], 'rank')}, {mesh['dtype']}."
+        f"{counted(mesh['world'], 'rank')}, {mesh['dtype']}."
     )
     typer.echo(
-        f"{schedule['name']}: {terminal.counted(schedule['micro_batches'], 'micro-batch', 'es')}, "
+        f"{schedule['name']}: {counted(schedule['micro_batches'], 'micro-batch', 'es')}, "
         f"bubble {schedule['bubble']:.1%}."
     )
     _print_stages(document)
@@ -219,7 +227,7 @@ def _print_proof(proof: dict[str, Any]) -> None:
     )
     equal = sum(each["verdict"] == "equal" for each in proof["layouts"])
     typer.echo(
-        f"Verified: {equal} of {terminal.counted(len(proof['layouts']), 'layout')} equal; the worst error is "
+        f"Verified: {equal} of {counted(len(proof['layouts']), 'layout')} equal; the worst error is "
         f"{worst[0]:.1e}, of {worst[1]}, and {proof['tolerance']:.0e} is allowed."
     )
 

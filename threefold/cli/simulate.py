@@ -6,44 +6,52 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from threefold.cli.terminal import check_picture_file, counted, print_table, times_of, whole_number
+from threefold.cli.terminal import check_picture_file, print_table, times_of, whole_number
 from threefold.errors import UserError
+from threefold.files import counted
 
 if TYPE_CHECKING:
     from threefold.planner.schedule import Simulation
 
 
-_TIME = "per stage and micro-batch, in ms; several between commas are those of each stage."
+_TIME = "per stage and micro-batch, in ms, or the times of all stages, separated by commas."
 
 
 def command(
     schedule: Annotated[
         str,
         typer.Option(
-            metavar="NAME", help="1f1b, interleaved, zbv … or FILE.csv, as parallel.schedule; or zb-h1, zb-h2."
+            metavar="NAME", help="1f1b, interleaved, zbv, … or FILE.csv, as in parallel.schedule; also zb-h1 and zb-h2."
         ),
     ] = "1f1b",
-    stages: Annotated[str | None, typer.Option(metavar="N", help="Pipeline stages (ranks, as parallel.pp).")] = None,
-    micro_batches: Annotated[
-        str | None, typer.Option("--microbatches", metavar="M", help="Micro-batches of a step.")
+    stages: Annotated[
+        str | None, typer.Option(metavar="N", help="Number of pipeline ranks, as in parallel.pp.")
     ] = None,
-    forward: Annotated[str, typer.Option(metavar="MS", help=f"Forward pass {_TIME}")] = "1",
+    micro_batches: Annotated[
+        str | None, typer.Option("--microbatches", metavar="M", help="Micro-batches per step.")
+    ] = None,
+    forward: Annotated[str, typer.Option(metavar="MS", help=f"Time of a forward pass {_TIME}")] = "1",
     backward_input: Annotated[
         str | None,
-        typer.Option(metavar="MS", help="Backward pass for the input, likewise.", show_default="as --forward"),
+        typer.Option(
+            metavar="MS", help="Time of a backward pass for the input, in the same form.", show_default="as --forward"
+        ),
     ] = None,
     backward_weight: Annotated[
         str | None,
-        typer.Option(metavar="MS", help="Backward pass for the weights, likewise.", show_default="as --forward"),
+        typer.Option(
+            metavar="MS", help="Time of a backward pass for the weights, in the same form.", show_default="as --forward"
+        ),
     ] = None,
     transfer: Annotated[
-        str, typer.Option(metavar="MS", help="From a stage to the next; it delays that one and occupies neither.")
+        str,
+        typer.Option(
+            metavar="MS", help="Time of a transfer to the next stage, which it delays; it occupies neither stage."
+        ),
     ] = "0",
     chunks: Annotated[
         str | None,
-        typer.Option(
-            metavar="V", help="Stages of each rank, which share its times.", show_default="as the schedule has them"
-        ),
+        typer.Option(metavar="V", help="Stages per rank, which share its times.", show_default="those of the schedule"),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
     picture: Annotated[
@@ -53,9 +61,9 @@ def command(
         Path | None, typer.Option("--csv", metavar="FILE", help="Write the actions, for parallel.schedule: FILE.csv.")
     ] = None,
 ) -> None:
-    """Simulate a step under a pipeline schedule: its bubble, its time and what each stage holds.
+    """Simulate a step under a pipeline schedule: its bubble, its time and the activations that each stage holds.
 
-    The actions are the same as in a run. The bubble is (cost − m(F + B + W)) / cost,
+    The actions are those of a run. The bubble is (cost − m(F + B + W)) / cost,
     where cost is the longest time of a stage from its first action to its last.
 
     Examples:
@@ -102,7 +110,7 @@ def command(
 
 
 def _count(text: str | None, option: str, of_file: int | None) -> int:
-    """Return the number of an option, or the one that a schedule file fixes."""
+    """Return the number that an option gives, or that a schedule file fixes."""
     if text is not None:
         return whole_number(text, option)
     if of_file is None:
@@ -114,7 +122,7 @@ _MOST_ROWS: Final = 24
 
 
 def _print_simulation(found: "Simulation") -> None:
-    """Print what each rank does and holds, and a line about the bubble."""
+    """Print the times and the held activations of each rank, and a line about the bubble."""
     timeline, facts, longest = found.timeline, found.facts(), found.timeline.longest
     typer.echo(f"{_named(found)}.")
     called = "rank" if timeline.program.stages > found.pp else "stage"

@@ -1,4 +1,4 @@
-"""What commands share: options and their parsing, guarded standard streams, tables, progress bars, counts in words."""
+"""Parts that commands share: options and their parsing, guarded standard streams, tables, progress bars."""
 
 import errno
 import io
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TextIO
 import typer
 
 from threefold.errors import CLOSED_OUTPUT, OutputLost, UserError
-from threefold.files import shown
+from threefold.files import counted, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,7 +34,7 @@ ModelFile = Annotated[
     typer.Option(
         "--model",
         metavar="FILE.py[:NAME]",
-        help="A model of your own, from a Python file.",
+        help="Python file with a model of your own.",
         rich_help_panel=OWN_MODEL,
     ),
 ]
@@ -42,7 +42,7 @@ TrustCode = Annotated[
     bool,
     typer.Option(
         "--trust-code",
-        help="Run the code that a checkpoint brings along, or that a stored config names.",
+        help="Run the code that is stored in a checkpoint or named by a stored config.",
         rich_help_panel=OWN_MODEL,
     ),
 ]
@@ -57,14 +57,14 @@ SpecialTokensName = Annotated[
     Literal["parse", "text"] | None,
     typer.Option(
         "--special-tokens",
-        help="Text that spells a special token becomes that token (parse), or stays text (text), as for untrusted "
-        "input.",
+        help="Whether text that spells a special token becomes that token (parse) or stays text (text), as "
+        "untrusted input should.",
         show_default="as the model was trained",
     ),
 ]
 DeviceName = Annotated[
     Literal["auto", "cpu", "cuda"],
-    typer.Option("--device", help="auto: GPUs if there is one per rank.", rich_help_panel=LAYOUT),
+    typer.Option("--device", help="Device; auto uses GPUs if there is one per rank.", rich_help_panel=LAYOUT),
 ]
 
 
@@ -147,7 +147,7 @@ _LONGEST: Final = 10**9
 
 
 def whole_number(text: str, option: str, least: int = 1, most: int = 10**7) -> int:
-    """Parse an option as a whole number; raise a `UserError` if it is none, or not from `least` to `most`."""
+    """Parse an option as a whole number; raise a `UserError` if it is not one from `least` to `most`."""
     try:
         number = int(text.replace("_", ""))
     except ValueError:
@@ -228,13 +228,8 @@ def print_layout(config: "Config") -> None:
     typer.echo(f"Layout: {layout}{zero}, {counted(layout.world_size, 'rank')}; {config.precision.dtype}.")
 
 
-def counted(count: int, thing: str, plural: str = "s") -> str:
-    """Return a number of things, such as `1 rank` or `1,024 ranks`."""
-    return f"{count:,} {thing}{plural if count != 1 else ''}"
-
-
 def setting_text(value: object) -> str:
-    """Return the value of a setting as JSON; a dash for None, which means that it is not set."""
+    """Return the value of a setting as JSON; a dash for None, a setting without a value."""
     return "–" if value is None else json.dumps(value, ensure_ascii=False)
 
 

@@ -56,7 +56,7 @@ def command(
         Literal["no", "yes", "auto"],
         typer.Option(
             metavar="[=auto]",
-            help="Resume from the newest checkpoint in RUN; with =auto, start if there is none.",
+            help="Resume from the newest checkpoint in RUN; with =auto, start a new run if there is none.",
             show_default=False,
         ),
     ] = "no",
@@ -64,7 +64,7 @@ def command(
         str,
         typer.Option(
             metavar="RANKS",
-            help="Ranks whose output is shown, such as 0,3; RUN/logs has that of all.",
+            help="Ranks whose output is shown, such as 0,3; RUN/logs has the output of all ranks.",
             rich_help_panel=_WATCH,
         ),
     ] = "0",
@@ -72,8 +72,8 @@ def command(
         str | None,
         typer.Option(
             metavar="[STEPS]",
-            help=f"Profile STEPS steps ({_PROFILE_STEPS}) after two of warm-up: RUN/profile has a trace of each rank "
-            "for Perfetto, and the timeline of the stages as a picture.",
+            help=f"Profile STEPS steps ({_PROFILE_STEPS} if not given) after two warm-up steps. RUN/profile has a "
+            "Perfetto trace of each rank, and a picture of the timeline of the stages.",
             rich_help_panel=_WATCH,
             show_default=False,
         ),
@@ -82,7 +82,7 @@ def command(
         int | None,
         typer.Option(
             metavar="RANK",
-            help="Give this rank the terminal, for breakpoint(); the others wait for it as long as it takes.",
+            help="Attach the terminal to this rank, for breakpoint(); the others wait for it without a time limit.",
             rich_help_panel=_WATCH,
             show_default=False,
         ),
@@ -90,7 +90,8 @@ def command(
 ) -> None:
     """Train the model of CONFIG, on dp · tp · pp · cp local processes, or as ranks of torchrun or srun.
 
-    SIGINT (Ctrl-C), SIGTERM or SIGUSR1 ends the run after the current step, with a checkpoint; a second signal at once.
+    SIGINT (Ctrl-C), SIGTERM or SIGUSR1 ends the run after the current step, with a checkpoint; a second signal
+    ends it at once.
 
     Examples:
       threefold train run.yaml
@@ -167,7 +168,7 @@ def _command() -> str:
 
 
 def _say(text: str) -> None:
-    """Print once for all ranks."""
+    """Print a line once for all ranks."""
     from threefold.launch.environment import find_launched_rank
 
     launched = find_launched_rank()
@@ -184,9 +185,7 @@ def _ranks(text: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(int(rank) for rank in text.split(",") if rank.strip()))
     except ValueError:
-        raise typer.BadParameter(
-            f"{shown(text)!r} is not a list of ranks such as 0,3", param_hint="--console-ranks"
-        ) from None
+        raise UserError(f"--console-ranks {shown(text)} must be ranks between commas, such as 0,3.") from None
 
 
 def _profile_steps(text: str | None) -> int:

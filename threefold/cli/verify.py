@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
 import typer
 
 from threefold.cli.terminal import OWN_MODEL, ConfigFile, Overrides, Steps, TrustCode, read_config
-from threefold.files import format_bytes
+from threefold.errors import UserError
+from threefold.files import format_bytes, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -31,30 +32,35 @@ def command(
     ] = None,
     layouts: Annotated[
         list[str] | None,
-        typer.Option("--layouts", "--layout", metavar="LAYOUT", help="The same; separate several by `;`."),
+        typer.Option("--layouts", "--layout", metavar="LAYOUT", help="Another way to give layouts, separated by `;`."),
     ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Every valid layout of --ranks ranks.")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Verify every valid layout of --ranks ranks.")] = False,
     ranks: Annotated[
-        int, typer.Option(min=2, max=1024, help="Ranks of the layouts of the default selection and of --all.")
+        int, typer.Option(min=2, max=1024, help="Ranks of the layouts in the default selection and in --all.")
     ] = 8,
     exact: Annotated[
         bool, typer.Option("--exact", help="Train with train.exact and compare bits, in layouts inside the grain.")
     ] = False,
     threads: Annotated[
-        str | None, typer.Option(metavar="N,N…", help="With --exact: also one process with N threads.")
+        str | None,
+        typer.Option(
+            metavar="N,N…", help="With --exact: also compare one process with each of these numbers of threads."
+        ),
     ] = None,
     steps: Annotated[
-        int | None, typer.Option(min=1, max=10_000, help="Optimizer steps to compare.", show_default="3; --exact: 5")
+        int | None,
+        typer.Option(min=1, max=10_000, help="Optimizer steps to compare.", show_default="3, or 5 with --exact"),
     ] = None,
     dtype: Annotated[
         Literal["fp64", "fp32"] | None,
         typer.Option(
             help="Precision; the tolerance is 1e-12 for fp64, 1e-5 for fp32.",
-            show_default="fp64; --exact: the config's",
+            show_default="fp64, or the config's with --exact",
         ),
     ] = None,
     full: Annotated[
-        bool, typer.Option("--full/--shrink", help="Full-size model, or one shrunk to fewer and narrower layers.")
+        bool,
+        typer.Option("--full/--shrink", help="Verify the full-size model, or one shrunk to fewer and narrower layers."),
     ] = False,
     model: Annotated[
         str | None,
@@ -75,7 +81,7 @@ def command(
         bool, typer.Option("--verbose", help="Also print why layouts are unsupported, and tracebacks.")
     ] = False,
 ) -> None:
-    """Train CONFIG's model a few steps in a single process and in each LAYOUT, and compare the results.
+    """Train CONFIG's model for a few steps in a single process and in each LAYOUT, and compare the results.
 
     Initial weights, and each step's loss, gradient norm, gradients and updated weights must be equal up to rounding; so
     must evaluation, packed documents, a loss scale with an overflow, a skipped step and a resumed run (docs/verify.md).
@@ -99,18 +105,18 @@ def command(
     nested = names_nested_data(given)
     specs = parse_layouts([*(layouts or ()), *(named or ())])
     if specs and every:
-        raise typer.BadParameter("give layouts or --all, not both", param_hint="--all")
+        raise UserError("Layouts are given and --all too; leave one of the two out.")
     if exact:
         from threefold.cli.verify_exact import STEPS, verify_exact
 
         if full or from_section:
-            raise typer.BadParameter("--exact goes with neither --full nor --model", param_hint="--exact")
+            raise UserError(f"--exact does not go with {'--full' if full else '--model'}; leave one of the two out.")
         counts = _counts(threads)
         options: dict[str, Any] = {"every": every, "ranks": ranks, "steps": steps or STEPS, "dtype": dtype}
         verify_exact(given, specs, **options, threads=counts, as_json=as_json, verbose=verbose)
         return
     if threads is not None:
-        raise typer.BadParameter("goes with --exact", param_hint="--threads")
+        raise UserError("--threads goes only with --exact; give both, or leave --threads out.")
     dtype, steps = dtype or "fp64", steps or 3
     require_room(max((spec.world_size for spec in specs), default=ranks))
     base = choices.prepare(given, dtype, vocabulary(given) or choices.UNKNOWN_VOCABULARY)
@@ -160,7 +166,7 @@ def _counts(threads: str | None) -> list[int]:
     """Return the numbers of threads."""
     words = [] if threads is None else threads.split(",")
     if not all(word.strip().isdigit() and 1 <= int(word) <= _MOST_THREADS for word in words):
-        raise typer.BadParameter(f"give numbers from 1 to {_MOST_THREADS}, such as 1,2,4", param_hint="--threads")
+        raise UserError(f"--threads {shown(str(threads))} must be numbers from 1 to {_MOST_THREADS}, such as 1,2,4.")
     return [int(word) for word in words]
 
 
@@ -203,7 +209,7 @@ def _as_json(
 
 
 class _Table:
-    """Table that grows row by row, with a live line below it on a terminal; a context manager.
+    """Table that is printed row by row, with a live line below it on a terminal; a context manager.
 
     Its rows are printed one by one, so the widths of its columns are fixed from the start: columns of bytes are dropped
     if they do not fit.

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import typer
 
-from threefold.cli.terminal import Steps, counted
-from threefold.files import first_of
+from threefold.cli.terminal import Steps
+from threefold.files import counted, first_of
 
 if TYPE_CHECKING:
     from threefold.comm.layout import LayoutSpec
@@ -113,7 +113,7 @@ def _document(
 
 
 class _Table:
-    """Table that grows row by row: layout, verdict, hash of the weights after the last step, and seconds."""
+    """Table that is printed row by row: layout, verdict, hash of the weights after the last step, and seconds."""
 
     def __init__(self, check: "ExactVerifier", selection: "ExactSelection", shown: bool, verbose: bool) -> None:
         from rich.console import Console
@@ -137,7 +137,7 @@ class _Table:
         self._print(self._row("1 process", "", check.fingerprint, ""), "dim")
 
     def add(self, result: "ExactResult") -> None:
-        """Print the row of a layout, and what differs first."""
+        """Print the row of a layout, and the first difference."""
         from threefold.verify.verifier import DEPARTS, EQUAL, FAILED
 
         marks = {EQUAL: "✓ equal", DEPARTS: "✗ DEPARTS", FAILED: "! error"}

@@ -1,4 +1,4 @@
-"""`threefold watch`: a run that goes on, in the terminal or in a browser."""
+"""`threefold watch`: progress of a run, in the terminal or in a browser."""
 
 import time
 from typing import Annotated, Any, Final
@@ -33,12 +33,12 @@ def command(
         str | None,
         typer.Option(
             metavar="[PORT]",
-            help=f"Serve the page of its report to browsers of this machine alone (default port {_PORT}; 0: any).",
+            help=f"Serve its report page to browsers on this machine only (default port {_PORT}; 0: any).",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Follow RUN until it ends: the newest step, and the curve of its loss. Ctrl-C ends the watch, not the run.
+    """Follow RUN until it ends, with its newest step and its loss curve. Ctrl-C ends the watch, not the run.
 
     Examples:
       threefold watch runs/run

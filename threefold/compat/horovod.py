@@ -188,7 +188,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._names and unnamed:
             raise UserError(
                 f"named_parameters lacks {unnamed} of the optimizer's {len(self._parameters)} parameters; use "
-                "model.named_parameters() of the model that the optimizer is of."
+                "model.named_parameters() of the optimizer's model."
             )
         self._gradients = buckets_by_dtype(self._parameters, self._axis, DTYPES.get(compression))
         self._passes: dict[Tensor, int] = {}

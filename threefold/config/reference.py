@@ -313,7 +313,7 @@ def features_named(names: Sequence[str]) -> list[Feature]:
     known = {feature.name: feature for feature in FEATURES}
     for name in names:
         if name not in known:
-            raise UserError(f"{name!r} is no feature but must be {one_of(name, list(known))}.")
+            raise UserError(f"{name!r} is not a feature but must be {one_of(name, list(known))}.")
     return [known[name] for name in names]
 
 

@@ -152,7 +152,7 @@ def write_schedule_file(path: Path, orders: Sequence[Sequence[Action]]) -> None:
     try:
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
             raise UserError(
-                f"The pipeline schedule {shown(path)} is there already and has other actions; remove it first."
+                f"The pipeline schedule {shown(path)} exists already and has other actions; remove it first."
             )
         path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -588,5 +588,5 @@ def find_schedule(name: str) -> Schedule:
 @cache
 def _of_python(name: str, function: Any) -> PythonSchedule:
     if not callable(function):
-        raise UserError(f"parallel.schedule is {shown(name)} but that is no function; name one.")
+        raise UserError(f"parallel.schedule is {shown(name)} but that is not a function; name one.")
     return PythonSchedule(name, function)

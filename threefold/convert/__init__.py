@@ -179,5 +179,5 @@ def _unset(config: Config) -> dict[str, str]:
         key = "data.path" if config.data.mixture is None else "data.mixture"
         found[key] = f"{shortened(open_paths[0])} is not a path; put your own in its place"
     if config.model.vocab_size is None and config.data.tokenizer is None:
-        found["model.vocab_size"] = "the number of token ids, which token files of other systems do not say"
+        found["model.vocab_size"] = "the number of token ids, which token files of other systems do not state"
     return found

@@ -81,7 +81,7 @@ _DROPOUTS = ("model.hidden_dropout", "model.attention_dropout", "model.embedding
 REASONS = {
     "train.max_steps ends the run; set it to epochs · samples / train.global_batch_size": "NUM_EPOCHS",
     "optimizer.warmup_steps counts steps": "WARMUP_*",
-    "what pipeline stages send follows from the model": "TENSOR_SHAPE",
+    "the tensors that pipeline stages send follow from the model": "TENSOR_SHAPE",
     "the embedding is always split by the vocabulary": "model.embed_split_hidden",
     "kernels are chosen automatically": "model.fuse_* cudnn_*",
     "the loss is the cross-entropy of the next token, vocabulary-parallel automatically": "loss*",
@@ -127,7 +127,7 @@ def read(path: Path) -> KeyMapping:
 
 
 _MADE: Final = re.compile(r"^(?:model|optimizer)$")
-_CODE: Final = "code is not run, so what it sets is not known; set it here if it matters"
+_CODE: Final = "code is not run, so its settings are not known; set them here if they matter"
 
 
 class _Reader:

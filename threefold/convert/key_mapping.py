@@ -1,4 +1,4 @@
-"""Key mapping: takes the settings of another system one by one, and collects ours and notes on the unmapped rest.
+"""Key mapping: takes the settings of another system one by one, and collects our settings and notes on those left over.
 
 The last part evaluates constant Python expressions, in which such settings may be written, without running anything.
 """
@@ -21,7 +21,7 @@ NOT_KNOWN = "unknown to this converter"
 
 
 class Same(NamedTuple):
-    """Foreign setting with an equivalent among ours.
+    """Foreign setting with an equivalent among our settings.
 
     Attributes:
         theirs, ours: foreign key, and our key as `section.key`.

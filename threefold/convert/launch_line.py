@@ -70,11 +70,11 @@ def launch_of(
         if used or not any(word.startswith("--") for word in given):
             needs = f"{used[0]} is used and nothing else sets it" if used else "no flags are found without it"
             raise UserError(
-                f"{path}, line {line}: it reads {name}, which is not there, and {needs}; put the file there."
+                f"{path}, line {line}: it reads {name}, which does not exist, and {needs}; put the file there."
             )
     if not any(word.startswith("--") for word in words):
         raise UserError(
-            f"{path} has no flags such as --num-layers 24, so it is not Megatron-LM's; say whose it is with --from."
+            f"{path} has no flags such as --num-layers 24, so it is not Megatron-LM's; name its system with --from."
         )
     flags, unread = _collected(given, switches, several)
     launcher = words[: max(0, place - 1)]
@@ -83,7 +83,7 @@ def launch_of(
         unread.remove(word)
         notes.append(Unmapped(word, "not given", "a variable that the file does not set; flags in it are not known"))
     for line, name in script.missing:
-        notes.append(Unmapped(name, "not given", f"line {line} reads this file, which is not there"))
+        notes.append(Unmapped(name, "not given", f"line {line} reads this file, which does not exist"))
     if starting := list(dict.fromkeys(word.partition("=")[0] for word in (*batch, *launcher) if word.startswith("--"))):
         notes.append(Unmapped("launcher", " ".join(starting), "of these only the number of ranks counts"))
     world = flags.pop("world-size", None) or flags.pop("world_size", None) or _ranks(launcher, batch, script)

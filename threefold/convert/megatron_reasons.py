@@ -15,7 +15,7 @@ REASONS: Final = {
         "vocab-file merge-file tokenizer-model tiktoken-* tokenizer-hf-*"
     ),
     "the vocabulary need not be divisible, so it is not padded": "make-vocab-size-divisible-by",
-    "the files say what they are": "data-impl",
+    "the files state their format": "data-impl",
     "the order of samples is computed, not stored": "data-cache-path",
     "make tokens with threefold data prepare": "mock-data",
     "positions count within the sample, also with data.separate_documents": "reset-position-ids",

@@ -146,7 +146,7 @@ def _of_overrides(flags: dict[str, Any], path: Path, notes: list[Unmapped]) -> d
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
-            notes.append(Unmapped(override, "an override", "is no key=value", unsupported=True))
+            notes.append(Unmapped(override, "an override", "is not a key=value", unsupported=True))
         else:
             settings[key] = _typed(key, value)
     return settings
@@ -197,7 +197,7 @@ OLD_NAMES = {
 }
 """Beginnings of keys in the first versions → their current beginnings."""
 REASONS = {
-    "train.device auto takes the GPUs that are there": "Global.device",
+    "train.device auto uses the GPUs that it finds": "Global.device",
     "Fleet reads it under Engine, where log.every comes from": "Global.logging_freq",
     "train.max_steps ends the run; further epochs follow automatically": "Engine.num_train_epochs",
     "train.max_steps ends the run": "Engine.run_mode",
@@ -206,7 +206,7 @@ REASONS = {
     "the folder of the run is an option of the command: threefold train … --run-dir": "Engine.save_load.output_dir",
     "threefold train … --resume resumes a run; Paddle's checkpoints are unsupported": "Engine.save_load.ckpt_dir",
     "checkpoints are made every checkpoint.every steps": "Engine.save_load.save_epoch",
-    "what runs in 16 bits is fixed: products, not norms, softmax and loss": "Engine.mix_precision.*",
+    "the operations in 16 bits are fixed: products, but not norms, softmax and loss": "Engine.mix_precision.*",
     "kernels are chosen automatically": "Model.fused_* Optimizer.tensor_fusion Fused.*",
     "attention is always the fused one": "Model.use_flash_attn",
     "queries, keys and values are always one product": "Model.fuse_attn_qkv",
@@ -216,7 +216,7 @@ REASONS = {
     "samples always come in an order drawn from train.seed": "Data.Train.sampler.shuffle",
     "samples of a step follow from train.seed and the step": "Data.*.sampler.*",
     "tokens are memory-mapped, so there are no workers": "Data.*.loader.*",
-    "the files say what they are": "Data.*.dataset.name",
+    "the files state their format": "Data.*.dataset.name",
     "the test part is that of data.split": "Data.Test.*",
     "validation reads data.path with data.split": "Data.Eval.*",
     "gradients are always summed in buckets": "Distributed.fuse_*",

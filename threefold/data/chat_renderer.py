@@ -203,7 +203,7 @@ class ChatRenderer:
             self._environment = template_environment()
             self._compiled = self._environment.from_string(template.template)
         except jinja2.TemplateError as error:
-            raise UserError(f"{template.origin} is no chat template that can be used ({_reason(error)}).") from None
+            raise UserError(f"{template.origin} is not a chat template that can be used ({_reason(error)}).") from None
 
     def render(
         self, messages: Sequence[Message], where: str, tools: Sequence[Any] | None = None, prompted: bool = False

@@ -76,7 +76,7 @@ def chat_of(value: dict[str, Any], key: str, where: str) -> Chat | Completion:
     """
     tools = value.get("tools")
     if tools is not None and not isinstance(tools, list):
-        raise UserError(f"{where} has tools that are no list; leave them out, or give a list of JSON schemas.")
+        raise UserError(f"{where} has tools that are not a list; leave them out, or give a list of JSON schemas.")
     given = None if tools is None else tuple(tools)
     name = key if key in value else MESSAGES
     if name in value:
@@ -218,7 +218,7 @@ def _named(values: Any, path: Path) -> str | None:
             )
         found = found["default"]
     if found is not None and not isinstance(found, str):
-        raise UserError(f"{path} has a chat_template that is no text; save it as a .jinja file.")
+        raise UserError(f"{path} has a chat_template that is not text; save it as a .jinja file.")
     return found
 
 

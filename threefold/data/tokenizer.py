@@ -17,7 +17,7 @@ SpecialTokens = Literal["parse", "text"]
 
 @dataclass(frozen=True)
 class TextRule:
-    """How text is encoded, besides the tokenizer.
+    """Rule for encoding text, beyond the tokenizer itself.
 
     Attributes:
         special_tokens: how text that spells a special token is encoded.
@@ -76,7 +76,7 @@ class TextEncoder:
 
     @contextmanager
     def specials_as(self, special_tokens: SpecialTokens) -> Iterator[Tokenizer]:
-        """Yield the tokenizer with another treatment of special tokens within the block."""
+        """Yield the tokenizer with a different treatment of special tokens within the block."""
         before = self.tokenizer.encode_special_tokens
         self.tokenizer.encode_special_tokens = special_tokens == "text"
         try:

@@ -16,7 +16,7 @@ import torch
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.conversion import Shards, in_shares
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
-from threefold.checkpoint.folder import OWN_MODEL, SelectedCheckpoint, model_files, select_checkpoint
+from threefold.checkpoint.folder import OWN_MODEL, SelectedCheckpoint, model_files
 from threefold.checkpoint.index import StoredTensor
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import Config, ModelConfig
@@ -25,9 +25,10 @@ from threefold.dtypes import DTYPES
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import choose_type, imported_config, left_out, split, write_model, write_texts
+from threefold.huggingface.source import check_export, choose_exported
 from threefold.models.huggingface import WeightMap
 from threefold.models.source import file_source
-from threefold.output import Progress, check_replaceable, staged_directory
+from threefold.output import Progress, staged_directory
 
 CONSTRUCTOR: Final = "model.json"
 """File that names the class or function in the model's file, its keyword arguments, and its tied parameters."""
@@ -96,12 +97,10 @@ def export_model(request: Export, progress: Progress) -> Exported:
             `out` then.
     """
     return_freed_memory()
-    check_replaceable(request.out, [request.run], request.overwrite)
+    check_export(request.run, request.out, request.overwrite)
     damaged: dict[Path, str] = {}
     while True:
-        choice = select_checkpoint(
-            request.run, lambda none: f"{request.run} has {none}; give the folder of a run.", damaged
-        )
+        choice = choose_exported(request.run, damaged)
         try:
             return _export(request, choice, progress)
         except DamagedCheckpoint as damage:

@@ -142,7 +142,7 @@ def _weight_map(folder: Path) -> dict[str, str]:
     for key, name in found.items():
         if not isinstance(name, str) or not _FILE.fullmatch(name):
             raise UserError(
-                f"{folder / INDEX}: weight_map gives {shortened(key)} the file {shortened(repr(name))}, which is no "
+                f"{folder / INDEX}: weight_map gives {shortened(key)} the file {shortened(repr(name))}, which is not a "
                 "name of a safetensors file in that folder; fetch it again."
             )
     return found

@@ -1,4 +1,4 @@
-"""Source of an import: a folder with a Hugging Face model, or a model on the hub; checked without torch."""
+"""Checks of an import and an export before torch is imported: the folders, and a model on the Hugging Face hub."""
 
 import os
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.checkpoint.folder import CONFIG as RUN_CONFIG
-from threefold.checkpoint.folder import TOKENIZER, path_of
+from threefold.checkpoint.folder import TOKENIZER, Damaged, SelectedCheckpoint, newest, path_of, select_checkpoint
 from threefold.checkpoint.manifest import FORMAT, MANIFEST
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, shown
@@ -43,6 +43,27 @@ def check_import(name: str, out: Path, overwrite: bool) -> Path:
     return folder
 
 
+def check_export(run: Path, out: Path, overwrite: bool) -> None:
+    """Check the folders of an export; the checkpoint itself is checked when it is read.
+
+    Args:
+        run: run folder that is exported.
+        out: folder that the export makes.
+        overwrite: whether an earlier export at `out` may be replaced.
+
+    Raises:
+        UserError: the run has no complete checkpoint, or `out` cannot be made.
+    """
+    check_replaceable(out, [run], overwrite)
+    if newest(run) is None:
+        choose_exported(run)
+
+
+def choose_exported(run: Path, damaged: Damaged | None = None) -> SelectedCheckpoint:
+    """Return the checkpoint that an export reads, as `select_checkpoint` does."""
+    return select_checkpoint(run, lambda none: f"{run} has {none}; give the folder of a run.", damaged)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read the object in a JSON file. Raises UserError if there is none."""
     if not os.path.lexists(path):
@@ -71,7 +92,7 @@ def list_imported(run: Path) -> Collection[str] | None:
 def _fetched(name: str) -> Path:
     if find_spec("huggingface_hub") is None:
         raise UserError(
-            f"{name} is no folder here, and a model is fetched from the Hugging Face hub only where the package "
+            f"{name} is not a folder here, and a model is fetched from the Hugging Face hub only where the package "
             "huggingface_hub is installed; install it, or give a folder with config.json and safetensors files."
         )
     from huggingface_hub import snapshot_download
@@ -81,6 +102,6 @@ def _fetched(name: str) -> Path:
     except Exception as error:  # whatever its network client raises
         reason = next(iter(str(error).strip().splitlines()), "").rstrip(". ") or type(error).__name__
         raise UserError(
-            f"{name} is no folder here, and cannot be fetched from the Hugging Face hub ({shown(reason)}); check "
+            f"{name} is not a folder here, and cannot be fetched from the Hugging Face hub ({shown(reason)}); check "
             "the name, your access and the network, or give a folder with config.json and safetensors files."
         ) from None

@@ -14,6 +14,7 @@ from threefold.comm.layout import shard_bounds
 from threefold.data.conversations import Document
 from threefold.data.encoding import DocumentEncoder
 from threefold.errors import UserError
+from threefold.inference.inputs import check_stride
 from threefold.inference.model import Model
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 
@@ -229,12 +230,7 @@ class Perplexity(EvalTask):
     loss_tokens: Literal["answers", "all"] = "answers"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.stride <= self.context:
-            nearest = min(max(1, self.stride), self.context)
-            raise UserError(
-                f"--stride is {self.stride} but must be between 1 and the context, {self.context}, as tokens between "
-                f"windows would be skipped; use {nearest}."
-            )
+        check_stride(self.stride, self.context)
 
     def prepare(
         self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]

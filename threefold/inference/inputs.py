@@ -69,6 +69,15 @@ def check_layout(plan: ModelPlan, layout: Layout) -> None:
         )
 
 
+def check_stride(stride: int, context: int) -> None:
+    """Raise a `UserError` unless windows of `context` tokens that start every `stride` tokens skip none."""
+    if not 1 <= stride <= context:
+        raise UserError(
+            f"--stride is {stride} but must be between 1 and the context, {context}, as tokens between windows would "
+            f"be skipped; use {min(max(1, stride), context)}."
+        )
+
+
 def require_text(prompts: Sequence[Prompt]) -> None:
     """Require at least one prompt. Raises UserError if there is no prompt, or one is empty or not UTF-8."""
     if not prompts or not all(prompts):

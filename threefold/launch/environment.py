@@ -213,7 +213,7 @@ def tasks_on(tasks_per_node: str, node: int) -> int:
     for part in tasks_per_node.split(","):
         match = re.fullmatch(r"(\d{1,9})(?:\(x(\d{1,6})\))?", part)
         if match is None or int(match[1]) < 1:
-            raise ValueError(f"{part!r} is no number of tasks")
+            raise ValueError(f"{part!r} is not a number of tasks")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts[min(node, len(counts) - 1)]
 

@@ -15,7 +15,7 @@ from threefold.config.loading import config_of, problem
 from threefold.config.resolve import check_settings
 from threefold.config.rules import batch_sizes
 from threefold.errors import UserError
-from threefold.files import read_text, shown
+from threefold.files import how_often, read_text, shown
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.failure import Failure, RankFailed
 from threefold.launch.output import failure_file
@@ -168,8 +168,9 @@ class Restarts:
         if has_all_steps(self._run_dir, self._config.train.max_steps):
             return None
         if self._attempt.number >= most:
-            times = "once" if most == 1 else f"{most:,} times"
-            raise RankFailed(f"{message}; given up, as the ranks were restarted {times} (train.max_restarts {most})")
+            raise RankFailed(
+                f"{message}; given up, as the ranks were restarted {how_often(most)} (train.max_restarts {most})"
+            )
         self._follow(failure, message)
         return NextAttempt(
             self._make(self._config, self._attempt), Layout.from_config(self._config.parallel).world_size

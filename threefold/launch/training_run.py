@@ -452,7 +452,7 @@ def _require_no_checkpoints(run_dir: Path) -> None:
             read_manifest(found[-1]).check_sizes()
             what = "is there"
         except DamagedCheckpoint as damage:
-            what = f"is no complete checkpoint ({damage.reason})"
+            what = f"is not a complete checkpoint ({damage.reason})"
         raise UserError(
             f"{shown(found[-1])} {what}, and a run that begins anew would write over it or beside it; choose another "
             "--run-dir, restore it and resume with --resume, or move it away."
@@ -463,7 +463,7 @@ def _require_place(run_dir: Path) -> None:
     """Check, before the first step, that RUN/checkpoints is or can be a writable folder."""
     folder = run_dir / FOLDER
     if os.path.lexists(folder) and not folder.is_dir():
-        what = "a link to something that is no folder" if folder.is_symlink() else "no folder"
+        what = "a link to something that is not a folder" if folder.is_symlink() else "not a folder"
         raise UserError(
             f"{shown(folder)} is {what}, and the run's checkpoints go there; move it, or choose another --run-dir."
         )

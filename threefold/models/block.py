@@ -123,7 +123,7 @@ class ModelDescription:
 
     @cached_property
     def blocks(self) -> tuple[BlockShape, ...]:
-        """Descriptions of the layers between the first and the last; blocks with equal ones cost the same.
+        """Descriptions of the layers between the first and the last; blocks with equal descriptions cost the same.
 
         Raises:
             UnknownBlock: a block is not made of attention and a feed-forward network or mixture of experts.

@@ -71,16 +71,16 @@ class ConfigJson:
     def checked_number(self, key: str, value: Any) -> Any:
         """Return the value if it is a finite number, else raise UserError."""
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.problem(f"{key} is {shortened(repr(value))}, which is no number")
+            raise self.problem(f"{key} is {shortened(repr(value))}, which is not a number")
         if abs(value) > _LARGEST_NUMBER or value != value:
-            raise self.problem(f"{key} is {shortened(str(value))}, which is no number of a model")
+            raise self.problem(f"{key} is {shortened(str(value))}, which is not a number of a model")
         return value
 
     def whole(self, key: str, default: int | None = None, least: int = 0, most: int = LARGEST_SIZE) -> int:
         """Return an integer from `least` to `most`; null means the default. Raise UserError for anything else."""
         value = self.number(key, default)
         if value % 1 != 0:
-            raise self.problem(f"{key} is {value!r}, which is no whole number")
+            raise self.problem(f"{key} is {value!r}, which is not a whole number")
         if not least <= value <= most:
             rule = f"at least {least}" if value < least else f"at most {most}"
             raise self.problem(f"{key} is {shortened(str(value))} but must be {rule}")
@@ -99,7 +99,7 @@ class ConfigJson:
         value = self.take(key)
         if value is not None and not (isinstance(value, list) and all(type(each) is kind for each in value)):
             what = {int: "whole numbers", str: "texts"}[kind]
-            raise self.problem(f"{key} is {shortened(repr(value))}, which is no list of {what}", "fetch it again")
+            raise self.problem(f"{key} is {shortened(repr(value))}, which is not a list of {what}", "fetch it again")
         return value
 
     def require(self, key: str, *allowed: Any) -> None:

@@ -116,7 +116,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
     if has_gradient_hooks(parameter):
         raise UserError(
             f"{name!r} has a gradient hook, which would see the gradient of some samples, or of a shard alone, so that "
-            "the layout would change the result; change gradients in the optimizer, or what is computed in forward."
+            "the layout would change the result; change gradients in the optimizer, or the computation in forward."
         )
     if _overlaps_itself(parameter):
         raise UserError(
@@ -202,13 +202,13 @@ def _layout_dependent(name: str, module: nn.Module) -> Iterator[str]:
     if isinstance(module, _DROPOUTS) and module.p > 0:
         yield (
             f"{name!r} is {kind}(p={module.p:g}), which draws from torch's generator, so that the layout "
-            f"would change what is dropped; use threefold.Dropout({module.p:g}, {name!r}), called with the "
+            f"would change the dropped elements; use threefold.Dropout({module.p:g}, {name!r}), called with the "
             "activation and samples.keys, samples being a parameter of the layer's forward."
         )
     if isinstance(module, _WITH_DROPOUT) and module.dropout > 0:
         yield (
             f"{name!r} is {kind}(dropout={module.dropout:g}), which draws from torch's generator, so that "
-            "the layout would change what is dropped; use dropout=0, with a threefold.Dropout after it."
+            "the layout would change the dropped elements; use dropout=0, with a threefold.Dropout after it."
         )
     if isinstance(module, _DRAWING):
         yield (
@@ -300,17 +300,17 @@ def _sentence(error: BaseException, module: str, tp: int) -> str | None:
         result = f"the result of {operation}" if operation else "a tensor"
         return (
             f"A forward pass changes {result} in place, which its backward pass needs as it was; use an operation "
-            "without a trailing underscore there, such as y = y + 1 in the place of y.add_(1)."
+            "without a trailing underscore there, such as y = y + 1 instead of y.add_(1)."
         )
     if _VIEW_IN_PLACE in text:
         return (
             f"In {where} an input is changed in place, which sharded weights (parallel.zero) do not allow; use an "
-            "operation without a trailing underscore there, such as y = y + 1 in the place of y.add_(1) or y += 1."
+            "operation without a trailing underscore there, such as y = y + 1 instead of y.add_(1) or y += 1."
         )
     if "does not require grad and does not have a grad_fn" in text:
         return (
             "The loss does not depend on any parameter, as detach(), .data or torch.no_grad() has cut it from them, so "
-            "that there are no gradients; compute it of what the last layer returns."
+            "that there are no gradients; compute it from the output of the last layer."
         )
     if _ON_META.search(text) and ("device" in text or "meta tensor" in text):
         return (

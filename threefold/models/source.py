@@ -201,8 +201,8 @@ class FileSource(ModelSource):
 
     Attributes:
         path: path of the file.
-        name: name of the model's class or of a function that makes it; in a file with `make_model`, of the plan
-            instead.
+        name: name of the model's class or of a function that makes it; in a file with `make_model`, the name of
+        the plan instead.
     """
 
     path: Path

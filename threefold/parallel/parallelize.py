@@ -1,4 +1,4 @@
-"""From a single-device model to this rank's shards: every kind of parallelism, in the order in which it is applied.
+"""Sharding of a single-device model into this rank's part: every kind of parallelism, in the order of application.
 
 The model is made and sharded on the meta device, so no rank ever holds more than its own shards. Settings, as resolved
 from a config or given in code, come first.
@@ -74,8 +74,9 @@ class PieceSizes:
     Attributes:
         bucket_bytes: size at which a bucket of gradients is closed and the next one started.
         norm_elements: number of adjacent elements whose squares are summed in the gradients' own dtype.
-        logits_at_once: number of logits that the loss goes over at once on a CPU.
-        kept_logits_at_once: number of logits that the loss goes over at once if it keeps all for the backward pass; 0
+        logits_at_once: number of logits that the loss processes at once on a CPU.
+        kept_logits_at_once: number of logits that the loss processes at once if it keeps all for the backward
+        pass; 0
             for all of them, or on a CPU as many as `logits_at_once`.
     """
 
@@ -115,7 +116,7 @@ class TrainingSettings:
         recompute_every: treat only every n-th of the layers that have modules to recompute.
         compile: whether layers run through `torch.compile`.
         loss_chunk_size: number of vocabulary entries whose logits are in memory at once; 0 for all.
-        pieces: sizes that work is divided by.
+        pieces: sizes of the pieces that work is divided into.
         grain: pieces of an exact run's sums, whose micro-batches are its leaves; None for any other run.
         own_model: whether the model or the loss is not this package's, so that an exact run reports calls that are not
             known to be exact.
@@ -249,7 +250,7 @@ class Parallelism:
 
     @property
     def arithmetic(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Makes the context of forward passes."""
+        """Function that makes the context of forward passes."""
         pieces = self.context.pieces
         if pieces is None:
             return nullcontext

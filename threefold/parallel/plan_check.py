@@ -137,7 +137,7 @@ def _check_layers(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan) ->
         raise UserError("layers is empty; name the modules that the model runs through, in order.")
     for layer in plan.layers:
         if layer not in modules or not layer:
-            raise UserError(f"layers names {layer!r}, which is no module of the model{nearest(layer, modules)}.")
+            raise UserError(f"layers names {layer!r}, which is not a module of the model{nearest(layer, modules)}.")
         if plan.layers.count(layer) > 1:
             raise UserError(f"layers names {layer!r} {plan.layers.count(layer)} times; once is enough.")
         around = next((other for other in plan.layers if layer.startswith(other + ".")), None)
@@ -360,14 +360,14 @@ def _check_ties(
 ) -> None:
     for name in (*plan.ties, *plan.ties.values()):
         if name not in parameters:
-            raise UserError(f"ties names {name!r}, which is no parameter of the model{nearest(name, parameters)}.")
+            raise UserError(f"ties names {name!r}, which is not a parameter of the model{nearest(name, parameters)}.")
     for user, owner in plan.ties.items():
         if parameters[user] is not parameters[owner]:
             raise UserError(f"ties says that {user!r} is {owner!r} but in the model they are two; make them one there.")
     for group in plan.shared:
         for name in group:
             if name not in modules:
-                raise UserError(f"shared names {name!r}, which is no module of the model{nearest(name, modules)}.")
+                raise UserError(f"shared names {name!r}, which is not a module of the model{nearest(name, modules)}.")
         for one, other in pairwise(group):
             mine, others = (dict(modules[each].named_parameters(remove_duplicate=False)) for each in (one, other))
             if mine.keys() != others.keys() or any(mine[name] is not others[name] for name in mine):

@@ -73,17 +73,17 @@ class Adapter:
         self._copy = 0
 
     def bind(self, models: list[nn.Module], optimizer: Any) -> None:
-        """Take the models and the optimizer that the recorder was given."""
+        """Bind the adapter to the models and the optimizer of the recorder."""
         self.models, self.optimizer = models, optimizer
         if any(isinstance(module, DistributedDataParallel) for model in models for module in model.modules()):
             self._copy = dist.get_rank()
 
     def roots(self) -> list[nn.Module]:
-        """Return the modules whose forward passes are those of micro-batches: the models, without their wrappers."""
+        """Return the modules whose forward pass is that of a micro-batch: the models, without their wrappers."""
         return [_unwrapped(model) for model in self.models]
 
     def widen(self) -> None:
-        """Convert the models, and what the optimizer keeps of them, to fp64.
+        """Convert the models, and the optimizer's copies of their parameters, to fp64.
 
         Raises:
             UserError: the framework keeps further copies of a parameter.
@@ -151,7 +151,7 @@ class Adapter:
         return self.placement("activation", name, tensor)
 
     def numbers(self) -> Mapping[str, float]:
-        """Return the numbers that the framework itself reports for an update, such as its "gradient norm"."""
+        """Return numbers that the framework itself reports for an update, such as its "gradient norm"."""
         return {}
 
     def weight(self, name: str, parameter: nn.Parameter) -> Placed:

@@ -145,7 +145,7 @@ def _weight_dtypes(*records: Record) -> Iterator[tuple[str, str]]:
 
 
 def wide_problem(reference: Record, wide: Record) -> str:
-    """Return why a record is not that of the reference in fp64, as a clause; empty if it is."""
+    """Return why a record cannot be the reference's in fp64, as a clause; empty if it can."""
     if not wide.facts.get("wide"):
         return "it was recorded without THREEFOLD_PARITY_WIDE"
     if any(facts["numbers"].get("1", {}).get("drew_random_numbers") for facts in reference.ranks):

@@ -1,4 +1,4 @@
-"""Verdict on two records: a sentence on where the departure begins and what shape it has, a table, and a page."""
+"""Verdict on two records: a sentence on where the departure begins and its shape, a table, and a page."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class Judgement:
         equal: whether nothing departs by more than rounding.
         sentence: the verdict in a sentence.
         first: where the departure begins, or None.
-        together: departures of the same step and kind, from the first.
+        together: departures of the same step and kind as the first, including it.
     """
 
     equal: bool
@@ -83,7 +83,7 @@ def compared_whole(found: Findings) -> str:
 
 
 def _whole(found: Findings) -> dict[str, list[str]]:
-    """Return by kind the names whose elements were all compared."""
+    """Return, by kind, the names of tensors whose elements were all compared."""
     names: dict[str, list[str]] = {}
     for (kind, name), whole in found.whole.items():
         at = names.setdefault(kind, [])
@@ -104,7 +104,7 @@ def judge(found: Findings) -> Judgement:
 
 
 def _lead_of(together: Sequence[Departure]) -> Departure:
-    """Return the departure to name, of those of one step and kind.
+    """Return the departure to name among those of one step and kind.
 
     One that ranks disagree about is named before others. Of gradients it is the one that the backward pass computes
     first, because a departure there may propagate to gradients that are computed later.

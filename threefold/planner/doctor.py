@@ -277,7 +277,7 @@ def _of_host(machine: Machine) -> Iterator[MachineFinding]:
         yield MachineFinding("note", text, "install one (apt install g++) if you want compiled layers")
     if not machine.swap:
         text = "there is no swap, so a rank that needs too much memory is killed at once"
-        yield MachineFinding("note", text, "look at the memory that `threefold estimate` tells before a large run")
+        yield MachineFinding("note", text, "check the memory use that `threefold estimate` reports before a large run")
 
 
 def _of_rates(machine: Machine, device: str, rates: Sequence[RankRates]) -> Iterator[MachineFinding]:

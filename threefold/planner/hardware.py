@@ -261,7 +261,7 @@ def _number(values: Mapping[str, Any], key: str, where: str) -> float:
 def _require_known(values: Mapping[str, Any], known: list[str], where: str) -> None:
     for key in values:
         if key not in known:
-            raise UserError(f"{where}: {shown(str(key))} is no figure of it; it must be {one_of(key, known)}.")
+            raise UserError(f"{where}: {shown(str(key))} is not a figure of it; it must be {one_of(key, known)}.")
 
 
 def as_yaml(hardware: Hardware) -> str:
@@ -322,7 +322,7 @@ def find_hardware(name_or_path: str) -> Hardware:
     choice = one_entry(name, hardware_names())
     called = shown(name_or_path) or repr(name_or_path)
     if Path(f"{name_or_path}.yaml").is_file():
-        raise UserError(f"The hardware {called} is no entry, but there is a file {called}.yaml here; use that.")
+        raise UserError(f"The hardware {called} is not an entry, but there is a file {called}.yaml here; use that.")
     raise UserError(f"The hardware {called} is unknown; give the path of a YAML file or {choice}.")
 
 

@@ -280,8 +280,8 @@ class Simulated(NamedTuple):
 def simulation(config: Config, model: ModelShards, estimated: Estimate | None) -> Simulated:
     """Simulate the pipeline of a layout.
 
-    Times are ms if there is an estimate. Otherwise, all three passes of a stage take as long as its layers cost, and
-    the unit is the mean over the stages; as `threefold simulate` does if it is given forward passes alone.
+    Times are ms if there is an estimate. Otherwise, each of the three passes of a stage takes as long as its
+    layers cost, in units of the mean over the stages, as in `threefold simulate` with forward passes alone.
     """
     run = as_executed(config)
     parallel, train = run.parallel, run.train
@@ -430,7 +430,7 @@ def proof(report: Any, called: str, document: Mapping[str, Any]) -> dict[str, An
         document: document of a layout of the same model, of which the report may have fewer layers.
 
     Raises:
-        UserError: it is not such a report, or belongs to another model.
+        UserError: `report` is not a report of `threefold verify`, or belongs to another model.
     """
     try:
         layouts = [(each["layout"], each["verdict"], dict(each["worst_by_parameter"])) for each in report["layouts"]]
@@ -440,7 +440,7 @@ def proof(report: Any, called: str, document: Mapping[str, Any]) -> dict[str, An
     except (TypeError, KeyError, ValueError, AttributeError) as error:
         lacks = f" (it has no {error})" if isinstance(error, KeyError) else ""
         raise UserError(
-            f"{called} is no report of threefold verify{lacks}; write one with threefold verify CONFIG --json."
+            f"{called} is not a report of threefold verify{lacks}; write one with threefold verify CONFIG --json."
         ) from None
     names = {re.sub(r"\.\d+\.", ".*.", kind["name"]) for kind in document["tensors"]}
     parameters = list(dict.fromkeys(name for worst in errors for name in worst))

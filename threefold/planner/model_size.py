@@ -358,7 +358,7 @@ class RankBlock(BlockShape):
 
     @property
     def own_experts(self) -> int:
-        """Experts on the rank with the most."""
+        """Number of experts on the rank that holds the most."""
         return 0 if self.experts is None else -(-self.experts.count // self.ep)
 
     @property
@@ -447,7 +447,7 @@ _LONGEST_PLAIN: Final = 512
 
 
 def own_attention(config: Config, block: BlockShape, device: str) -> Attention:
-    """Return how this package computes a block's attention on `cpu` or `cuda`."""
+    """Return this package's implementation of a block's attention on `cpu` or `cuda`."""
     length = config.data.sequence_length
     tiled = config.data.separate_documents or 0 < block.window < length
     short = not tiled and length <= _LONGEST_PLAIN

@@ -182,7 +182,7 @@ def _mark_ranks(axes: "Axes", spans: Sequence[TimeSpan], ranks: int, length: flo
 
 
 _OTHERS: Final = {"gradient sum": "communication", "update": "optimizer", "data": "other"}
-"""Kind in the picture of spans that are no pipeline actions; others are not drawn."""
+"""Kind in the picture of spans that are not pipeline actions; others are not drawn."""
 NAME: Final = "timeline"
 
 

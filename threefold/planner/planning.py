@@ -1,7 +1,7 @@
 """Search requests and their answers.
 
 A request has an objective, fixed settings and a budget of tokens. Its answer is the ranked layouts with the config of
-the best one, or an error that says why there are none.
+the best one, or an error that explains why there is none.
 """
 
 import re
@@ -185,7 +185,7 @@ def read_request(
 
 
 def require_no_layout(overrides: Sequence[str]) -> None:
-    """Raise an error if an override sets something that the search chooses, since it would have no effect.
+    """Raise an error if an override sets a setting that the search chooses, because it would have no effect.
 
     Args:
         overrides: overrides as `section.key=value`.
@@ -261,7 +261,8 @@ def plan_layouts(request: Request, clock: Callable[[], float]) -> SearchAnswer:
         clock: function that returns the seconds since the request.
 
     Raises:
-        UserError: no layout is sound, or none fits; the message says what would make one possible.
+        UserError: no layout is valid, or none fits in memory; the message names a change that would make one
+        possible.
     """
     costs, objective = ModelCosts(request.config, request.hardware, request.system), request.objective
     checks = layout_rules(model_plan(request.config.model, request.config.data.sequence_length))
@@ -291,7 +292,7 @@ _BETWEEN: Final = (0.625, 0.75, 0.875)
 
 
 def no_layout(gpus: int, fixed: Mapping[str, Any], found: Found, run: Run) -> UserError:
-    """Return the error that no layout of these GPUs is sound.
+    """Return the error for GPUs of which no layout is valid.
 
     Args:
         gpus: available devices.
@@ -319,7 +320,7 @@ def no_layout(gpus: int, fixed: Mapping[str, Any], found: Found, run: Run) -> Us
 
 
 def none_fits(answer: SearchAnswer, run: Run) -> UserError:
-    """Return the error that no sound layout fits into memory."""
+    """Return the error for GPUs of which no valid layout fits in memory."""
     gpus, fixed, found = answer.request.gpus, answer.request.fixed, answer.found
     hardware, usable = answer.request.hardware, answer.usable_bytes
     assert found.nearest is not None
@@ -392,7 +393,7 @@ def config_text(
 
 
 def require_writable(path: Path) -> None:
-    """Check before the search that a file can be written without overwriting anything of the user's.
+    """Check, before the search, that a file can be written without overwriting a file of the user.
 
     Raises:
         UserError: the path is a folder, its folder does not exist, or it is a file that `threefold plan` did not write.
@@ -400,7 +401,7 @@ def require_writable(path: Path) -> None:
     if path.is_dir():
         raise UserError(f"{shown(path)} is a folder; name a file in it, such as {shown(path / 'best.yaml')}.")
     if not path.parent.is_dir():
-        raise UserError(f"{shown(path)} cannot be written as {shown(path.parent)} is no folder; make it first.")
+        raise UserError(f"{shown(path)} cannot be written as {shown(path.parent)} is not a folder; make it first.")
     if not path.is_file():
         return
     begins = b""
@@ -410,6 +411,6 @@ def require_writable(path: Path) -> None:
         names = (path.with_name(f"{path.stem}-planned{number}{path.suffix}") for number in ("", *range(2, 10**6)))
         free = next(name for name in names if not name.exists())
         raise UserError(
-            f"{shown(path)} is there already and threefold plan has not written it; name another file, such as "
+            f"{shown(path)} exists already and threefold plan has not written it; name another file, such as "
             f"{shown(free)}."
         )

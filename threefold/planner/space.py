@@ -43,7 +43,7 @@ _DEFAULTS: Final = {
 
 
 class LayoutChoice(NamedTuple):
-    """Layout, as the settings that make it.
+    """Layout, given by the settings that determine it.
 
     Attributes:
         dp, tp, pp, cp: ranks along each axis; their product is the number of GPUs.
@@ -70,7 +70,7 @@ class LayoutChoice(NamedTuple):
         return self.dp * self.tp * self.pp * self.cp
 
     def settings(self) -> dict[str, Any]:
-        """Return the values of the settings that make the layout, by `section.key`."""
+        """Return the values of the settings that determine the layout, by `section.key`."""
         return {KEYS[name]: value for name, value in self._asdict().items()}
 
     @property

@@ -273,7 +273,7 @@ def stored_as(sizes: Sequence[int]) -> str:
 
 @runtime_checkable
 class DrawsInSequence(Protocol):
-    """A module that draws from the run's streams; its method is called before the module is first used."""
+    """Module that draws from the run's streams; its method is called before its first use."""
 
     def use_streams(self, streams: RandomStreams) -> None:
         """Draw from `streams` from now on."""

@@ -16,7 +16,17 @@ from typing import TYPE_CHECKING, Any, Final
 from threefold.comm.layout import AXES, Layout
 from threefold.config.loading import differing_settings
 from threefold.errors import UserError
-from threefold.files import fill_page, format_bytes, json_in_script, read_json, read_text, require_file, shown
+from threefold.files import (
+    counted,
+    fill_page,
+    format_bytes,
+    how_often,
+    json_in_script,
+    read_json,
+    read_text,
+    require_file,
+    shown,
+)
 from threefold.output import replace_link
 from threefold.report.record import SAMPLES_FILE, SUMS, RunRecord, number
 from threefold.train.callbacks.base import Callback, RunContext, clock, reason_of, say
@@ -82,7 +92,7 @@ def _version() -> str:
 
 
 def sentence_of(run: RunRecord, steps: int | None) -> str:
-    """Return how far a run is, in words.
+    """Return a run's progress in words.
 
     Args:
         run: the run.
@@ -98,7 +108,7 @@ def sentence_of(run: RunRecord, steps: int | None) -> str:
 
 
 def steps_of(settings: Settings) -> int | None:
-    """Return the number of steps of a whole run; None if its settings do not say."""
+    """Return the number of steps of a complete run; None if its settings do not determine it."""
     found = settings.get("train", {}).get("max_steps")
     return found if type(found) is int else None
 
@@ -150,7 +160,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of YAML as JSON can say it: infinities and NaN as text."""
+    """Return a YAML value in a form that JSON can express: infinities and NaN as text."""
     if isinstance(value, dict):
         return {str(key): _plain(inside) for key, inside in value.items()}
     if isinstance(value, list):
@@ -213,7 +223,7 @@ def _layout_text(layout: Layout, settings: Settings) -> str:
 
 
 def _layout_facts(layout: Layout) -> dict[str, Any]:
-    """Return the sizes of the axes and, of layouts that are drawn whole, the coordinates of each rank."""
+    """Return the sizes of the axes and, for layouts that are drawn completely, the coordinates of each rank."""
     ranks = range(layout.world_size) if layout.world_size <= _MOST_DRAWN else ()
     sizes = {axis: layout.size(axis) for axis in (*AXES, "ep")}
     return {"sizes": sizes, "axes": AXES, "ranks": [list(layout.coordinates(rank)) for rank in ranks]}
@@ -270,10 +280,9 @@ def _goodput(run: RunRecord) -> str:
     found = run.goodput
     if found is None or not found.total:
         return ""
-    times = "restart" if found.restarts == 1 else "restarts"
-    restarts = f", {found.restarts:,} {times}" if found.restarts else ""
+    restarts = f", {counted(found.restarts, 'restart')}" if found.restarts else ""
     resumed = found.attempts - found.restarts - 1
-    again = f", resumed {'once' if resumed == 1 else f'{resumed:,} times'}" if resumed > 0 else ""
+    again = f", resumed {how_often(resumed)}" if resumed > 0 else ""
     return f"{found.share:.1%} of {clock(found.total)}{restarts}{again}"
 
 

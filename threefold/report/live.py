@@ -29,7 +29,7 @@ def follow(run: RunRecord, pause: Callable[[], None]) -> None:
 
     Args:
         run: the run.
-        pause: called between two looks at the run.
+        pause: called between two readings of the run.
     """
     steps, lines, drawn = steps_of(run.settings()[0]), None, 0
     while True:
@@ -177,7 +177,7 @@ class RunServer:
         return 404, "text/plain", b"There is / and /report.json.\n"
 
     def _document(self) -> dict[str, Any]:
-        """Return the document, made anew only if the run has changed."""
+        """Return the document, which is made again only if the run has changed."""
         with self._lock:
             is_new = self._run.update()
             checkpoints = self._run.folder / "checkpoints"

@@ -210,10 +210,10 @@ def require_run(folder: Path) -> None:
     files = (METRICS_FILE, CONFIG_FILE, LOCK_FILE)
     if folder.is_dir() and any((folder / name).is_file() for name in files):
         return
-    reason = f"no folder of a run: it has no {METRICS_FILE} and no {CONFIG_FILE}"
+    reason = f"not a folder of a run: it has no {METRICS_FILE} and no {CONFIG_FILE}"
     if not folder.is_dir():
         reason = "a file" if folder.is_file() else "not there"
-    raise UserError(f"{shown(folder)} is {reason}; give the folder that a run has as --run-dir.")
+    raise UserError(f"{shown(folder)} is {reason}; give a run folder, as for --run-dir.")
 
 
 def number(line: Mapping[str, Any], name: str) -> float | None:

@@ -464,7 +464,7 @@ class CorruptionWatch(Guard):
         for place, members in enumerate(groups.values()):
             identities = "\n".join(watched[member].identity for member in members)
             digest = hashlib.blake2b(identities.encode(), digest_size=8).digest()
-            row[0, 1 + 2 * place] = int.from_bytes(digest, "little") >> 1 or 1  # 0 is no group
+            row[0, 1 + 2 * place] = int.from_bytes(digest, "little") >> 1 or 1  # 0 is not a group
             row[0, 2 + 2 * place] = combined(hashes[torch.tensor(members, device=device)])
         table = self._engine.mesh.world.all_gather_equal(row, 0).tolist()
         known: dict[int, int] = {}  # hash of each group of copies

@@ -182,7 +182,7 @@ def evaluate(engine: EvaluationStep, loader: Loader, batches: int, step: int) ->
 
 
 def unknown_calls_line(names: Sequence[str]) -> str:
-    """Return the sentence about functions that an exact run calls and that are not known to be exact."""
+    """Return a sentence that names the functions called by an exact run that are not known to be exact."""
     return (
         f"train.exact: not known to have the same bits in every layout: {', '.join(names)}. Layouts may differ by what "
         "these compute (docs/exact.md)."
@@ -190,7 +190,7 @@ def unknown_calls_line(names: Sequence[str]) -> str:
 
 
 def several(terms: Mapping[str, float]) -> dict[str, float]:
-    """Return the terms of a loss; none for a loss that is a single mean."""
+    """Return the terms of a loss; empty for a loss that is a single mean."""
     return {} if set(terms) <= {LOSS} else dict(terms)
 
 

@@ -242,7 +242,7 @@ _OF_THE_SECTION = ("lr", "weight_decay")
 
 
 def update_rule(config: OptimizerConfig) -> type[UpdateRule]:
-    """Return a config's update rule; raise a `UserError` if `optimizer.name` cannot be imported or is no optimizer."""
+    """Return a config's update rule; raise a `UserError` if `optimizer.name` is not one that can be imported."""
     found = OPTIMIZERS.load(config.name)
     if isinstance(found, type) and issubclass(found, UpdateRule):
         return found

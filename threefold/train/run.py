@@ -28,6 +28,7 @@ from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
 from threefold.data.samples import ConsumedSamples, Samples
 from threefold.errors import UserError
+from threefold.files import counted, how_often
 from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
 from threefold.models.sharding import ModelPlan
@@ -240,15 +241,14 @@ def _announce(
         f"Training {parameters:,} parameters ({config.model.title}) in {dtype} on {mesh.device.type}, "
         f"{mesh.layout}: {data} → {run_dir}"
     )
-    say(
-        f"{train.max_steps:,} steps of {train.global_batch_size:,} samples{length} read the {samples:,} training "
-        f"samples {read / samples:.2g} times."
-    )
+    steps, batch = counted(train.max_steps, "step"), counted(train.global_batch_size, "sample")
+    verb = "read" if train.max_steps > 1 else "reads"
+    say(f"{steps} of {batch}{length} {verb} the {counted(samples, 'training sample')} {how_often(read / samples)}.")
     for note in loader.train.notes:
         say(f"  {note}")
     for name, epochs in loader.train.epochs(read).items():
         part = next(part for part in loader.train.parts if part.name == name)
-        say(f"  {part.weight:.2%} are of {name}, whose {len(part.samples):,} samples are read {epochs:.2g} times.")
+        say(f"  {part.weight:.2%} are from {name}, whose {len(part.samples):,} samples are read {how_often(epochs)}.")
     if mesh.pp.size > 1 and config.log.format == "fleet":
         _announce_stages(model, plan, stage_map(plan, config))
 

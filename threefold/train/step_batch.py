@@ -135,7 +135,7 @@ class BatchPreparation:
         data = map_tensors(batch, lambda tensor: tensor.to(self.mesh.device, non_blocking=True))
         mine = count_terms(loss, data, size)
         if (calls := self._calls) is not None and not all(count.is_integer() for count in mine.values()):
-            calls.add("counts of the loss that are no whole numbers")
+            calls.add("counts of the loss that are not whole numbers")
         unknown, sizes, counts = self._exchange_counts(not self._runner.knows(batch_shapes(data)), size, mine)
         if not any(counts.values()):
             raise UserError(

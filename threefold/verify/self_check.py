@@ -86,7 +86,7 @@ def find_hidden_state(
     Args:
         model: model in training mode; its parameters, persistent buffers and the generators are restored at the end.
         make: makes another model as `model` was made.
-        loss: returns a model's loss of some samples, by running the forward pass.
+        loss: returns a model's loss on some samples, by running the forward pass.
     """
     names = model.state_dict().keys()
     with state_preserved(model):
@@ -146,8 +146,8 @@ def _told(model: nn.Module, changed: Sequence[tuple[str, str]]) -> str:
     if isinstance(getattr(model.get_submodule(name), attribute), Tensor):
         register = f"self.register_buffer({attribute!r}, …)"
     return (
-        f"{_place(name, attribute)} is no buffer, forward changes it and the loss depends on it, so that a resumed run "
-        f"would compute something else; make it one in the constructor, {register}"
+        f"{_place(name, attribute)} is not a buffer, forward changes it and the loss depends on it, so that a resumed "
+        f"run would compute something else; make it one in the constructor, {register}"
     )
 
 
@@ -416,9 +416,9 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
         raise UserError(f"{name}: {refusal}; or set train.verify to false to train all the same.")
     if found.drawing and (is_split or config.train.recompute != "none"):
         raise UserError(
-            f"{name}: {found.drawing}, whose numbers depend on the layout, its micro-batches and what is computed "
-            "again; use threefold.Dropout with samples.keys, samples being a parameter of the layer's forward; or set "
-            "train.verify to false to train all the same."
+            f"{name}: {found.drawing}, whose numbers depend on the layout, its micro-batches and "
+            "recomputation; use threefold.Dropout with samples.keys, samples being a parameter of the layer's forward; "
+            "or set train.verify to false to train all the same."
         )
     return _Prepared(found.notes, key, compares=not found.drawing)
 

@@ -202,7 +202,7 @@ class Verification:
 
     @cached_property
     def second(self) -> SecondRun | None:
-        """The second run; None for a full-size model, for which it would take long."""
+        """Second run; None for a full-size model, which would take too long to train again."""
         if self.full:
             return None
         own_loss = self.source.loss(self.config) is not None
@@ -282,7 +282,7 @@ def verifier(task: Verification, selection: Selection) -> Iterator[Verifier]:
 
 
 def told(failure: WorkerError) -> str:
-    """Return the failure of a layout's rank on one line."""
+    """Return the failure of a layout's rank as one line."""
     if failure.error is None:
         return str(failure).strip().splitlines()[0 if "process ended" in str(failure) else -1]
     text = " ".join(str(failure.error).split()) or "no message"

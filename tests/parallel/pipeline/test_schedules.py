@@ -274,7 +274,7 @@ def test_what_is_planned_is_done_and_no_buffer_stays(pool, schedule: str) -> Non
 
 
 def metadata(case: Case) -> list[int]:
-    """Bytes of each message between stages that is no activation and no gradient, step by step."""
+    """Bytes of each message between stages that is not an activation and no gradient, step by step."""
     engine = make_engine(case)
     assert isinstance(engine.runner, PipelineRunner)
     counts, sizes = [], []

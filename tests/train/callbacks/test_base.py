@@ -195,7 +195,7 @@ def test_a_new_run_begins_its_metrics_file_anew(tmp_path: Path, capsys: pytest.C
 
 
 def test_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On something that is no terminal rich prints the line once, when it ends."""
+    """On something that is not a terminal rich prints the line once, when it ends."""
     screen = io.StringIO()
     monkeypatch.setattr("sys.stdout", screen)
     monkeypatch.setenv("COLUMNS", "120")

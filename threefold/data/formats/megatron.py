@@ -86,14 +86,14 @@ def _read_header(idx: Path) -> tuple[np.dtype, int, int]:
     with idx.open("rb") as file:
         head = file.read(_HEADER.size)
     if not head.startswith(_MAGIC[: len(head)]) or not head:
-        raise UserError(f"{idx} is no index of {FORMAT}: it begins with {head[:9]!r} and not with {_MAGIC!r}.")
+        raise UserError(f"{idx} is not an index of {FORMAT}: it begins with {head[:9]!r} and not with {_MAGIC!r}.")
     if len(head) < _HEADER.size:
         raise UserError(f"{idx} is truncated: it has {size} bytes and the header alone {_HEADER.size}; {_MAKE_AGAIN}.")
     _, version, code, sequences, bounds = _HEADER.unpack(head)
     if version != _VERSION:
         raise UserError(f"{idx} has version {version} of the format and this Threefold reads version {_VERSION}.")
     if code in _FLOATS:
-        raise UserError(f"{idx} says that its .bin holds {_FLOATS[code]} numbers, which are no tokens.")
+        raise UserError(f"{idx} says that its .bin holds {_FLOATS[code]} numbers, which are not tokens.")
     if code not in _CODES:
         known = ", ".join(f"{known} {np.dtype(name).name}" for known, name in _CODES.items())
         raise UserError(f"{idx} has the unknown type code {code}; those of tokens are {known}.")

@@ -81,7 +81,7 @@ class OwnData:
                 "leave them out, or train a model of your own, which gets all keys."
             )
         if vocab_size is None:
-            otherwise = ", or return mappings if its samples are no tokens" if for_own_model else ""
+            otherwise = ", or return mappings if its samples are not tokens" if for_own_model else ""
             raise UserError(
                 f"{named(path)}, a data set of tokens that does not say how many ids there are; set "
                 f"model.vocab_size{otherwise}."

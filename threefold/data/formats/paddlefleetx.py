@@ -174,7 +174,7 @@ def read_paddlefleetx_npz(prefix: Path) -> StoredTokens:
 
 def _named(columns: dict[str, Column], name: str, path: Path) -> Column:
     if name not in columns:
-        raise UserError(f'{path} has no array "{name}", so it is no token file of {FORMAT}.')
+        raise UserError(f'{path} has no array "{name}", so it is not a token file of {FORMAT}.')
     return columns[name]
 
 

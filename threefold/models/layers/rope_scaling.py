@@ -13,7 +13,7 @@ from threefold.torch_private.runtime import operator
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Change of the angles for sequences longer than `original_positions`.
+    """Scaling of the rotary angles for sequences longer than `original_positions`.
 
     Attributes:
         method: `linear` (Chen et al., arXiv 2306.15595), `dynamic` ("NTK-aware", by each sequence's own length),

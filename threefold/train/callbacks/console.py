@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from threefold.errors import OutputLost
-from threefold.files import format_bytes
+from threefold.files import counted, format_bytes
 from threefold.train.callbacks import loss_curve, metrics, tensorboard
 from threefold.train.callbacks.base import Callback, RunContext, clock, on_terminal, say
 from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
@@ -178,14 +178,16 @@ class Summary(Callback):
         if self._padding:
             padded = f", {(self._read + self._padding) / self._seconds:,.0f} with padding"
         rows += [
-            (f"{unit} trained on", f"{self._counted:,} in {self._steps:,} steps, those counted for the loss"),
+            (f"{unit} trained on", f"{self._counted:,} in {counted(self._steps, 'step')}, those counted for the loss"),
             (f"{unit} read", f"{self._read:,}" + (f", and {self._padding:,} of padding" if self._padding else "")),
             ("time", f"{clock(self._elapsed())}, of which {clock(self._seconds)} in steps"),
             ("speed", f"{self._read / self._seconds:,.0f} {unit}/s read{padded}"),
             *self._of_hardware(),
         ]
         if self._last.fingerprint is not None:
-            where = "but for what is not known" if self._unknown else "in every layout inside the grain"
+            where = (
+                "in every layout if those functions are exact" if self._unknown else "in every layout inside the grain"
+            )
             told = f"{self._last.fingerprint} after step {self._last.step}, {where}"
             rows.append(("weights", told))
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
@@ -198,7 +200,7 @@ class Summary(Callback):
                 "lost to restarts": found.lost,
             }
             listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
-            restarts = f", {found.restarts:,} restarts" if found.restarts else ""
+            restarts = f", {counted(found.restarts, 'restart')}" if found.restarts else ""
             rows.append(("goodput", f"{found.share:.1%} of {found.total:,.1f} s{restarts} ({listed})"))
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
 

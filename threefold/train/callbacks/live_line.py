@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _SAME: Final = 0.0005
-"""Relative change of the loss that is no change."""
+"""Relative change of the loss that is not a change."""
 _WORTH_SAYING: Final = 0.01
 """Share of a step that its ranks wait for each other, below which it is left out."""
 _WITH_BAR, _BAR = 150, 30

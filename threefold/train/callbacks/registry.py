@@ -48,7 +48,7 @@ def check_names(entries: Sequence[Entry]) -> None:
     Callbacks of installed packages are imported only if there are arguments to check.
 
     Raises:
-        UserError: a callback does not exist, is no `Callback`, lacks a package, or does not take its arguments.
+        UserError: a callback does not exist, is not a `Callback`, lacks a package, or does not take its arguments.
     """
     for entry in entries:
         name, arguments = _parsed(entry)
@@ -83,7 +83,7 @@ def make_callbacks(run: RunContext, given: Sequence[Callback] = ()) -> list[Call
         given: instances, each used on the ranks that its `ranks` specifies.
 
     Raises:
-        UserError: on every rank, if a callback cannot be imported or is no `Callback`.
+        UserError: on every rank, if a callback cannot be imported or is not a `Callback`.
     """
     entries = [_parsed(entry) for entry in run.config.train.callbacks or ()]
     wanted: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in _ALWAYS]

@@ -42,7 +42,7 @@ class Tracker(Callback):
     A failure to send is reported once, and the training continues without.
 
     Attributes:
-        service: what is warned of, such as `MLflow cannot log`.
+        service: beginning of the warning, such as `MLflow cannot log`.
         connection: object that is sent to; None before it is made, and when it is closed or has failed.
     """
 
