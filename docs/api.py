@@ -27,11 +27,11 @@ HEAD = """# The Python library
 import threefold as t3
 ```
 
-Everything that the command line does can be done from Python with these names. They are loaded when they are first
-used: `import threefold` alone imports no torch. A wrong call raises `UserError`, one sentence that names the argument,
-its value, the rule and the nearest value that works. The [guides](guides/README.md) show the names at work.
+These names do from Python everything that the command line does. They are loaded on first use: `import threefold`
+alone does not import torch. A wrong call raises `UserError` with one sentence that names the argument, its value, the
+rule and the nearest value that works. The [guides](guides/README.md) use these names in complete examples.
 
-*Collective* means that every rank of the mesh has to make the call, at the same place of the program.
+*Collective* means that every rank of the mesh must make the call, at the same point in the program.
 
 | | |
 |---|---|
@@ -41,12 +41,12 @@ MARK: Final = "<!-- written by docs/api.py from the docstrings -->"
 GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
     "run": (
         "A run from a config",
-        "What `threefold train` and `threefold verify` do, from Python.",
+        "The work of `threefold train` and `threefold verify`, from Python.",
         ("Trainer", "Stopped", "verify_model", "types.VerifiedModel", "load_config", "Config", "UserError"),
     ),
     "ranks": (
         "Starting ranks",
-        "From a script or a notebook; under `torchrun` and `srun` the ranks are theirs.",
+        "From a script or a notebook, or under `torchrun` and `srun`, which start the ranks themselves.",
         (
             *("run", "spawn", "notebook_launcher", "init_mesh", "Mesh", "types.Axis", "types.Layout"),
             *("types.Coordinates", "RankFailed"),
@@ -54,7 +54,7 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
     ),
     "model": (
         "Your own model",
-        "A model in plain PyTorch, and how it is cut.",
+        "A model in plain PyTorch, and the plan that describes how it is split.",
         (
             *("Plan", "Column", "Row", "Vocab", "Replicated", "PerHead", "Sharded", "Normal", "Constant", "inspect"),
             *("types.Inspection", "types.InspectedModule", "PipelineLayers", "types.ModelPlan", "types.Split"),
@@ -62,7 +62,7 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
     ),
     "loop": (
         "Your own loop",
-        "The model over the mesh, its optimizer, its data, its checkpoints.",
+        "A model distributed over the mesh, its optimizer, data and checkpoints.",
         (
             *("parallelize", "types.DistributedModel", "CountedLoss", "LossTerm", "distributed_optimizer"),
             *("types.ModelOptimizer", "DistributedDataLoader", "save", "load", "types.LossFunction", "types.LossSums"),
@@ -70,7 +70,7 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
     ),
     "prepare": (
         "Any module in one call",
-        "Data parallelism, ZeRO and mixed precision for a model that is made already.",
+        "Data parallelism, ZeRO and mixed precision for an existing model.",
         (
             *("prepare", "backward", "clip_grad_norm_", "gather_for_metrics", "types.PreparedModule"),
             *("types.PreparedOptimizer", "types.PreparedLoader", "types.PreparedScheduler"),
@@ -78,7 +78,7 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
     ),
     "layers": (
         "Parallel layers",
-        "The layers alone, for a model that is written with them.",
+        "Single layers, for a model that you write with them.",
         (
             *("ColumnParallelLinear", "RowParallelLinear", "VocabParallelEmbedding", "ParallelCrossEntropy"),
             "types.Initializer",
@@ -86,12 +86,12 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
     ),
     "random": (
         "Random numbers",
-        "The same on any number of ranks.",
+        "Random numbers that are the same on any number of ranks.",
         ("Dropout", "sample_keys", "RandomStreams"),
     ),
     "pipeline": (
         "Stages of a pipeline",
-        "Which layers each stage has.",
+        "The division of layers among stages.",
         (
             *("pipeline.partition_uniform", "pipeline.partition_uniform_chunks", "pipeline.partition_by_cost"),
             *("pipeline.partition_by_class", "pipeline.layers_by_rank"),
@@ -99,7 +99,7 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
     ),
     "callbacks": (
         "Callbacks",
-        "What runs beside the steps of a run, ready ones and your own.",
+        "Code that runs at the events of a run, ready-made or your own.",
         (
             *("Callback", "callbacks.StepRecord", "callbacks.EvaluationRecord", "callbacks.RunContext"),
             *("callbacks.CallbackFailed", "callbacks.CSVLog", "callbacks.EarlyStopping", "callbacks.EpochMetrics"),

@@ -16,12 +16,12 @@ SOURCE, PAGE = ROOT / "docs" / "capabilities.toml", ROOT / "docs" / "capabilitie
 
 HEAD = """# Capabilities and the tests that prove them
 
-Each row is something that Threefold does, and the tests that fail where it does not. `(slow)` are those that
-`make test-slow` runs, `(sweep)` those of `make test-sweep`; the others run with `make test`, many of them in some of
-their cases only. "Equal" means: losses, gradients of every parameter before the update, and weights after several steps
-differ from those of one process with the unsplit model by rounding alone, at most 10⁻⁵ in fp32 and 10⁻¹² in fp64. That
-the tests notice mistakes is tested as well: the `test_mutations` files put known mistakes back and expect the
-comparison to fail. What is promised about files, folders and errors is in [guarantees.md](guarantees.md).
+Each row describes a capability of Threefold and lists the tests that prove it. `make test-slow` runs the tests marked
+`(slow)`, and `make test-sweep` those marked `(sweep)`. `make test` runs the others, many of them only in some of their
+cases. "Equal" means that losses, gradients of every parameter before the update, and weights after several steps differ
+from those of one process with the unsplit model only by rounding: at most 10⁻⁵ in fp32 and 10⁻¹² in fp64. The
+`test_mutations` files check that the tests detect mistakes: they reintroduce known mistakes and expect the comparison
+to fail. [Guarantees](guarantees.md) lists the promises about files, folders and errors.
 
 <!-- written by docs/capabilities.py from docs/capabilities.toml -->
 """

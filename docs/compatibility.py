@@ -17,13 +17,13 @@ _INTRODUCTION = """\
 
 <!-- Written by `make docs` from threefold/config/rules.py and threefold/config/reference.py. -->
 
-**Any two of these {features} features can be combined, but those of the first table.** Combined, they give the results
-of one process, up to rounding: the test suite runs each of the {pairs} pairs. What cannot be combined is refused before
-any worker starts, with the reason of the table. Two values of one setting (two schedules, two stages of ZeRO) exclude
-each other. For your own combination ask
+**Any two of these {features} features can be combined, except for the pairs in the first table.** The results equal
+those of one process up to rounding: the test suite runs each of the {pairs} pairs. A combination that does not work is
+refused before any worker starts, with the reason given in the table. Two values of one setting (two schedules, two
+stages of ZeRO) exclude each other. To check your own combination, run
 
-    threefold config compatibility zero3 zbv         # some features: whether they go together, and why not
-    threefold config compatibility compile           # one: what it does not go together with
+    threefold config compatibility zero3 zbv         # whether these features can be combined, or why not
+    threefold config compatibility compile           # the features that one cannot be combined with
 """
 
 
@@ -88,16 +88,18 @@ CONDITIONS: Final = (
     Condition(
         "tp",
         "llama",
-        "`tp` divides the attention heads, and divides the key-value heads or is a multiple of them",
+        "`tp` divides the attention heads, and either divides the key-value heads or is a multiple of their number",
         {"model.num_attention_heads": 12, "model.num_key_value_heads": 3, "model.hidden_size": 24},
     ),
     Condition(
         "tp",
         "zero1",
-        "`tp` leaves no rank without rows of the vocabulary; so for each stage",
+        "every rank has rows of the vocabulary; applies to each ZeRO stage",
         {"parallel.tp": 4, "model.vocab_size": 5},
     ),
-    Condition("cp", "sp", "`data.sequence_length` divides by `cp · tp` and by `2 · cp`", {"data.sequence_length": 6}),
+    Condition(
+        "cp", "sp", "`data.sequence_length` is divisible by `cp · tp` and by `2 · cp`", {"data.sequence_length": 6}
+    ),
     Condition(
         "hybrid",
         "ep",
@@ -107,25 +109,25 @@ CONDITIONS: Final = (
     Condition(
         "zero1",
         "ep",
-        "the ranks that share the same experts divide `model.hidden_size`; so for each stage",
+        "the number of ranks that share the same experts divides `model.hidden_size`; applies to each ZeRO stage",
         {"parallel.dp": 6, "train.global_batch_size": 12},
     ),
     Condition(
         "interleaved",
         "accumulation",
-        "micro-batches in equal rounds of `pp` or more; so for `zero-bubble`",
+        "micro-batches in equal rounds of `pp` or more; applies to `zero-bubble` too",
         {"train.gradient_accumulation_steps": 5, "train.global_batch_size": 20},
     ),
     Condition(
         "dualpipev",
         "accumulation",
-        "two micro-batches or more for each pipeline rank",
+        "at least two micro-batches per pipeline rank",
         {"train.gradient_accumulation_steps": 2},
     ),
     Condition(
         "fp8",
         "zero-bubble",
-        "no `train.compile`; so for each schedule that defers weight gradients",
+        "no `train.compile`; applies to each schedule that defers weight gradients",
         {"train.compile": True},
     ),
 )
@@ -155,13 +157,13 @@ def markdown() -> str:
     pairs = list(cells())
     refused = refusals(pairs)
     lines = [_INTRODUCTION.format(features=len(FEATURES), pairs=sum(cell.works for cell in pairs))]
-    lines += ["## What cannot be combined", "", "| | with | why | instead |", "|---|---|---|---|"]
+    lines += ["## What cannot be combined", "", "| Feature | Not with | Reason | Alternative |", "|---|---|---|---|"]
     lines += [f"| {_bold(each.first)} | {_bold(each.second)} | {each.why} | {each.instead} |" for each in refused]
-    lines += ["", "## What goes together under a condition", "", "| | and | condition |", "|---|---|---|"]
+    lines += ["", "## What can be combined under a condition", "", "| Feature | With | Condition |", "|---|---|---|"]
     lines += [f"| **{each.first}** | **{each.second}** | {each.rule} |" for each in CONDITIONS]
     lines += ["", "## The features"]
     for group, features in _grouped().items():
-        lines += ["", f"### {group}", "", "| | feature | switched on by | not with |", "|---|---|---|---|"]
+        lines += ["", f"### {group}", "", "| Name | Feature | Switched on by | Not with |", "|---|---|---|---|"]
         for feature in features:
             others = ", ".join(_partners(feature, refused)) or "–"
             lines.append(f"| **{feature.name}** | {feature.title} | {switches(feature)} | {others} |")
