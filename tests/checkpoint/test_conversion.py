@@ -186,7 +186,7 @@ def test_nothing_else_is_overwritten(threefold: Command, run: Path, tmp_path: Pa
     mine = tmp_path / "mine"
     mine.mkdir()
     (mine / "thesis.txt").write_text("text")
-    for out, reason in ((mine, "exists already"), (run, "is what is read")):
+    for out, reason in ((mine, "exists already"), (run, "is an input")):
         ended = threefold("checkpoint", "convert", run, "--out", out)
         assert ended.status == 2
         assert reason in ended.error

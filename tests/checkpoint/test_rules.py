@@ -131,6 +131,6 @@ def test_a_decay_that_ended_with_the_steps_of_before_is_warned_of(
     pool.run(1, train_rank, small_run.but(steps=2, set=pinned), tmp_path)
     (sentence,) = warned(tmp_path, small_run, pinned)
     assert sentence.startswith("optimizer.decay_steps is 2, which train.max_steps was up to now, and train.max_steps ")
-    assert "the steps after 2 are made at optimizer.min_lr 0.001; --set optimizer.decay_steps=null has it" in sentence
+    assert "the steps after 2 are made at optimizer.min_lr 0.001; --set optimizer.decay_steps=null makes it" in sentence
     follows = warned(tmp_path, small_run, (("optimizer.decay_steps", 40), pinned[1]))
     assert follows == ["optimizer.decay_steps is 40 from here on; up to now it was 2."]

@@ -163,8 +163,8 @@ def test_wrong_calls_are_one_sentence(pool) -> None:
             "torch.optim.AdamW(model.parameters()), say.",
             "compression is 'fp12' but must be one of none, fp16, bf16; the nearest is fp16.",
             "backward_passes_per_step is 0 but must be a whole number of at least 1; use 1.",
-            "named_parameters lacks 8 of the optimizer's 8 parameters; use model.named_parameters() of the model that "
-            "the optimizer is of.",
+            "named_parameters lacks 8 of the optimizer's 8 parameters; use model.named_parameters() of the "
+            "optimizer's model.",
             "optimizer.step was given a closure, which would sum gradients twice; call it without.",
             "skip_synchronize was entered before synchronize; call optimizer.synchronize() first.",
             "optimizer.step was called without gradients; call loss.backward() before it.",
