@@ -53,6 +53,12 @@ IN_THREEFOLD: Final = {
     "torchtitan-4475": "export-leaves-experts-out",
     "deepspeed-6791": "export-clears-after-the-first-file",
     "megatron-7576": "gate-and-up-in-blocks",
+    "megatron-7452-12": "layers-by-their-place-in-a-stage",
+    "deepspeed-8195": "dropped-on-one-tensor-rank",
+    "deepspeed-8357": "recomputed-without-tensor-sums",
+    "deepspeed-8499": "newest-instead-of-the-named",
+    "swift-10045": "errors-of-readers-not-looked-at",
+    "verl-7493": "gradients-over-a-group-of-one",
     "swift-10050": "order-of-the-first-epoch",
     "swift-10099": "samples-counted-by-every-rank",
 }
