@@ -33,9 +33,17 @@ _POOL = pytest.StashKey["WorkerPool"]()
 
 LONGEST = (
     "test_guides.py",
+    "train/test_parity_recording.py",
+    "parity/test_frameworks.py",
+    "parity/test_commands.py",
     "parallel/test_compiled.py",
     "cli/test_demo.py",
+    "api/test_example_scripts.py",
     "parallel/test_parity.py",
+    "parity/test_small_gpt.py",
+    "verify/test_exact.py",
+    "planner/test_memory_stages.py",
+    "planner/test_dry_run_stages.py",
     "parallel/pipeline/test_schedules.py",
     "config/test_compatibility.py",
     "parallel/test_zero.py",
