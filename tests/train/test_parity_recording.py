@@ -37,7 +37,7 @@ LAYOUTS = {
 MISTAKES = {
     "gradients of norms not summed over tp": (
         "import threefold.train.step as step\nstep.partial_over_tensor_ranks = lambda model: []\n",
-        "it differs from rank to rank, and the sum over ranks would be right",
+        "differs from rank to rank, and the sum over ranks would be right",
     ),
     "the loss divided by this replica's tokens": (
         "import threefold.train.step_batch as step_batch\n"
