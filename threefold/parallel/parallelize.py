@@ -75,8 +75,7 @@ class PieceSizes:
         bucket_bytes: size at which a bucket of gradients is closed and the next one started.
         norm_elements: number of adjacent elements whose squares are summed in the gradients' own dtype.
         logits_at_once: number of logits that the loss processes at once on a CPU.
-        kept_logits_at_once: number of logits that the loss processes at once if it keeps all for the backward
-        pass; 0
+        kept_logits_at_once: number of logits that the loss processes at once if it keeps all for the backward pass; 0
             for all of them, or on a CPU as many as `logits_at_once`.
     """
 

@@ -165,7 +165,7 @@ def _check_listed(parameters: Mapping[str, nn.Parameter], plan: sharding.ModelPl
     if modules:
         have, them = ("have", "them") if len(modules) > 1 else ("has", "it")
         raise UserError(
-            f"layers lacks {first_of([*map(repr, modules)])} of the model, which {have} parameters; name {them} where "
+            f"layers lacks {first_of(map(repr, modules))} of the model, which {have} parameters; name {them} where "
             f"the model runs through {them}."
         )
     if outside:
@@ -192,7 +192,7 @@ def _check_decided(
         if plan.split_of(name) is None:
             module = name.rpartition(".")[0]
             correction = (
-                f", and correct {first_of([*map(repr, idle)])}, which no module of the model has for a name"
+                f", and correct {first_of(map(repr, idle))}, which no module of the model has for a name"
                 if idle
                 else ""
             )

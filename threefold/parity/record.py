@@ -32,8 +32,7 @@ GRADIENT, UPDATE, STATE, TENSOR = "gradient", "update", "optimizer state", "tens
 KINDS: Final = (INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, TENSOR)
 _DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY, "whole": WHOLE}
 _SHARED: Final = (OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, STATE)
-"""Kinds that have equal shares of the bytes of whole tensors; tensors of other kinds count with
-the states."""
+"""Kinds that have equal shares of the bytes of whole tensors; tensors of other kinds count with the states."""
 
 
 @dataclass(frozen=True)

@@ -165,7 +165,9 @@ class TensorStep:
                     self._count(found, kind)
                 if tolerance.error > LOOSE:
                     found.loose.add(name)
-            allowed = max(tolerance.error, 1e-6) if name in noise else min(max(tolerance.error, 1e-6), _COPIES)
+            allowed = max(tolerance.error, 1e-6)
+            if name not in noise:
+                allowed = min(allowed, _COPIES)
             departures = list(self._group(found, kind, name, compared, tolerance, factors, allowed))
             departed |= kind == GRADIENT and bool(departures)
             yield from departures

@@ -1,6 +1,6 @@
 """Layouts that verify compares, and the small configs that they run; without torch.
 
-Those of exact runs are at the end: layouts inside the grain, and those outside it.
+Exact runs come at the end: the layouts inside the grain, and the layouts outside it.
 """
 
 from collections.abc import Callable, Iterator, Sequence
