@@ -129,8 +129,18 @@ def test_what_is_not_run_says_why() -> None:
         assert page.read_text().count("<!-- not run:") == marked, f"{page.name}: a reason is not before a block"
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(page.name for page in GUIDES.glob("*.md") if page.name != "README.md"))
+LONG = ("a_run.md", "loss_differs.md", "parallel_code.md")
+"""Guides whose commands other guides and the tests of parity have too: for the sweep."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(page.name, marks=pytest.mark.sweep if page.name in LONG else pytest.mark.slow)
+        for page in sorted(GUIDES.glob("*.md"))
+        if page.name != "README.md"
+    ],
+)
 def test_a_guide_runs(name: str, tmp_path: Path) -> None:
     assert run_page(GUIDES / name, tmp_path) > 0
 

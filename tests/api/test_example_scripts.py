@@ -82,7 +82,7 @@ def trained(name: str, comments: Path) -> dict[str, float]:
     return dict(script["train"](way, comments, 4))
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_ways_reach_one_accuracy(pool: WorkerPool, ways: dict[str, Any], tmp_path: Path) -> None:
     """They start from the same weights and read the same batches."""
     ways["write_comments"](tmp_path / "comments.csv", 4000)

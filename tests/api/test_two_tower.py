@@ -109,6 +109,7 @@ def fitted(form: str, parallel: dict[str, int], folder: Path) -> None:
     assert trainer.fit(max_steps=3) is None
 
 
+@pytest.mark.slow
 def test_every_form_of_a_model_is_the_same_one(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(1, fitted, "class", {}, tmp_path / "class")
     for form, parallel in (

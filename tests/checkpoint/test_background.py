@@ -43,7 +43,7 @@ def files_of(run_dir: Path) -> dict[str, bytes]:
         ({"dp": 2, "tp": 2}, (("parallel.zero", 3),)),
         ({"dp": 2, "pp": 2}, (("precision.dtype", "bf16"),)),
     ],
-    quick=(0,),
+    slow=(0, 2),
 )
 def test_the_bytes_are_those_of_a_synchronous_save(
     pool: WorkerPool, small_run: Run, tmp_path: Path, layout: dict[str, int], settings: tuple[tuple[str, Any], ...]
@@ -84,7 +84,7 @@ def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None
         ("os.rename", "step_00000004.partial", 0),  # at the last moment
         ("shutil.rmtree", "step_00000002.partial", 0),  # while the old one is deleted
     ],
-    quick=(2,),
+    slow=(0, 2),
 )
 def test_a_kill_while_one_is_written_leaves_a_whole_one(
     pool: WorkerPool, small_run: Run, tmp_path: Path, event: str, place: str, rank: int

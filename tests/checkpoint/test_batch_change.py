@@ -61,6 +61,7 @@ def test_another_batch_goes_on_equal_in_every_layout(
     ]
 
 
+@pytest.mark.slow
 def test_a_run_of_another_batch_resumes_bit_equal(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """Interrupted after the change, it continues with the bits of the one that was not."""
     larger = batch(small_run, 16, dp=2)

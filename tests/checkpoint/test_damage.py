@@ -184,6 +184,7 @@ def everything(run: Path) -> dict[str, Tensor]:
     return tensors
 
 
+@pytest.mark.slow
 def test_sixty_flipped_bits_are_all_seen(run: Path) -> None:
     """In every file of a checkpoint, half of them anywhere and half in the small files."""
     shutil.rmtree(path_of(run, 2))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete, path_of
 from threefold.checkpoint.manifest import MANIFEST
@@ -136,7 +137,7 @@ def test_a_run_that_begins_anew_replaces_no_copy_that_is_damaged(
     assert look_at_remote(remote.address, run, True) is None
 
 
-@pytest.mark.parametrize("in_background", [False, True])
+@sweep("in_background", [False, True], quick=(0,))
 def test_a_run_continues_from_there_on_an_empty_disk(
     pool: WorkerPool, small_run: Run, tmp_path: Path, in_background: bool
 ) -> None:

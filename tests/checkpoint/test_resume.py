@@ -75,7 +75,7 @@ def test_another_layout_goes_on_equal(
     ("before", "after"),
     [({"tp": 4}, {"pp": 2}), ({"tp": 2}, {"tp": 4}), ({"tp": 2, "dp": 2}, {"tp": 4, "dp": 2})],
     ids=str,
-    quick=(0,),
+    slow=(0,),
 )
 def test_key_value_heads_on_several_ranks_go_on_equal(
     pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
@@ -156,6 +156,7 @@ def test_another_precision_goes_on(pool: WorkerPool, small_run: Run, tmp_path: P
     assert losses == pytest.approx(losses_of(tmp_path / "unbroken"), rel=2e-2)
 
 
+@pytest.mark.slow
 def test_narrow_runs_go_on_bit_equal(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """The wide masters are what is stored, not the bf16 weights."""
     run = small_run.but(dtype="bf16", pp=2)
@@ -233,6 +234,7 @@ def test_tied_weights_are_equal_after_loading(
     assert len(set(stored["master"])) > 100  # neither zeros nor a constant
 
 
+@pytest.mark.slow
 def test_the_metrics_file_goes_on(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """The steps after the one that is resumed from are made again, and no step appears twice."""
     run = small_run.but(set=(("checkpoint.every", 2), ("train.eval_every", 1)))

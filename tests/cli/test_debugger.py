@@ -142,6 +142,7 @@ def test_without_it_the_sentence_says_how(stopping: list[str], tmp_path: Path) -
     )
 
 
+@pytest.mark.slow
 def test_one_rank_of_a_script_runs_in_its_process(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

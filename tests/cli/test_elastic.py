@@ -200,7 +200,7 @@ def check_survives(
     return line
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_the_loss_of_one_of_two_hosts(config_file: Path, tmp_path: Path, hosts: tuple[Host, Host] | None) -> None:
     """All its processes are killed at once; the exact run that goes on has the bits of the undisturbed one."""
 

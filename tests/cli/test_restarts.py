@@ -92,7 +92,7 @@ def kill_each(
     return record(run)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_each_rank_killed_in_turn(config_file: Path, tmp_path: Path) -> None:
     """Eight kills."""
     expected = undisturbed(config_file, tmp_path / "whole", *LONG_PAIR)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.cli.runs import children, command, end_of, losses, read_until, start, start_ready, wait_for
 from tests.support import ready
+from tests.support.sweep import sweep
 
 LONG = tuple(
     word
@@ -53,10 +54,8 @@ def continued(output: str, *more: str) -> list[str]:
     return [sys.executable, "-m", *words, *more]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "number", "status", "to_group"),
-    [(1, signal.SIGTERM, 0, False), (2, signal.SIGINT, 130, True)],
+@sweep(
+    ("ranks", "number", "status", "to_group"), [(1, signal.SIGTERM, 0, False), (2, signal.SIGINT, 130, True)], slow=(1,)
 )
 def test_signal_saves_and_the_run_continues_bit_for_bit(
     config_file: Path, tmp_path: Path, ranks: int, number: signal.Signals, status: int, to_group: bool

@@ -75,6 +75,7 @@ def test_run_and_resume_in_another_layout(config_file: Path, tmp_path: Path) -> 
     assert len(losses(run)) == 6
 
 
+@pytest.mark.slow
 def test_the_first_line_does_not_wait_for_torch(config_file: Path, tmp_path: Path) -> None:
     """Printed once the config, the data and the folder are checked: a wrong one has its sentence alone."""
     script = (

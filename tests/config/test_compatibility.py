@@ -14,6 +14,7 @@ import pytest
 
 from docs.compatibility import CONDITIONS, Cell, Condition, cells, markdown, refusals
 from tests.support.compiled import traced
+from tests.support.sweep import sweep
 from threefold.config import Config
 from threefold.config.reference import FEATURES, SIXTEEN_BIT, Feature, answers, config_with, features_named
 from threefold.config.rules import RULES
@@ -140,7 +141,7 @@ def test_sets_hold_every_pair_that_works() -> None:
     assert set().union(*map(pairs, SETS)) >= WANTED
 
 
-LARGE = 7
+LARGE = 16
 """Features of a set that the quick run takes; the small ones, each for a few pairs that are left, are for the slow, as
 are those of two of the 16-bit precisions."""
 
@@ -155,14 +156,11 @@ def test_pairs_equal_one_process(compare, features: Features) -> None:
     check(compare(features), features)
 
 
-def alone(cell: Cell) -> Any:
-    """The sets hold every pair but those with `compile`."""
-    pair = (cell.first, cell.second)
-    compiled = any(feature.name == "compile" for feature in pair)
-    return pytest.param(cell, marks=pytest.mark.slow if compiled else pytest.mark.sweep, id=named(pair))
+COMPILED = [place for place, cell in enumerate(WORKING) if "compile" in (cell.first.name, cell.second.name)]
+"""Pairs that no set holds."""
 
 
-@pytest.mark.parametrize("cell", map(alone, WORKING))
+@sweep("cell", WORKING, slow=COMPILED[::4], ids=lambda cell: named((cell.first, cell.second)))
 def test_each_pair_alone(compare, cell: Cell) -> None:
     check(compare((cell.first, cell.second)), (cell.first, cell.second))
 

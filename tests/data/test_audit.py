@@ -81,6 +81,7 @@ def test_a_moved_bound_of_documents_is_found_on_opening(folder: Path) -> None:
         TokenFiles.open(folder)
 
 
+@pytest.mark.slow
 def test_each_flipped_bit_of_a_cache_is_found(tmp_path: Path, tokenizer: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(json.dumps({"text": "w5 w7 w9"}) + "\n" for _ in range(200)))

@@ -198,8 +198,8 @@ def start(*arguments: object, prelude: str = "") -> "subprocess.Popen[str]":
     )
 
 
-@sweep("workers", [1, 2], quick=(1,))
-@sweep("how", [signal.SIGKILL, signal.SIGINT], quick=(1,))
+@sweep("workers", [1, 2], slow=(1,))
+@sweep("how", [signal.SIGKILL, signal.SIGINT], slow=(1,))
 def test_an_interrupted_run_leaves_nothing_half_made(
     tmp_path: Path, word_tokenizer: Path, how: int, workers: int
 ) -> None:

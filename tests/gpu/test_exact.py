@@ -7,6 +7,7 @@ import pytest
 from tests.support.devices import DEVICES, alone_on, staged_on
 from tests.support.exact import CASE, LLAMA, MOE, differences, exact_run, with_layout
 from tests.support.parity import Case, Trace
+from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 
 LAYOUTS = {
@@ -18,13 +19,10 @@ LAYOUTS = {
     "llama, tp 2": with_layout(LLAMA, 1, 2, 1),
     "mixture, dp 2, tp 2": with_layout(MOE, 2, 2, 1),
 }
-QUICK = ("pp 2, zbv",)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS]
-)
+@sweep("name", LAYOUTS, slow=(3, 5))
 def test_bits_are_those_of_one_rank(pool: WorkerPool, name: str, device: str) -> None:
     case = replace(LAYOUTS[name], device=device, shared_memory=False)
     one = replace(case.with_layout(1, 1, 1), schedule="1f1b", accumulation=case.batch)

@@ -19,6 +19,7 @@ from tests.support.parity import (
     whole_tensors,
     with_recompute,
 )
+from tests.support.sweep import sweep
 from threefold.random.dropout import Dropout, keep_mask, sample_keys
 from threefold.train.step import StepResult
 from threefold.verify.compare import relative_error
@@ -56,9 +57,8 @@ def test_one_rank(pool, expected, name: str, device: str) -> None:
     assert not found, "\n".join(found[:10])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("chunk", [0, 5], ids=["whole loss", "chunked loss"])
+@sweep("chunk", [0, 5], ids=["whole loss", "chunked loss"], slow=(0,))
 def test_compiled(pool, expected, chunk: int, device: str) -> None:
     settings = (("train.loss_chunk_size", chunk),)
     case = Case(steps=2, dropout=0.1, compile=True, layers=1, settings=settings, device=device)

@@ -7,6 +7,7 @@ import pytest
 
 from tests.support.devices import DEVICES, staged_on
 from tests.support.parity import Case, departures, in_layout, over
+from tests.support.sweep import sweep
 
 GPT = Case(sequence=12, layers=4, dropout=0.1, steps=2, shared_memory=False)
 
@@ -32,15 +33,10 @@ LAYOUTS = {
     "dp2 pp2, ZeRO 1": GPT.with_layout(2, 1, 2, settings=zero(1)),
     "mixture, ep2": over(2, 1, 1, ep=2, shared_memory=False, dtype="fp32"),
 }
-QUICK = ("dp2, ZeRO 3", "pp2, zbv")
-
-
-def cases() -> list[object]:
-    return [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in LAYOUTS]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("name", cases())
+@sweep("name", LAYOUTS, quick=(8,), slow=(4, 10, 14))
 def test_layout(pool, expected, name: str, device: str) -> None:
     case = LAYOUTS[name].with_layout(LAYOUTS[name].dp, LAYOUTS[name].tp, LAYOUTS[name].pp, device=device)
     found = departures(expected(case), pool.run(case.world_size, staged_on, device, in_layout, case), case)

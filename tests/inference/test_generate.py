@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.inference.support import Oracle
+from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
@@ -82,9 +83,10 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
     return getattr(parameter, "_local_tensor", parameter)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("kind", "tp", "pp"),
-    [("learned", 2, 2), pytest.param("llama", 1, 2, marks=pytest.mark.slow), ("llama", 4, 1), ("experts", 2, 1)],
+    [("learned", 2, 2), ("llama", 1, 2), ("llama", 4, 1), ("experts", 2, 1)],
+    quick=(0, 2),
 )
 def test_same_tokens_in_every_layout(
     pool: WorkerPool, runs: Callable[[str], Path], kind: str, tp: int, pp: int

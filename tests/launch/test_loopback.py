@@ -8,8 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.sweep import sweep
-
 HERE = Path(__file__).parent
 RUN = """
 import workers
@@ -36,7 +34,8 @@ exec {python} {script}
 """
 
 
-@sweep(("script", "least"), [(RUN, 5), (POOL, 4)], ids=["run", "pool"], quick=(0,))
+@pytest.mark.slow
+@pytest.mark.parametrize(("script", "least"), [(RUN, 5), (POOL, 4)], ids=["run", "pool"])
 def test_ranks_listen_on_loopback_whatever_the_name_of_the_host(tmp_path: Path, script: str, least: int) -> None:
     """In a namespace in which the host's name resolves to the address of a network, as it does in most clusters."""
     if not shutil.which("unshare") or not shutil.which("ip"):

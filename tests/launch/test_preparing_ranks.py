@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = """
 import gc, json, os, sys
 from pathlib import Path
@@ -31,6 +33,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_ranks_of_a_run_import_nothing(tmp_path: Path, tokens: Path) -> None:
     config, script = tmp_path / "tiny.yaml", tmp_path / "noting.py"
     config.write_text(

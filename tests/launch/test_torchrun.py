@@ -32,6 +32,7 @@ def torchrun(folder: Path, worker: str, args: str) -> subprocess.CompletedProces
     return ready.run(command, env=environment)
 
 
+@pytest.mark.slow
 def test_ranks_meet_and_log(tmp_path: Path) -> None:
     ended = torchrun(tmp_path, "report_sum", "(folder,)")
     assert ended.returncode == 0

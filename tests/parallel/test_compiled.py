@@ -23,6 +23,7 @@ from tests.support.parity import (
     trained,
     with_recompute,
 )
+from tests.support.sweep import sweep
 
 SP = (("parallel.sequence_parallel", True),)
 RING = (("parallel.cp_method", "ring"),)
@@ -89,8 +90,7 @@ def test_deferred_weight_gradients(pool, expected, schedule: str) -> None:
     assert sorted(counts) == [(1, 0, 0), (1 + HEAD, 0, 0)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+@sweep("schedule", ["1f1b", "zero-bubble"], slow=(1,))
 def test_attention_that_is_computed_again_runs_between_compiled_parts(pool, expected, schedule: str) -> None:
     case = replace(SMALL, dropout=0.0, steps=1).with_layout(1, 2, 2, schedule=schedule, settings=SP)
     counts = traces(pool, expected, with_recompute(case, "selective"))
@@ -116,8 +116,7 @@ def test_ring_attention_runs_between_compiled_parts(pool, expected) -> None:
     assert all(later == 0 and breaks for _, later, breaks in many)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("case", "kinds"), [(LLAMA, 2), (MOE, None)], ids=["llama", "experts"])
+@sweep(("case", "kinds"), [(LLAMA, 2), (MOE, None)], ids=["llama", "experts"], slow=(1,))
 def test_other_models(pool, expected, case: Case, kinds: int | None) -> None:
     """Blocks with a window and without are of two kinds; experts run between compiled parts."""
     compiled = replace(case, compile=True, steps=2).with_layout(1, 2, 1, settings=(*case.settings, *SP))
@@ -138,7 +137,7 @@ CODED = Case(layers=2, compile=True, steps=2, sequence=12)
     [
         pytest.param(replace(CODED, dropout=0.2).with_layout(2, 1, 2), marks=pytest.mark.sweep),
         replace(CODED, dropout=0.2).with_layout(1, 2, 1, settings=SP),
-        replace(CODED, layers=3).with_layout(1, 1, 2, schedule="zero-bubble"),
+        pytest.param(replace(CODED, layers=3).with_layout(1, 1, 2, schedule="zero-bubble"), marks=pytest.mark.sweep),
         with_recompute(replace(CODED, layers=3, dropout=0.2), "full", 2).with_layout(
             2, 1, 1, settings=(("parallel.zero", 3), ("train.recompute", "full"), ("train.recompute_every", 2))
         ),

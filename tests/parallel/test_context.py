@@ -31,6 +31,7 @@ def test_cp(pool, expected, cp: int, positions: str, documents: bool) -> None:
     [{"dp": 2}, {"tp": 2}, {"tp": 3}, {"pp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}],
     ids=lambda layout: "-".join(f"{axis}{size}" for axis, size in layout.items()),
     quick=(5,),
+    slow=slice(0, None, 2),
 )
 def test_cp_with_the_other_axes(pool, expected, layout: dict[str, int], dtype: str) -> None:
     """With dropout everywhere, RoPE, documents, accumulation, uneven masks and a tied vocabulary of 67."""
@@ -54,6 +55,7 @@ def test_cp_with_the_other_axes(pool, expected, layout: dict[str, int], dtype: s
     ],
     ids=str,
     quick=(1, 4, 9),
+    slow=slice(0, None, 2),
 )
 @pytest.mark.parametrize("cp", [2])
 def test_variant(pool, expected, cp: int, changes: dict) -> None:
@@ -88,6 +90,7 @@ RING = (("parallel.cp_method", "ring"),)
     ],
     ids=str,
     quick=(1, 6),
+    slow=slice(0, None, 2),
 )
 def test_ring(pool, expected, changes: dict) -> None:
     """Keys and values that come one rank's after the other."""

@@ -64,6 +64,7 @@ def slow(case: Case) -> Any:
         "ep2-dp8-zero2-hybrid4-muon",
     ],
     quick=(0, 3, 12),
+    slow=slice(1, None, 2),
 )
 def test_a_layout_trains_what_one_process_trains(
     pool: WorkerPool, expected: Callable[[Case], Trace], case: Case

@@ -37,7 +37,7 @@ def furthest(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
     return max(float((one[name] - other[name]).norm() / one[name].norm()) for name in names)
 
 
-@sweep("name", list(CASES), quick=(1, 3))
+@sweep("name", list(CASES), quick=(1,))
 def test_a_layout_computes_what_one_process_does(pool, name: str) -> None:
     case = CASES[name]
     alone = replace(case.with_layout(1, 1, 1), settings=ON, schedule="1f1b")

@@ -43,7 +43,12 @@ LAYOUTS = [
 ]
 
 
-@sweep(("kind", "layout", "dtype"), [(*each, dtype) for each in LAYOUTS for dtype in ("fp64", "fp32")], quick=(0, 4))
+@sweep(
+    ("kind", "layout", "dtype"),
+    [(*each, dtype) for each in LAYOUTS for dtype in ("fp64", "fp32")],
+    quick=(0, 4),
+    slow=slice(1, None, 3),
+)
 def test_own_models_compute_what_one_process_does(pool, alone, kind: str, layout: dict, dtype: str) -> None:
     own = own_case(kind, blocks=4, dtype=dtype, **layout)
     traces = pool.run(own.case.world_size, in_layout, own)

@@ -43,19 +43,18 @@ def name(layout: tuple[int, int, int]) -> str:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "fp64"])
-@sweep("layout", LAYOUTS, ids=name, quick=(0, 3, 6, 12, 15))
+@sweep("layout", LAYOUTS, ids=name, quick=(0, 3, 6, 12, 15), slow=slice(0, None, 4))
 def test_layout(pool, expected, layout: tuple[int, int, int], dtype: str) -> None:
     """With dropout, accumulation, uneven masks, 7 layers, a vocabulary of 67."""
     check(pool, expected, Case(layers=7, dropout=0.2, dtype=dtype).with_layout(*layout))
 
 
-@pytest.mark.slow  # `test_variant` has each of the three in a few layouts
-@pytest.mark.parametrize("layout", LAYOUTS, ids=name)
+@sweep("layout", LAYOUTS, ids=name, slow=slice(1, None, 4))  # `test_variant` has each of the three in a few layouts
 def test_layout_without_dropout_accumulation_or_masks(pool, expected, layout: tuple[int, int, int]) -> None:
     check(pool, expected, Case(layers=7, dtype="fp64", uneven=False, accumulation=1).with_layout(*layout))
 
 
-@sweep("layout", [(2, 1, 1), (1, 3, 1), (1, 1, 3), (2, 2, 2)], ids=name, quick=(3,))
+@sweep("layout", [(2, 1, 1), (1, 3, 1), (1, 1, 3), (2, 2, 2)], ids=name, quick=(3,), slow=(1,))
 @sweep(
     "changes",
     [
@@ -86,14 +85,14 @@ def test_activation_functions_and_dropout_of_embeddings(pool, expected, activati
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 @pytest.mark.parametrize("micro_batches", [1, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 8))])
-@sweep("pp", [2, 3, 4], quick=(1,))
+@sweep("pp", [2, 3, 4], quick=(1,), slow=(2,))
 def test_schedule(pool, expected, schedule: str, micro_batches: int, pp: int) -> None:
     """Micro-batches fewer than, as many as and more than the stages."""
     case = Case(dtype="fp64", layers=4, accumulation=micro_batches, schedule=schedule, steps=2, dropout=0.1)
     check(pool, expected, case.with_layout(1, 1, pp))
 
 
-@sweep("layout", EIGHT, ids=name, quick=(5,))
+@sweep("layout", EIGHT, ids=name, quick=(5,), slow=slice(0, None, 4))
 def test_every_product_of_eight_ranks_for_ten_steps(pool, expected, layout: tuple[int, int, int]) -> None:
     _, tp, pp = layout
     sizes = {"layers": 8 if pp == 8 else 4, **({"heads": 24, "ffn": 72} if tp == 8 else {})}

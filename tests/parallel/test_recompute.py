@@ -50,6 +50,7 @@ def traces(case: Case, modes: list[tuple[str, int]]) -> list[Trace]:
     ],
     ids=str,
     quick=(1, 6),
+    slow=slice(0, None, 2),
 )
 def test_gradients_keep_every_bit(pool, layout: tuple[int, int, int], changes: dict[str, Any]) -> None:
     """Gradients, losses and weights after two steps with dropout, on every rank."""

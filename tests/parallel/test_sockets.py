@@ -27,14 +27,14 @@ def in_layout_over_sockets(case: Case) -> Trace:
         return in_layout(case)
 
 
-@sweep("name", CASES, quick=(8,))
+@sweep("name", CASES, quick=(8,), slow=slice(0, None, 3))
 def test_layout(pool, expected, name: str) -> None:
     case = CASES[name]
     found = departures(expected(case), pool.run(case.world_size, in_layout_over_sockets, case), case)
     assert not found, "\n".join(found[:10])
 
 
-@sweep("name", LAYOUTS, quick=(20,))
+@sweep("name", LAYOUTS, quick=(20,), slow=slice(0, None, 3))
 def test_a_step_enters_the_same_collectives(pool, name: str) -> None:
     """The record is of what was asked for, not of how it travels."""
     case = replace(LAYOUTS[name], shared_memory=False)

@@ -20,7 +20,7 @@ def zero(stage: int, shards: int | None = None, **changes) -> Case:
     return Case(**{"dtype": "fp64", "dropout": 0.2, "steps": 2, "settings": settings, **changes})
 
 
-@sweep("layout", [(2, 1, 1), (3, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str, quick=(3,))
+@sweep("layout", [(2, 1, 1), (3, 2, 1), (2, 1, 2), (2, 2, 2)], ids=str, quick=(3,), slow=(1,))
 @sweep("stage", [1, 2, 3], quick=(0, 2))
 def test_layout(pool, expected, stage: int, layout: tuple[int, int, int]) -> None:
     """Three replicas and a vocabulary of 67 rows over two tensor ranks: no cut comes out even."""

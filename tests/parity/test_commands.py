@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.command import ends_in_one_process
 from tests.support.parity_command import parity
+from tests.support.sweep import sweep
 
 SCRIPT = Path(__file__).parents[2] / "examples/parity/train.py"
 WITH_LINES = 80
@@ -53,8 +55,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", list(MISTAKES))
+@sweep("mistake", MISTAKES, slow=(0, 3))
 def test_a_mistake_in_a_script_is_named(mistake: str, right: Path, tmp_path: Path) -> None:
     (old, new), said = MISTAKES[mistake]
     text = SCRIPT.read_text()
@@ -134,6 +135,7 @@ def test_two_runs_of_a_small_script(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["equal"]
 
 
+@pytest.mark.slow
 def test_a_script_that_offers_fp64(tmp_path: Path) -> None:
     """The reference runs in fp64 where its script offers it; where it cannot, a note says so, and --wide is refused."""
     narrow = ("model = torch", "dtype = getattr(torch, sys.argv[2])\nmodel = torch"), ("(5, 3)", "(5, 3).to(dtype)")
@@ -164,38 +166,36 @@ def test_a_script_that_offers_fp64(tmp_path: Path) -> None:
     assert ended.stderr.rstrip().endswith("leave out --wide."), ended.stderr
 
 
-@pytest.mark.parametrize(
-    ("arguments", "problem"),
-    [
-        (("run", "--reference", "python nowhere.py", "--candidate", "true"), "of --reference ended with exit status 2"),
-        (("run", "--reference", "no-such-program", "--candidate", "true"), "--reference cannot be started"),
-        (TRUE, "of --reference ended without a record"),
-        (("run", "--reference", "python 'x", "--candidate", "true"), "cannot be split into words"),
-        (("run", "--reference", " ", "--candidate", "true"), "--reference is empty"),
-        (("run", "--reference", "sleep 60", "--candidate", "true", "--timeout", "1"), "did not end within 1 s"),
-        ((*TRUE, "--out", "."), "--out . is not empty"),
-        (
-            ("run", "--reference", "true", "--candidate", "true", "--wide", "--after", "2"),
-            "--wide does not go with --aft",
-        ),
-        (
-            ("run", "--reference", "true", "--candidate", "true", "--wide", "--noise", "0"),
-            "--wide does not go with --noi",
-        ),
-        (
-            ("run", "--reference", "true", "--candidate", "true", "--whole", "much"),
-            "'much' is not a size such as 500MB",
-        ),
-        (("compare", "nowhere", "nowhere"), "There is no record at nowhere"),
-        (("compare", ".", "."), "has no rank-00000.json"),
-        (("compare", "nowhere", "nowhere", "--html", "/nowhere/page.html"), "cannot be written"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else None,
-)
-def test_bad_input_is_one_sentence(arguments: tuple[str, ...], problem: str, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("x")
-    ended = parity(*arguments, folder=tmp_path)
-    assert ended.returncode == 2, ended.stdout + ended.stderr
-    assert problem in " ".join(ended.stderr.split()), ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+BAD_INPUT = {
+    ("run", "--reference", "python nowhere.py", "--candidate", "true"): "of --reference ended with exit status 2",
+    ("run", "--reference", "no-such-program", "--candidate", "true"): "--reference cannot be started",
+    TRUE: "of --reference ended without a record",
+    ("run", "--reference", "python 'x", "--candidate", "true"): "cannot be split into words",
+    ("run", "--reference", " ", "--candidate", "true"): "--reference is empty",
+    ("run", "--reference", "sleep 60", "--candidate", "true", "--timeout", "1"): "did not end within 1 s",
+    (*TRUE, "--out", "."): "--out . is not empty",
+    (*TRUE, "--wide", "--after", "2"): "--wide does not go with --aft",
+    (*TRUE, "--wide", "--noise", "0"): "--wide does not go with --noi",
+    (*TRUE, "--whole", "much"): "'much' is not a size such as 500MB",
+    ("compare", "nowhere", "nowhere"): "There is no record at nowhere",
+    ("compare", ".", "."): "has no rank-00000.json",
+    ("compare", "nowhere", "nowhere", "--html", "/nowhere/page.html"): "cannot be written",
+}
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tuple]:
+    """How each of the wrong commands ends, all in one process, in a folder that they leave as it was."""
+    folder = tmp_path_factory.mktemp("bad")
+    (folder / "file").write_text("x")
+    ends = ends_in_one_process([("parity", *arguments) for arguments in BAD_INPUT], folder)
+    assert [path.name for path in folder.iterdir()] == ["file"]
+    return dict(zip(BAD_INPUT, ends, strict=True))
+
+
+@pytest.mark.parametrize("arguments", BAD_INPUT, ids=BAD_INPUT.values())
+def test_bad_input_is_one_sentence(arguments: tuple[str, ...], told: dict[tuple[str, ...], tuple]) -> None:
+    status, output, error, _ = told[arguments]
+    assert status == 2, output + error
+    assert BAD_INPUT[arguments] in " ".join(error.split()), error
+    assert "Traceback" not in error

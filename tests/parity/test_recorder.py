@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.kept import rewrite
+from tests.support.sweep import sweep
 from threefold import parity
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
@@ -202,7 +203,7 @@ MISTAKES: list[tuple[dict[str, Any], str, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("mistake", "kind", "name", "shape"), MISTAKES, ids=[f"{k} {n}" for _, k, n, _ in MISTAKES])
+@sweep(("mistake", "kind", "name", "shape"), MISTAKES, ids=[f"{k} {n}" for _, k, n, _ in MISTAKES], quick=(0, 2, 4))
 def test_a_mistake_is_named(
     mistake: dict[str, Any], kind: str, name: str, shape: str, reference: Path, noisy: list[Path], tmp_path: Path
 ) -> None:

@@ -65,7 +65,7 @@ def read() -> dict[str, list[str]]:
     return {lines[0].strip("[]"): lines for lines in (each.split("\n") for each in tables)}
 
 
-@sweep("name", NAMES, quick=(4, 8))
+@sweep("name", NAMES, quick=(4, 8), slow=slice(0, None, 2))
 def test_a_layout_needs_what_the_table_says(name: str) -> None:
     assert table(name) == read()[name], "python -m tests.planner.test_golden_dry_runs writes the tables anew"
 

@@ -159,6 +159,7 @@ def test_the_document_has_a_version_and_joins_the_planners_numbers() -> None:
     assert document_of(given)["schedule"]["unit"] == "mean forward passes"
 
 
+@pytest.mark.slow
 def test_collectives_are_those_of_a_dry_run() -> None:
     from threefold.planner.dry_run import run_stages
 

@@ -104,7 +104,7 @@ SPREAD = {
 }
 
 
-@sweep("name", [*ALONE, *SPREAD], quick=(0, 4, 7, 11, 13, 19, 25, 31))
+@sweep("name", [*ALONE, *SPREAD], quick=(0, 4, 7, 11, 13, 19, 25, 31), slow=slice(0, None, 3))
 def test_what_is_kept_is_never_more_than_the_formula_says(pool: WorkerPool, name: str) -> None:
     case = {**ALONE, **SPREAD}[name]
     described = describe_model(case.config.model, case.sequence).blocks[-1]

@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import pytest
-
+from tests.support.sweep import sweep
 from threefold.config.loading import config_of
 from threefold.config.resolve import resolve
 from threefold.planner.dry_run import dry_run
@@ -12,10 +11,11 @@ from threefold.planner.stage_memory import stage_memory
 MODEL = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 4, "vocab_size": 2048}
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("parallel", "dtype"),
     [({"dp": 2, "zero": 1}, "bf16"), ({"dp": 4, "zero": 3}, "bf16"), ({"tp": 2, "pp": 2}, "bf16")],
     ids=str,
+    quick=(2,),
 )
 def test_each_cause_is_within_3_percent_of_the_peak(parallel: dict[str, Any], dtype: str) -> None:
     sections = {

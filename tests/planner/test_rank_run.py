@@ -41,7 +41,7 @@ def test_memory_and_collectives_of_eight_ranks(pool: WorkerPool, name: str) -> N
     compare(pool, name)
 
 
-@sweep("name", SMALL, quick=(8, 12))
+@sweep("name", SMALL, quick=(8,), slow=slice(0, None, 3))
 def test_memory_and_collectives_are_those_of_a_real_rank(pool: WorkerPool, name: str) -> None:
     compare(pool, name)
 

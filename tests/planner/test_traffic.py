@@ -102,7 +102,7 @@ def test_grouped_heads(pool, name: str) -> None:
         assert counted == computed
 
 
-@sweep("name", CASES, quick=(0, 1, 2, 6, 7, 11, 17, 19, 21, 27, 30))
+@sweep("name", CASES, quick=(0, 1, 2, 6, 7, 11, 17, 19, 21, 27, 30), slow=slice(0, None, 3))
 def test_what_is_counted_is_what_is_computed(pool, name: str) -> None:
     case = CASES[name]
     for counted, computed in pool.run(case.world_size, counted_and_computed, case):

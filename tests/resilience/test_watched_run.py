@@ -48,6 +48,7 @@ def watched(run: Run, tmp_path: Path, marker: Path, every: int) -> Run:
     return run.but(dp=4, steps=8, sections=(*run.sections, ("optimizer", optimizer)), set=settings)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [1, pytest.param(100, marks=pytest.mark.slow)])
 def test_a_fault_ends_the_run_and_the_resumed_one_is_the_undisturbed(
     pool: WorkerPool, small_run: Run, tmp_path: Path, every: int

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tests.support.exact import CASE as GPT
 from tests.support.exact import LLAMA as MASKED
-from tests.support.exact import check, check_near_plain, differences, exact_run, slow_but, with_layout
+from tests.support.exact import check, check_near_plain, differences, exact_run, with_layout
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, Trace
+from tests.support.sweep import sweep
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.layers.attention import CausalAttention
@@ -68,7 +69,7 @@ LAYOUTS: dict[str, tuple[Case, Case]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "cp 4", sweep=[*LAYOUTS][::2]))
+@sweep("name", LAYOUTS, slow=slice(1, None, 4))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     case, spread = LAYOUTS[name]
     check(pool, one_process(case), spread)

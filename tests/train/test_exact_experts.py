@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.exact import EXACT, MOE, check, check_near_plain, differences, exact_run, slow_but, with_layout
+from tests.support.exact import EXACT, MOE, check, check_near_plain, differences, exact_run, with_layout
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, Trace
+from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 from threefold.ops import exact, exact_experts, exact_products
 from threefold.ops.exact import RowSum
@@ -58,7 +59,7 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "ep 2 of dp 4 tp 2 sp", sweep=[*LAYOUTS][1::2]))
+@sweep("name", LAYOUTS, slow=slice(0, None, 5))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     dp, tp, pp, settings = LAYOUTS[name]
     check(pool, one_process(MOE), with_layout(MOE, dp, tp, pp, **settings))

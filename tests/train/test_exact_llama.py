@@ -37,7 +37,7 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "tp 4 sp"))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, sweep=["tp 2", "recompute"]))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     dp, tp, pp, settings = LAYOUTS[name]
     check(pool, one_process(LLAMA), with_layout(LLAMA, dp, tp, pp, **settings))

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.exact import CASE, check, differences, exact_run, slow_but, with_layout
+from tests.support.exact import CASE, check, differences, exact_run, with_layout
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, Trace
+from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train import optimizers
 from threefold.train.optimizers import SGD, newton_schulz
@@ -43,7 +44,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 CASES = {f"{name}, {layout}": (name, layout) for name in OPTIMIZERS for layout in LAYOUTS}
 
 
-@pytest.mark.parametrize("case", slow_but(CASES, "nesterov, dp 4 zero 1"))
+@sweep("case", CASES, quick=(8,), slow=slice(2, None, 3))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], case: str) -> None:
     name, layout = CASES[case]
     sizes, settings = LAYOUTS[layout]

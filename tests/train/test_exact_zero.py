@@ -38,7 +38,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "1 dp 4 over 2"))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "1 dp 4 over 2", sweep=[*LAYOUTS][::2]))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(CASE), LAYOUTS[name])
 

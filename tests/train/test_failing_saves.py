@@ -121,7 +121,7 @@ def in_trouble(run: Run, folder: Path, kind: str) -> str:
         ("deleted", False, [8, 9]),
         ("all deleted", True, [8, 9]),
     ],
-    quick=(0, 2),
+    quick=(0,),
 )
 def test_training_continues_and_saves_again(
     pool: WorkerPool, small_run: Run, tmp_path: Path, kind: str, in_background: bool, kept: list[int]
@@ -152,6 +152,7 @@ def test_training_continues_and_saves_again(
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "undisturbed")
 
 
+@pytest.mark.slow
 def test_nothing_is_pruned_before_a_new_one_is_there(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """The disk is full after the first checkpoint: the run ends with an error at its last step, and resumes."""
     settings = (("checkpoint.every", 2), ("checkpoint.keep", 1), ("checkpoint.async_save", True))

@@ -213,7 +213,12 @@ def reads_of_a_gpu(pool, case: Case) -> list[dict[str, int]]:
     return [{place: count for place, count in rank.items() if place not in ON_A_CPU} for rank in found]
 
 
-@sweep("name", CASES, quick=[place for place, name in enumerate(CASES) if name in (*QUICK, *QUICK_LAYOUTS)])
+@sweep(
+    "name",
+    CASES,
+    quick=[place for place, name in enumerate(CASES) if name in (*QUICK, *QUICK_LAYOUTS)],
+    slow=slice(0, None, 3),
+)
 def test_only_loss_and_norm_are_read(pool, name: str) -> None:
     case = CASES[name]
     assert reads_of_a_gpu(pool, case) == [LOSS_AND_NORM] * case.world_size

@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer, models
 
 from tests.support.parity_command import parity
+from tests.support.sweep import sweep
 from tests.train.support import write_ids
 from threefold.parity.record import INITIAL, OUTPUT, Record
 
@@ -69,8 +70,7 @@ def command(settings: str) -> str:
     return " ".join(["threefold train run.yaml --run-dir {run}", *(f"--set {each}" for each in settings.split())])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
+@sweep("layout", LAYOUTS, slow=(0, 3))
 def test_layouts_of_a_run_are_equal(layout: str, folder: Path, tmp_path: Path) -> None:
     settings, common = LAYOUTS[layout]
     runs = ("--reference", command(common), "--candidate", command(f"{common} {settings}"))
@@ -88,8 +88,7 @@ def test_layouts_of_a_run_are_equal(layout: str, folder: Path, tmp_path: Path) -
     assert {"blocks.0", "blocks.3.attn.proj", "embed", "head.norm"} <= outputs
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mistake", MISTAKES)
+@sweep("mistake", MISTAKES, slow=(0,))
 def test_a_mistake_in_a_layout_is_named(mistake: str, folder: Path, tmp_path: Path) -> None:
     text, said = MISTAKES[mistake]
     (tmp_path / "sitecustomize.py").write_text(text, encoding="utf-8")
@@ -100,7 +99,7 @@ def test_a_mistake_in_a_layout_is_named(mistake: str, folder: Path, tmp_path: Pa
     assert said in ended.stdout.splitlines()[1]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_a_run_that_goes_on_in_another_layout_beside_an_unbroken_one(folder: Path, tmp_path: Path) -> None:
     fixed = "optimizer.decay_steps=8 optimizer.warmup_steps=1 train.max_steps={} checkpoint.every=2"
     first = f"threefold train run.yaml --run-dir {tmp_path / 'half'}"

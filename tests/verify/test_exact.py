@@ -11,6 +11,7 @@ import torch
 
 from tests.support.exact import slow_but
 from tests.support.mistakes import Patch, with_mistake
+from tests.support.sweep import sweep
 from tests.verify.support import config
 from threefold.comm.layout import parse
 from threefold.config import Config
@@ -61,7 +62,7 @@ def test_layouts_have_the_bits_of_one_process(one_process: ExactVerifier, layout
     assert result.fingerprint == one_process.fingerprint
 
 
-@pytest.mark.parametrize("layout", slow_but(CONTEXT))
+@pytest.mark.parametrize("layout", slow_but(CONTEXT, sweep=CONTEXT[1:3]))
 def test_layouts_with_context_parallelism_have_the_bits_of_one_process(in_context: ExactVerifier, layout: str) -> None:
     result = in_context.verify(parse(layout))
     assert (result.verdict, result.first) == (EQUAL, None), result
@@ -88,8 +89,7 @@ MIXTURE = given(
 )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@sweep("dtype", ["fp32", "bf16"], slow=(1,))
 def test_layouts_of_a_mixture_have_the_bits_of_one_process(pool: WorkerPool, tmp_path: Path, dtype: str) -> None:
     specs = [parse(layout) for layout in ("dp2·tp2 sp", "dp4·tp2·ep4 zero1", "dp4·pp2·ep2 zbv full accumulation2")]
     base = shrink_exact(prepare_exact(MIXTURE, dtype, vocab_size=1), specs)

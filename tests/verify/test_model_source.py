@@ -117,6 +117,7 @@ MODEL = 2_944
 """Parameters of the example, shrunk for two ranks."""
 
 
+@pytest.mark.slow
 def test_a_layout_that_splits_nothing_is_no_proof(pool, tmp_path: Path) -> None:
     """Every rank of the tensor axis holds everything and computes the same."""
     body = (EXAMPLE / "model.py").read_text().split("        split={\n")[1].split("        },\n")[0]

@@ -38,7 +38,7 @@ def fused_task(*layouts: str, dtype: str = "fp64") -> Verification:
         ("fp64", ("tp3", "dp2·tp2 zero1 full", "tp2·pp2 gpipe", "tp6")),
         ("fp32", ("tp2", "dp2·tp2 zero1", "tp2·pp2")),
     ],
-    quick=(0,),
+    slow=(0,),
 )
 def test_layouts_are_equal(pool, tmp_path: Path, dtype: str, layouts: tuple[str, ...]) -> None:
     for result in verify(pool, fused_task(*layouts, dtype=dtype), tmp_path, *layouts):

@@ -30,7 +30,7 @@ def results(pool, folder: Path, *layouts: str, dtype: str = "fp64", source=Confi
     return verify(pool, todo, folder, *layouts)
 
 
-@sweep("dtype", ("fp64", "fp32"), quick=[0])
+@sweep("dtype", ("fp64", "fp32"), slow=(0,))
 def test_own_model_is_equal_in_every_layout(pool, tmp_path: Path, dtype: str) -> None:
     layouts = ("tp3", "dp2·tp2 zero1 full", "pp3", "dp2 zero3")
     for result in results(pool, tmp_path, *layouts, dtype=dtype):

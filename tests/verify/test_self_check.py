@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import own_state_models
+from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, micro_batches, run_of, train
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
@@ -114,7 +115,7 @@ EQUAL = {
 }
 
 
-@pytest.mark.parametrize("kind", EQUAL)
+@sweep("kind", list(EQUAL), quick=(0, 2, 4))
 def test_a_layout_that_computes_what_one_process_does_is_verified_once(pool, tmp_path: Path, kind: str) -> None:
     run = run_of(kind, steps=1, **EQUAL[kind])
     printed, *_ = pool.run(run.world_size, checked_rank, run, tmp_path / "run")

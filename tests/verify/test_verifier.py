@@ -114,7 +114,7 @@ def raises() -> list[mistakes.Patch]:
         (dies, "rank 1 failed: its process ended, killed by SIGKILL"),
         (raises, "failed: ValueError: the shapes do not fit"),
     ],
-    quick=(0,),
+    slow=(0,),
 )
 def test_layout_that_fails_is_a_verdict_and_the_others_go_on(pool, tmp_path: Path, mistake, message: str) -> None:
     todo = task("dp2", "tp2")

@@ -28,6 +28,7 @@ def test_it_trains_what_one_process_trains(pool, expected, toy: str, tmp_path: P
     check(pool, expected, case)
 
 
+@pytest.mark.slow
 def test_verify_finds_it_equal(pool, toy: str, tmp_path: Path) -> None:
     layout = f"dp2·pp2 schedule={tmp_path / 'toy.py'}:looped"
     (result,) = verify(pool, task(layout), tmp_path, layout)

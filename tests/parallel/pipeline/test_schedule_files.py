@@ -87,7 +87,7 @@ def test_a_class_of_torch_trains_what_one_process_trains(pool, expected, name: s
     assert not found, "\n".join(found[:10])
 
 
-@sweep("schedule", [*FILES], quick=(3,), indirect=True)
+@sweep("schedule", [*FILES], slow=(0, 3), indirect=True)
 def test_verify_finds_a_file_equal(pool, tmp_path: Path, schedule: tuple[str, int]) -> None:
     layout = f"dp2·pp2 schedule={schedule[0]}"
     (result,) = verify(pool, task(layout), tmp_path, layout)

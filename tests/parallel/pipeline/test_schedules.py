@@ -52,6 +52,7 @@ def test_two_stages_a_rank(pool, expected, schedule: str, pp: int, tie: bool) ->
         ("dualpipev", 2, 2, 12),
     ],
     quick=(2, 5, 7, 9),
+    slow=slice(0, None, 2),
 )
 def test_few_and_many_micro_batches(pool, expected, schedule: str, chunks: int, pp: int, micro_batches: int) -> None:
     check(pool, expected, chunked(schedule, chunks, pp=pp, accumulation=micro_batches))

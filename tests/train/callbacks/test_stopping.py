@@ -118,7 +118,7 @@ def test_stop_from_a_rank_that_is_not_the_first(pool: WorkerPool, small_run: Run
     assert (tmp_path / "loss.png").exists(), "the run ended as one that is finished"
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("moment", "step", "last"),
     [
         ("before_fit", 0, 0),
@@ -128,6 +128,7 @@ def test_stop_from_a_rank_that_is_not_the_first(pool: WorkerPool, small_run: Run
         ("after_step", 4, 4),  # the evaluation after it tells all
         ("after_step", 5, 5),
     ],
+    quick=(3, 4),
 )
 def test_a_stop_at_each_moment(
     pool: WorkerPool, small_run: Run, tmp_path: Path, moment: str, step: int, last: int

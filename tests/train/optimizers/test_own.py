@@ -158,8 +158,8 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@sweep("changes", LAYOUTS, quick=(0,), ids=str)
-@sweep("name", OPTIMIZERS, quick=(0, 1, 2))
+@sweep("changes", LAYOUTS, quick=(0,), slow=(4,), ids=str)
+@sweep("name", OPTIMIZERS, quick=(0,))
 def test_the_same_weights_in_every_layout(pool, expected, file: Path, name: str, changes: dict[str, Any]) -> None:
     """In fp64 over several steps: element-wise over shards, and with whole matrices where the class says so."""
     check(pool, expected, own(file, name, **changes))
@@ -185,6 +185,7 @@ def test_resumes_in_another_layout(
     assert same(losses_of(tmp_path / "resumed"), losses_of(tmp_path / "uninterrupted"), "fp64")
 
 
+@pytest.mark.slow
 def test_verify_knows_it_and_finds_one_that_needs_whole_matrices(
     threefold: Command, tmp_path: Path, file: Path
 ) -> None:
