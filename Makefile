@@ -46,7 +46,7 @@ test-slow: .venv/test-ready
 test-gpu: .venv/test-ready
 	$(BIN)/pytest -m gpu
 
-# What takes too long for CI: many kills, long fuzzing.
+# What takes too long for CI: many kills, long fuzzing, and all cases of the long lists of layouts.
 test-sweep: .venv/test-ready
 	$(BIN)/pytest -m sweep
 

@@ -44,6 +44,8 @@ def tests_in(file: str) -> dict[str, str]:
 
 
 def _mark(found: set[str]) -> str:
+    if any(each.startswith("sweep(") and "quick=" not in each for each in found):  # see tests/support/sweep.py
+        return "slow"
     return next((mark for mark in ("sweep", "slow") if f"pytest.mark.{mark}" in found), "")
 
 

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import pytest
 
+from tests.support.sweep import sweep
+
 ROOT = Path(__file__).parents[1]
 GUIDES, API = ROOT / "docs/guides", ROOT / "docs/api"
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->$")
@@ -129,18 +131,12 @@ def test_what_is_not_run_says_why() -> None:
         assert page.read_text().count("<!-- not run:") == marked, f"{page.name}: a reason is not before a block"
 
 
+PAGES = sorted(page.name for page in GUIDES.glob("*.md") if page.name != "README.md")
 LONG = ("a_run.md", "loss_differs.md", "parallel_code.md")
-"""Guides whose commands other guides and the tests of parity have too: for the sweep."""
+"""Guides whose commands are also in other guides and in the tests of parity."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(page.name, marks=pytest.mark.sweep if page.name in LONG else pytest.mark.slow)
-        for page in sorted(GUIDES.glob("*.md"))
-        if page.name != "README.md"
-    ],
-)
+@sweep("name", PAGES, slow=[place for place, name in enumerate(PAGES) if name not in LONG])
 def test_a_guide_runs(name: str, tmp_path: Path) -> None:
     assert run_page(GUIDES / name, tmp_path) > 0
 

@@ -127,6 +127,14 @@ def test_every_promise_names_a_test_that_exists() -> None:
     assert lost == set()
 
 
+def marked_by(decorator: ast.expr) -> str:
+    """The mark that a decorator gives to all cases of a test; that of a `sweep` without quick cases is slow."""
+    text = ast.unparse(decorator)
+    if text.startswith("sweep(") and "quick=" not in text:
+        return "mark.slow"
+    return text if "(" not in text else ""
+
+
 def left_out_by_make_test(file: str, name: str) -> bool:
     """Whether every case of a test, or of all tests of a file, is marked slow or sweep above it or for the file."""
     tree = ast.parse((ROOT / file).read_text())
@@ -136,7 +144,7 @@ def left_out_by_make_test(file: str, name: str) -> bool:
         if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)
     ]
     tests = [
-        "\n".join([*marks, *(text for node in test.decorator_list if "(" not in (text := ast.unparse(node)))])
+        "\n".join([*marks, *map(marked_by, test.decorator_list)])
         for test in tree.body
         if isinstance(test, ast.FunctionDef) and (test.name == name if name else test.name.startswith("test_"))
     ]
