@@ -134,7 +134,7 @@ def test_text_is_that_of_transformers(files: dict[str, Path]) -> None:
         for messages in conversations(style):
             rendered = theirs.apply_chat_template(messages, tokenize=False)
             assert (
-                ours.encode(rendered)[len(ours.beginning) :]
+                ours.encode(rendered)[len(ours.rule.beginning) :]
                 == theirs(rendered.removeprefix(theirs.bos_token or ""), add_special_tokens=False)["input_ids"]
             )
 

@@ -103,7 +103,7 @@ def corpora(write_token_files, random_documents) -> list[Corpus]:
 
 
 def mixed(corpora: list[Corpus], part: str = "train") -> MixedSamples:
-    return MixedSamples.of(
+    return MixedSamples(
         [
             MixturePart(str(corpus.path), PackedSamples.open(corpus, part, SPLIT, LENGTH), weight)
             for corpus, weight in zip(corpora, WEIGHTS, strict=True)
@@ -186,7 +186,7 @@ def test_an_epoch_of_each_corpus_reads_each_of_its_samples_once(make_loader, cor
 
 def test_one_corpus_is_what_it_is_alone(corpora: list[Corpus]) -> None:
     alone = PackedSamples.open(corpora[0], "train", SPLIT, LENGTH)
-    only = MixedSamples.of([MixturePart("only", alone, 3.0)])
+    only = MixedSamples([MixturePart("only", alone, 3.0)])
     counters = np.arange(500, 900)
     np.testing.assert_array_equal(only.ordered(counters, 7), alone.ordered(counters, 7))
 

@@ -208,7 +208,7 @@ def test_a_run_keeps_its_rule_and_template(tuned: Tuned, pool: WorkerPool, tmp_p
     bos = [tuned.tokenizer.bos_token_id] if tuned.tokenizer.bos_token else []
     ids = expected(tuned)[2][0]
     assert trained.documents().text.encode(rendered) == (ids if ids[: len(bos)] == bos else [*bos, *ids])
-    assert list(trained.documents().text.beginning) == bos
+    assert list(trained.documents().text.rule.beginning) == bos
     longer = config.model_copy(update={"train": config.train.model_copy(update={"max_steps": 2})})
     assert find_resumption(tmp_path / "run", longer).warnings == ()
     other = longer.model_copy(update={"data": longer.data.model_copy(update={"special_tokens": "text"})})

@@ -22,21 +22,12 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import is_import_path
 
-_OVERRIDE: Final = "--set "
-"""Prefix of the origin of a setting given on the command line."""
-
 
 def with_code(config: Config, checkpoint: Path, model: str | None, trust_code: bool) -> Config:
     """Return a checkpoint's config with the file of a custom model that the user named or trusts.
 
-    Args:
-        config: config from `select_checkpoint`.
-        model: file named by the user, `FILE.py` or `FILE.py:NAME`; None if not given.
-        trust_code: whether the checkpoint's copy may be used if no file was named.
-
-    Raises:
-        UserError: the checkpoint contains code that the user neither replaced nor trusts, or a file was named for a
-            model of a built-in family.
+    `model` is the file named by the user, `FILE.py` or `FILE.py:NAME`; otherwise the checkpoint's copy is used if the
+    user trusts it, and is an error if not.
     """
     if config.model.architecture != OWN:
         if model is None:
@@ -53,11 +44,7 @@ def with_code(config: Config, checkpoint: Path, model: str | None, trust_code: b
 
 
 def remembered_model(run_dir: Path, trust_code: bool) -> str | None:
-    """Return the custom model of a run's newest checkpoint as `--model` takes it, or None.
-
-    Raises:
-        UserError: the user does not trust the checkpoint's code.
-    """
+    """Return the custom model of a run's newest checkpoint as `--model` takes it, or None; it must be trusted."""
     for path in reversed(folders(run_dir)):
         if (path / OWN_MODEL).is_file() and (path / CONFIG).is_file():
             try:
@@ -77,7 +64,7 @@ def require_named_code(config: Config, path: Path) -> None:
     file = path.resolve()
     is_stored = (file.parent / MANIFEST).exists() or (file.name == CONFIG and (file.parent / FOLDER).exists())
     for key, code in _code_of(config) if is_stored else ():
-        if not config.origin(key).startswith(_OVERRIDE):
+        if not config.origin(key).startswith("--set "):  # given on the command line
             named = "name it with --model FILE.py:NAME" if key == "model.file" else f"name it with --set {key}=…"
             raise UserError(
                 f"{config.origin(key)}{key} is {shown(code)}, code which runs only where you ask for it, and not as a "

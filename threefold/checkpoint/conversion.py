@@ -34,15 +34,10 @@ Format = Literal["threefold", "safetensors", "torch", "dcp"]
 
 @dataclass(frozen=True)
 class Conversion:
-    """Request to convert a checkpoint.
+    """Request to convert a checkpoint, or a run's newest valid one, into a new folder `out`.
 
-    Attributes:
-        source: a checkpoint, or a run whose newest valid checkpoint is taken.
-        out: folder to create; a run with one checkpoint if the format is `threefold`.
-        dtype: dtype of the weights, a key of `DTYPES`; None keeps the stored one.
-        weights_only: whether to leave out optimizer state and random streams.
-        shard_bytes: maximum bytes of tensors per file, for formats with several files.
-        overwrite: whether an existing folder at `out` is replaced.
+    `out` is a run with one checkpoint if the format is `threefold`. `dtype` is a key of `DTYPES` for the weights.
+    `weights_only` leaves out optimizer state and random streams. `shard_bytes` limits the tensors of a file.
     """
 
     source: Path
@@ -58,12 +53,8 @@ class Conversion:
 class ConvertedCheckpoint:
     """Result of a conversion.
 
-    Attributes:
-        bytes: size of the tensors written.
-        dtypes: dtypes of the weights, by decreasing size.
-        files: paths of the tensor files in the output.
-        others: names of the other files in the output.
-        warnings: sentences about the output for the user.
+    `bytes` is the size of the tensors written, `dtypes` are those of the weights, by decreasing size, `files` the
+    tensor files in the output, and `others` the names of its other files.
     """
 
     checkpoint: Path
@@ -82,8 +73,7 @@ def convert_checkpoint(request: Conversion, progress: Progress) -> ConvertedChec
 
     Raises:
         DamagedCheckpoint: the checkpoint that was named is damaged.
-        UserError: the run has no valid checkpoint, the dtype cannot represent a weight, or `out` cannot be written.
-            Nothing is left at `out` then.
+        UserError: no checkpoint is valid, a weight does not fit the dtype, or `out` cannot be written; nothing is left.
     """
     return_freed_memory()
     named = locate(request.source)
@@ -150,13 +140,8 @@ def _copy(manifest: Manifest, names: Sequence[str], folder: Path) -> None:
 class TensorSource:
     """Reader of a checkpoint's tensors in the dtypes of the output; each part is checked against its checksum.
 
-    Args:
-        dtype: dtype of floating-point weights in the output; None keeps the stored one. Optimizer state and other
-            weights keep theirs.
-        progress: advanced by the bytes read.
-
-    Attributes:
-        planned: tensors by name, in the dtypes of the output and the chunks of the checkpoint.
+    Floating-point weights become `dtype`, if one is given; optimizer state and other weights keep theirs. `planned` are
+    the tensors by name, in the dtypes of the output and the chunks of the checkpoint.
     """
 
     def __init__(
@@ -317,19 +302,9 @@ def _write_dcp(source: TensorSource, folder: Path) -> list[str]:
 
 
 _CODES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    **{torch.bool: "BOOL", torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"},
 }
 """Names of the dtypes in a safetensors header."""
 
@@ -337,15 +312,8 @@ _CODES: Final = {
 class Shards:
     """Safetensors files of at most `limit` bytes each (but at least one tensor), with an index if there are several.
 
-    Args:
-        tensors: tensors to write by name, in the order of the files; their chunks are not used.
-        stem: prefix of the file names.
-
-    Attributes:
-        names: names of the files.
-
-    Raises:
-        ValueError: at the end of the block, if a tensor was not written.
+    `tensors` are in the order of the files; their chunks are not used. ValueError at the end of the block, if a tensor
+    was not written. `names` are those of the files, which begin with `stem`.
     """
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], limit: int, stem: str = "model") -> None:
@@ -366,13 +334,9 @@ class Shards:
             header: dict[str, object] = {"__metadata__": {"format": "pt"}}
             starts, end = {}, 0
             for each, planned in share.items():
-                starts[each] = end
-                end += planned.bytes
-                header[each] = {
-                    "dtype": _CODES[planned.dtype],
-                    "shape": list(planned.shape),
-                    "data_offsets": [starts[each], end],
-                }
+                starts[each], end = end, end + planned.bytes
+                offsets = [starts[each], end]
+                header[each] = {"dtype": _CODES[planned.dtype], "shape": planned.shape, "data_offsets": offsets}
             text = json.dumps(header, separators=(",", ":")).encode()
             text += b" " * (-len(text) % 8)
             file = self._open.enter_context((folder / name).open("wb"))

@@ -9,9 +9,7 @@ from threefold.errors import UserError
 class DamagedCheckpoint(UserError):
     """Error for a checkpoint that is damaged or not Threefold's; an older one may still be valid.
 
-    Attributes:
-        path: folder of the checkpoint.
-        reason: the damage, as a clause that names the file.
+    `path` is its folder; `reason` is the damage, as a clause that names the file.
     """
 
     def __init__(self, path: Path, reason: str) -> None:
@@ -34,5 +32,6 @@ def whole(value: Any) -> int:
     return value
 
 
+CHANGED: Final = "does not have the checksum that it was written with"
 MODEL: Final = "model."
 OPTIMIZER: Final = "optimizer."

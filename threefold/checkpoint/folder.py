@@ -99,11 +99,9 @@ def complete(run_dir: Path) -> list[Checkpoint]:
 def stored_config(path: Path, *, with_code: bool = False) -> Config:
     """Return the resolved config in a checkpoint's folder; raise UserError if it cannot be read.
 
-    A custom pipeline schedule, which may no longer exist, is left out: a checkpoint has no layout.
-
-    Args:
-        with_code: whether `model.file` of a custom model names the checkpoint's copy of the file. Otherwise it is
-            empty, so no code from an untrusted checkpoint is imported (`threefold.checkpoint.code`).
+    A custom pipeline schedule, which may no longer exist, is left out: a checkpoint has no layout. `model.file` of a
+    custom model is empty, so that no code from an untrusted checkpoint is imported, unless `with_code` asks for the
+    checkpoint's copy of the file (`threefold.checkpoint.code`).
     """
     config = load_config(path / CONFIG)
     if is_own_schedule(config.parallel.schedule):
@@ -116,11 +114,7 @@ def stored_config(path: Path, *, with_code: bool = False) -> Config:
 
 
 def model_files(file: Path) -> dict[str, Path]:
-    """Return the files of a custom model, its own and the modules it imports, by their names in a checkpoint.
-
-    Raises:
-        UserError: an imported module has the name under which checkpoints keep the model's file.
-    """
+    """Return the files of a custom model, its own and the modules it imports, by their names in a checkpoint."""
     files = {OWN_MODEL: file}
     for path in modules_beside(file):
         if path.name == OWN_MODEL and path != file:
@@ -164,12 +158,9 @@ def remove(path: Path) -> None:
 
 
 def superfluous(steps: Sequence[int], keep: int, keep_every: int | None = None) -> list[int]:
-    """Return the steps of complete checkpoints that may be deleted.
+    """Return the steps of complete checkpoints that may be deleted, of all `steps`, oldest first.
 
-    Args:
-        steps: steps of all of them, oldest first.
-        keep: number of newest checkpoints to keep; 0 keeps all.
-        keep_every: also keep steps that are a multiple of this number; None for no such rule.
+    The `keep` newest are kept (0 keeps all), and the multiples of `keep_every`.
     """
     return [step for step in steps[:-keep] if keep_every is None or step % keep_every] if keep else []
 
@@ -184,12 +175,9 @@ def prune(
 ) -> None:
     """Delete the complete checkpoints that need not be kept, and all incomplete ones.
 
-    Args:
-        keep, keep_every: as in `superfluous`.
-        step: step of the checkpoint just written. Later ones were skipped when the run resumed, so they are neither
-            deleted nor counted; None counts all.
-        passed: folders of other checkpoints that were skipped then, treated likewise.
-        progress: called for each file deleted.
+    `keep` and `keep_every` are as in `superfluous`. Checkpoints later than `step`, the one just written, were skipped
+    when the run resumed, like those in `passed`: they are neither deleted nor counted. `progress` is called for each
+    file deleted.
     """
     remove_partial(run_dir)
     counted = {
@@ -222,10 +210,7 @@ Found = TypeVar("Found")
 class SelectedCheckpoint:
     """The newest valid checkpoint of a run, and its config.
 
-    Attributes:
-        warnings: a sentence about the damaged checkpoints that were skipped, and further ones for the user.
-        passed: folders of the skipped checkpoints, which are newer.
-        is_resumed: whether a run resumes from it, instead of starting from its weights.
+    `passed` are the folders of newer ones, which are damaged and were skipped; `warnings` tell the user.
     """
 
     checkpoint: Checkpoint
@@ -240,12 +225,8 @@ def select_checkpoint(
 ) -> SelectedCheckpoint:
     """Return the newest valid checkpoint of a run, as far as can be seen without reading its tensors.
 
-    Args:
-        missing: makes the message if there is none, from a phrase such as "no complete checkpoint".
-        damaged: checkpoints that loading found damaged.
-
-    Raises:
-        UserError: there is none, or a later version of Threefold wrote the newest.
+    `missing` makes the message of the UserError if there is none, from a phrase such as "no complete checkpoint".
+    `damaged` are checkpoints that loading found damaged.
     """
     (checkpoint, config), warnings, passed = newest_valid(run_dir, inspect_checkpoint, missing, damaged)
     return SelectedCheckpoint(checkpoint, config, warnings, passed)
@@ -256,14 +237,8 @@ def newest_valid(
 ) -> tuple[Found, tuple[str, ...], tuple[Path, ...]]:
     """Return the result of `inspect` for the newest checkpoint for which it does not raise DamagedCheckpoint.
 
-    Args:
-        missing, damaged: as in `select_checkpoint`.
-
-    Returns:
-        the result, a warning about the newer checkpoints that were skipped, and the folders of those.
-
-    Raises:
-        UserError: there is none.
+    With it come a warning about the newer checkpoints that were skipped, and the folders of those. `missing` and
+    `damaged` are as in `select_checkpoint`.
     """
     passed: dict[Path, str] = {}
     for path in reversed(folders(run_dir)):
@@ -308,16 +283,11 @@ def from_first(world: "Axis", find: Callable[[], Found]) -> Found:
 def check_files(path: Path) -> tuple[Manifest, dict[str, tuple[int, ...]]]:
     """Check a checkpoint's files except its config and the bytes of its tensors.
 
-    Returns:
-        the manifest, and the shape of each tensor.
-
-    Raises:
-        DamagedCheckpoint: a file is missing or was changed.
-        UserError: a later version of Threefold wrote the checkpoint.
+    Returns the manifest, and the shape of each tensor. DamagedCheckpoint if a file is missing or was changed, and
+    UserError if a later version of Threefold wrote the checkpoint.
     """
-    from threefold.checkpoint.index import (
-        read_index,  # imports torch, which a run without checkpoints need not wait for
-    )
+    # Imports torch, which a run without checkpoints need not wait for.
+    from threefold.checkpoint.index import read_index
 
     manifest = read_manifest(path)
     manifest.check_sizes()
@@ -333,10 +303,7 @@ def check_files(path: Path) -> tuple[Manifest, dict[str, tuple[int, ...]]]:
 def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
     """Return a checkpoint and its config after checking everything but the bytes of its tensors.
 
-    Raises:
-        DamagedCheckpoint: the checkpoint is not valid. If the config was changed, the reason also names its mismatch
-            with the tensors.
-        UserError: a later version of Threefold wrote it.
+    If the config was changed, the reason of the DamagedCheckpoint also names its mismatch with the tensors.
     """
     manifest, shapes = check_files(path)
     if LOOP in manifest.files:

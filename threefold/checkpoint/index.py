@@ -11,7 +11,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from threefold.checkpoint.errors import MODEL, DamagedCheckpoint, is_plain_name, whole
+from threefold.checkpoint.errors import CHANGED, MODEL, DamagedCheckpoint, is_plain_name, whole
 from threefold.checksums import FileRecord, is_intact, seal_text
 from threefold.config import ModelConfig
 from threefold.errors import UserError
@@ -23,9 +23,6 @@ from threefold.torch_private.distributed import persistent_buffers
 INDEX: Final = "tensors.json"
 FORMAT: Final = "threefold-tensors"
 VERSION: Final = 1
-LARGEST: Final = 2 << 30
-"""Size limit of an index in bytes, enough for some ten million chunks."""
-
 DTYPES: Final = {
     name: getattr(torch, name)
     for name in (
@@ -35,20 +32,10 @@ DTYPES: Final = {
 }
 """Dtypes by their names in the index."""
 
-_MOST_DIMS: Final = 16
-
 
 @dataclass(frozen=True)
 class TensorChunk:
-    """A box of a tensor and its position in a file of the checkpoint.
-
-    Attributes:
-        offsets: index of the box's first element in the tensor.
-        sizes: shape of the box.
-        position: offset of the first byte in the file.
-        bytes: number of bytes.
-        checksum: checksum of the bytes.
-    """
+    """A box of a tensor, with the index of its first element and its shape, and its position in a file in bytes."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -91,9 +78,8 @@ def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileReco
 def read_index(folder: Path) -> dict[str, StoredTensor]:
     """Read the tensors of a checkpoint by name.
 
-    Raises:
-        DamagedCheckpoint: the index is damaged, or its chunks do not cover each tensor exactly once, or are not inside
-            files of the folder.
+    DamagedCheckpoint if the index is damaged, or its chunks do not cover each tensor exactly once, or are not inside
+    files of the folder.
     """
     document = _document(folder)
     try:
@@ -126,9 +112,9 @@ def read_data_files(folder: Path) -> dict[str, FileRecord]:
 def _document(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
-        text = read_text(path, limit=LARGEST)
+        text = read_text(path, limit=2 << 30)  # enough for some ten million chunks
         if not is_intact(text):
-            raise DamagedCheckpoint(folder, f"its {INDEX} does not have the checksum that it was written with")
+            raise DamagedCheckpoint(folder, f"its {INDEX} {CHANGED}")
         document = parse_json(text, str(path))
     except DamagedCheckpoint:
         raise
@@ -153,18 +139,12 @@ def _size(folder: Path, name: str) -> int:
 def _chunk(entry: dict[str, Any]) -> TensorChunk:
     if not is_plain_name(entry["file"]) or not isinstance(entry["checksum"], str):
         raise ValueError("a chunk without a file or a checksum")
-    return TensorChunk(
-        _sizes(entry["offsets"]),
-        _sizes(entry["sizes"]),
-        entry["file"],
-        whole(entry["position"]),
-        whole(entry["bytes"]),
-        entry["checksum"],
-    )
+    box, place = (_sizes(entry["offsets"]), _sizes(entry["sizes"])), (whole(entry["position"]), whole(entry["bytes"]))
+    return TensorChunk(*box, entry["file"], *place, entry["checksum"])
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
-    if not isinstance(value, list) or len(value) > _MOST_DIMS:
+    if not isinstance(value, list) or len(value) > 16:
         raise ValueError(f"{value!r} is not a shape")
     return tuple(map(whole, value))
 
@@ -222,11 +202,7 @@ def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
 
 
 def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None:
-    """Check that a checkpoint's weights match a custom model as its file defines it now.
-
-    Raises:
-        UserError: a weight is missing, unknown or of another shape.
-    """
+    """Check that a checkpoint's weights match a custom model as its file defines it now."""
     stored = read_index(checkpoint)
     weights = {name.removeprefix(MODEL): stored[name].shape for name in stored if name.startswith(MODEL)}
     with torch.device("meta"):

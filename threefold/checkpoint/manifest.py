@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Final
 import yaml
 from pydantic import Field
 
-from threefold.checkpoint.errors import DamagedCheckpoint, is_plain_name
+from threefold.checkpoint.errors import CHANGED, DamagedCheckpoint, is_plain_name
 from threefold.checksums import FileRecord, checksum, is_intact, seal_text
 from threefold.comm.layout import AXES, Layout
 from threefold.config.schema import ParallelConfig
@@ -69,17 +69,12 @@ class Facts:
 
     Attributes:
         consumed_samples: number of training samples read for these updates.
-        eod: token id that ends a document; None if there is none.
-        tokenizer_sha256: SHA-256 of tokenizer.json; None if there is none.
         tokens, documents: size of the data.
-        loss_scale: loss scale of the next step; None without loss scaling.
         good_steps: number of steps for which the loss scale has held.
         corpora: tokens and documents of each corpus of the data.
         contents: content checksums of the corpora; empty in checkpoints of older versions.
-        special_tokens: how text that spells a special token was encoded in the data; None if unknown, for older
-            checkpoints and for imports, which have seen no data.
-        beginning: tokens put before each text of the data; None for older checkpoints and imports.
-        anomalies: response to anomalous steps; None if there is nothing to remember.
+        special_tokens, beginning: text rule of the data (`TextRule`); None if unknown, for older checkpoints and for
+            imports, which have seen no data.
         evaluation_missed: whether the run ended before an evaluation that was due after these updates.
         fingerprint: hash of all weights, the same in every layout (docs/exact.md); None unless the run is exact.
     """
@@ -134,20 +129,13 @@ class Manifest:
         """Compare a file with its checksum; raise DamagedCheckpoint if they differ."""
         try:
             if checksum(self.folder / name) != self.files[name].checksum:
-                raise DamagedCheckpoint(
-                    self.folder, f"its {shown(name)} does not have the checksum that it was written with"
-                )
+                raise DamagedCheckpoint(self.folder, f"its {shown(name)} {CHANGED}")
         except OSError as error:
             raise DamagedCheckpoint(self.folder, f"its {shown(name)} cannot be read ({error.strerror})") from None
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read checkpoint.json and no other file.
-
-    Raises:
-        DamagedCheckpoint: the manifest is missing, was changed, or has impossible values.
-        UserError: a later version of Threefold wrote it.
-    """
+    """Read checkpoint.json and no other file; UserError if a later version of Threefold wrote it."""
     try:
         text = read_text(folder / MANIFEST)
         document = parse_json(text, MANIFEST)
@@ -161,7 +149,7 @@ def read_manifest(folder: Path) -> Manifest:
             folder, f"its {MANIFEST} is of version 1 of the format, which is unknown: this Threefold reads {VERSION}"
         )
     if not is_intact(text):
-        raise DamagedCheckpoint(folder, f"its {MANIFEST} does not have the checksum that it was written with")
+        raise DamagedCheckpoint(folder, f"its {MANIFEST} {CHANGED}")
     if type(version) is int and version > VERSION:
         raise UserError(
             f"{folder} has version {version} of the format and this Threefold reads version {VERSION}; use a later "
@@ -213,13 +201,10 @@ _WRITER_FORMAT: Final = "threefold-writer"
 
 @dataclass(frozen=True)
 class WriterRecord:
-    """Record of the run that wrote a checkpoint.
+    """Record of the run that wrote a checkpoint; None for what is unknown.
 
-    Attributes:
-        layout: `parallel` settings that describe the run's layout, by name; None if unknown.
-        saved: time of saving; None if unknown.
-        versions: versions of the package and of torch, by name.
-        weights_only: whether the optimizer state was left out on purpose.
+    `layout` are the `parallel` settings that describe the run's layout, and `versions` those of the package and of
+    torch, by name. `weights_only` says that the optimizer state was left out on purpose.
     """
 
     layout: Mapping[str, Any] | None = None

@@ -28,13 +28,9 @@ if TYPE_CHECKING:
 
 
 class RemoteCheckpoints:
-    """Checkpoints at a remote address; methods raise UserError if the address cannot be read or written.
+    """Checkpoints at a remote address; methods raise UserError if it cannot be read or written.
 
-    Args:
-        address: address with its protocol; credentials and endpoints are found by `fsspec` and the protocol's package.
-
-    Raises:
-        UserError: the protocol is unknown, or its package is not installed or refuses the address.
+    Credentials and endpoints are found by `fsspec` and the package of the address's protocol.
     """
 
     def __init__(self, address: str) -> None:
@@ -88,11 +84,7 @@ class RemoteCheckpoints:
             self._remove(f"{self._root}/{path_of(Path(), step).name}")
 
     def download(self, step: int, run_dir: Path) -> Path:
-        """Copy a complete checkpoint into a run's folder, atomically, and return its folder.
-
-        Raises:
-            UserError: the copy cannot be read or is damaged, or the folder cannot be written.
-        """
+        """Copy a complete checkpoint into a run's folder, atomically, and return its folder."""
         from threefold.checkpoint.save import put_in_place  # imports torch, which reading an address does not need
 
         path = path_of(run_dir, step)
@@ -174,13 +166,9 @@ class RemoteCheckpoints:
 class Mirror:
     """Background copier of a run's checkpoints to a remote address, on one rank.
 
-    A checkpoint still queued when a newer one arrives is skipped, unless it is kept for good.
-
-    Args:
-        remote: destination of the copies.
-        keep, keep_every: remote retention, as in `superfluous`.
-        failed: receives a sentence about each checkpoint that could not be copied.
-        copied: called after each checkpoint copied.
+    A checkpoint still queued when a newer one arrives is skipped, unless it is kept for good. Retention at the address
+    is as in `superfluous`. `failed` receives a sentence about each checkpoint that could not be copied; `copied` is
+    called after each one that was.
     """
 
     def __init__(
@@ -250,18 +238,10 @@ class Mirror:
 
 
 def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
-    """Check a remote address before a run; when resuming, download its newest checkpoint if it is newer than the run's.
+    """Check a remote address before a run; when resuming, download its newest checkpoint if newer than the run's.
 
-    If several processes share the folder, only one of them copies. Returns the folder of the copy, or None.
-
-    Args:
-        address: value of `checkpoint.remote`.
-        run_dir: folder of the run.
-        resumes: whether the run resumes if there is a checkpoint.
-
-    Raises:
-        UserError: the address cannot be read, the folder cannot be written, the newest remote checkpoint is damaged, or
-            a new run would mix its checkpoints with those at the address, complete or not.
+    If several processes share the folder, only one of them copies. Returns the folder of the copy, or None. UserError
+    if the newest remote checkpoint is damaged, or a new run would mix its checkpoints with those at the address.
     """
     remote = RemoteCheckpoints(address)
     there, incomplete = remote.steps(), remote.incomplete()

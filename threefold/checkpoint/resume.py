@@ -61,8 +61,6 @@ SHAPES = frozenset(
 """Settings that determine the shapes of the weights."""
 _ORDER = ("train.seed", "data.sequence_length", "data.split", "data.mixture")
 _BATCH = "train.global_batch_size"
-_BATCH_PARTS = ("micro_batch_size", "gradient_accumulation_steps")
-
 
 Resume = bool | Literal["auto"]
 """Whether a run resumes from its own checkpoint; "auto" resumes if there is one."""
@@ -86,18 +84,10 @@ def has_all_steps(run_dir: Path, steps: int) -> bool:
 
 
 def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = None) -> SelectedCheckpoint:
-    """Return the newest valid checkpoint of a run, checked against the run's config.
+    """Return the newest valid checkpoint of a run, checked against the run's resolved config.
 
     The layout and everything else that changes no result may differ. Settings that change later results, such as the
     learning rate, give a warning. Another model, optimizer or order of samples is an error.
-
-    Args:
-        run_dir: folder of the run.
-        config: resolved config; its data is opened.
-        damaged: checkpoints that loading found damaged.
-
-    Raises:
-        UserError: there is no checkpoint, it belongs to another run, or no steps are left.
     """
     choice = select_checkpoint(
         run_dir,
@@ -237,7 +227,8 @@ def _forbidden(key: str, before: Any, now: Any, config: Config) -> str | None:
         return "whose weights do not fit another model"
     if key in _ORDER:
         return "and the order of the samples follows from it"
-    if key == _BATCH and not any(is_derived(config, f"train.{name}") for name in _BATCH_PARTS):
+    parts = ("train.micro_batch_size", "train.gradient_accumulation_steps")
+    if key == _BATCH and not any(is_derived(config, part) for part in parts):
         return (
             "and with train.micro_batch_size and train.gradient_accumulation_steps given it follows from parallel.dp; "
             "leave one of these two out to change it on purpose"
@@ -312,23 +303,11 @@ def _check_rule(checkpoint: Checkpoint, rule: TextRule) -> None:
         )
 
 
-_NOT_OF_THE_FUNCTION = (
-    *("preset", "file", "initializer_range"),
-    *("hidden_dropout", "embedding_dropout", "attention_dropout"),
-)
-
-
 def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedCheckpoint | None:
-    """Return the newest valid checkpoint of the run in `train.init_from`, checked against the config; None if not set.
+    """Return the newest valid checkpoint of the run in `train.init_from`, checked against the resolved config.
 
-    Settings that make the weights compute a different function give a warning.
-
-    Args:
-        config: resolved config; its data is opened.
-        damaged: checkpoints that loading found damaged.
-
-    Raises:
-        UserError: there is no checkpoint, its weights do not fit the model, or its tokenizer is not that of the data.
+    None if it is not set. Settings that make the weights compute a different function give a warning; weights that do
+    not fit the model, or another tokenizer than the data's, are an error.
     """
     if not config.train.init_from:
         return None
@@ -339,9 +318,10 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedC
     checkpoint = choice.checkpoint
     before, now = choice.config.model.settings(), config.model.settings()
     warnings = list(choice.warnings)
+    same_function = ("preset", "file", "initializer_range", "hidden_dropout", "embedding_dropout", "attention_dropout")
     for key in {**before, **now}:
         old, new = before.get(key), now.get(key)
-        if old == new or key in _NOT_OF_THE_FUNCTION:
+        if old == new or key in same_function:
             continue
         warnings.append(f"model.{key} is {new!r}; {checkpoint.path} had {old!r}.")
         stretched = key == "max_position_embeddings" and config.model.position_embedding == "rope"

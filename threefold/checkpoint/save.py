@@ -31,11 +31,6 @@ from threefold.host import WorkThread, exchange_paths
 from threefold.output import sync, write_durably
 from threefold.torch_private.tensors import foreach_copy_
 
-_LIMITS: Final = tuple(f"[Errno {number}]" for number in (errno.EMFILE, errno.ENFILE, errno.ENOMEM))
-"""Text in a rank's error if its process ran out of open files or memory; ranks exchange errors as text."""
-_RELAY_INTERVAL: Final = 0.5
-"""Seconds between two looks at the thread's progress."""
-
 
 def save_checkpoint(
     run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str], world: Axis
@@ -43,17 +38,10 @@ def save_checkpoint(
     """Write a checkpoint atomically, and return its folder. Collective over the world.
 
     It has a temporary name until it is complete, so a full disk or a killed process leaves the earlier ones unchanged
-    and nothing that looks like a new one. Files of a failed save are deleted.
+    and nothing that looks like a new one. Files of a failed save are deleted. `texts` are further files by name.
 
     The folder is not staged with `threefold.output`, which serves one process: all ranks, on several hosts, write into
     it under a name derived from the step, and the run's lock keeps other writers out.
-
-    Args:
-        run_dir: folder of the run, shared by all ranks.
-        facts: state of the run besides its tensors.
-        tensors: tensors by name, as in `save_tensors`.
-        texts: further files by name.
-        world: all ranks.
 
     Raises:
         UserError: on every rank, if the checkpoint cannot be written.
@@ -89,7 +77,8 @@ def write_checkpoint(
             shutil.rmtree(partial, ignore_errors=True)
         if not isinstance(error, OSError):
             raise
-        limited = any(limit in str(error) for limit in _LIMITS)
+        # A process ran out of open files or memory; ranks exchange errors as text.
+        limited = any(f"[Errno {limit}]" in str(error) for limit in (errno.EMFILE, errno.ENFILE, errno.ENOMEM))
         disk = shutil.disk_usage(next((parent for parent in path.parents if parent.is_dir()), Path(".")))
         raise (ProcessFault if limited else UserError)(
             f"The checkpoint {path} cannot be written ({error}); {disk.free / 1e9:.1f} GB of its disk are free, and "
@@ -121,11 +110,8 @@ def put_in_place(partial: Path, path: Path) -> None:
 def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, Path] | None:
     """Rename the checkpoint of a diverged model, so that no run resumes from it. Collective over the world.
 
-    Returns:
-        the new folder and that of the next older checkpoint; None if there is no older one, and nothing is renamed.
-
-    Raises:
-        UserError: on every rank, if the checkpoint cannot be renamed.
+    Returns the new folder and that of the next older checkpoint. If there is none, nothing is renamed. UserError, on
+    every rank, if it cannot be renamed.
     """
     path = path_of(run_dir, step)
     aside = path.with_name(path.name + DIVERGED)
@@ -264,7 +250,7 @@ class BackgroundSaver:
         if self._world is not None:
             with self._mesh.world.waiting("gather"):  # for any rank's thread
                 seen = -1
-                while not self._thread.wait(_RELAY_INTERVAL):
+                while not self._thread.wait(0.5):
                     if (done := self._world.heartbeat.place().progress) != seen:
                         seen = done
                         self._mesh.heartbeat.progress()

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
+from threefold.checkpoint.errors import CHANGED, MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import (
     DIVERGED,
     FOLDER,
@@ -22,6 +22,7 @@ from threefold.checkpoint.folder import (
     folders,
     inspect_checkpoint,
     newest_valid,
+    remains,
     stored_config,
 )
 from threefold.checkpoint.manifest import (
@@ -44,7 +45,6 @@ if TYPE_CHECKING:  # importing torch takes longer than finding a checkpoint
     from threefold.checkpoint.index import StoredTensor
 
 _STEP = re.compile(r"step_(\d{8,})([.].*)?")
-_ANY = re.compile(rf"step_\d{{8,}}({'|'.join(map(re.escape, (PARTIAL, DIVERGED, f'.old{PARTIAL}')))})?")
 _DEPTH: Final = 3
 """Levels of folders searched for a run, below the given folder and above it."""
 _MOST: Final = 2000
@@ -80,14 +80,11 @@ def locate(path: Path) -> Named:
 
 def checkpoint_folders(run: Path) -> list[Path]:
     """Return all checkpoint folders of a run by step, including incomplete and diverged ones."""
-    parent = run / FOLDER
-    if not parent.is_dir():
-        return []
     try:
         complete = folders(run)  # includes a replaced checkpoint whose replacement never got its name
-        found = [path for path in parent.iterdir() if _ANY.fullmatch(path.name) or path in complete]
+        found = [path for path in remains(run) if path in complete or path.suffix in ("", PARTIAL, DIVERGED)]
     except OSError as error:
-        raise UserError(f"{shown(parent)} cannot be read ({error.strerror}); give a folder that can.") from None
+        raise UserError(f"{shown(run / FOLDER)} cannot be read ({error.strerror}); give a folder that can.") from None
     return sorted(found, key=lambda path: (_step_of(path), path.name))
 
 
@@ -140,12 +137,8 @@ diverged: set aside because the loss after it was not finite.
 class ListedCheckpoint:
     """An entry in a list of checkpoints.
 
-    Attributes:
-        reason: the damage, as a clause; empty in other states.
-        bytes: total size of the files.
-        saved: time of saving (for older checkpoints, of the manifest's last change); None if unknown.
-        facts: facts in the manifest; None if unreadable.
-        writer: record of the layout that wrote the checkpoint.
+    `reason` is the damage, as a clause, and empty in other states; `bytes` the total size of the files; `saved` the
+    time of saving (for older checkpoints, of the manifest's last change). `facts` are None if unreadable.
     """
 
     path: Path
@@ -236,7 +229,6 @@ class CheckpointSummary:
     """Content of a checkpoint.
 
     Attributes:
-        listed: entry of the checkpoint in a list.
         config: config of the run; None for a custom training loop.
         tensors: tensors by name, weights first, in the order of the layers.
         states: totals of each optimizer state, such as exp_avg.
@@ -255,11 +247,7 @@ class CheckpointSummary:
     warnings: tuple[str, ...] = ()
 
     def matching(self, pattern: str | None) -> "dict[str, StoredTensor]":
-        """Return the tensors whose name matches a pattern, or contains it if it has no `*`, `?` or `[`.
-
-        Raises:
-            UserError: no name matches; the message gives an existing name.
-        """
+        """Return the tensors whose name matches a pattern, or contains it if it has no `*`, `?` or `[`."""
         if pattern is None:
             return dict(self.tensors)
         whole = pattern if any(letter in pattern for letter in "*?[") else f"*{pattern}*"
@@ -304,19 +292,15 @@ class CheckpointSummary:
 def choose(named: Named, damaged: Damaged | None = None) -> tuple[Path, tuple[str, ...]]:
     """Return the named checkpoint or a run's newest valid one, and warnings about the ones skipped.
 
-    Args:
-        damaged: checkpoints of the run whose tensors were found damaged.
-
-    Raises:
-        UserError: the run has no valid checkpoint.
+    `damaged` are checkpoints of the run whose tensors were found damaged.
     """
     if named.checkpoint is not None:
         return named.checkpoint, ()
 
-    run = shown(named.run)
-    manifest, warnings, _ = newest_valid(
-        named.run, check, lambda none: f"{run} has {none}; give a run that has one.", damaged
-    )
+    def missing(none: str) -> str:
+        return f"{shown(named.run)} has {none}; give a run that has one."
+
+    manifest, warnings, _ = newest_valid(named.run, check, missing, damaged)
     return manifest.folder, warnings
 
 
@@ -389,7 +373,6 @@ def verify_checkpoint(path: Path, progress: Progress) -> VerifiedCheckpoint:
 
     Raises:
         DamagedCheckpoint: a file is missing or was changed; the reason names it and a tensor in it.
-        UserError: a later version of Threefold wrote the checkpoint.
     """
     from threefold.checkpoint.index import read_data_files, read_index
     from threefold.checkpoint.tensors import read_chunk
@@ -410,7 +393,7 @@ def verify_checkpoint(path: Path, progress: Progress) -> VerifiedCheckpoint:
                 return None
         except OSError as error:
             return f"its {shown(name)} cannot be read ({error.strerror})"
-        reason = f"its {shown(name)} does not have the checksum that it was written with"
+        reason = f"its {shown(name)} {CHANGED}"
         here = ((chunk, tensor) for tensor, each in index.items() for chunk in each.chunks if chunk.file == name)
         damaged: dict[str, None] = {}
         with suppress(OSError), (path / name).open("rb", buffering=0) as file:

@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.errors import CHANGED, DamagedCheckpoint
 from threefold.checkpoint.index import DTYPES, INDEX, StoredTensor, TensorChunk, index_text, read_index
 from threefold.checksums import ALGORITHM, FileRecord
 from threefold.comm.axis import Axis
@@ -63,16 +63,10 @@ ALIGNMENT: Final = 64
 
 
 def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis) -> None:
-    """Write tensors to `folder`, durably. Collective over the world.
+    """Write tensors to an empty `folder`, shared by all ranks, durably. Collective over the world.
 
-    Args:
-        tensors: a `DTensor` if sharded, the same plain tensor on every rank if replicated. A rank passes only the
-            tensors that it holds.
-        folder: an empty folder shared by all ranks.
-        world: all ranks; provides the heartbeat of this one.
-
-    Raises:
-        OSError: on every rank, if a rank cannot write.
+    A tensor is a `DTensor` if sharded, and the same plain tensor on every rank if replicated. A rank passes only the
+    tensors that it holds. OSError on every rank, if a rank cannot write.
     """
     try:
         with _quiet(world):
@@ -82,14 +76,10 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis) -> No
 
 
 def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path, writer: StorageWriter | None = None) -> None:
-    """Write tensors to an empty `folder` outside any process group, reading the pieces of tensors as they are written.
+    """Write tensors to an empty `folder` outside any process group, reading pieces as they are written.
 
-    Args:
-        writer: storage writer of another format; None for Threefold's own.
-
-    Raises:
-        OSError: the tensors cannot be written.
-        UserError: a piece cannot be read.
+    `writer` is of another format than Threefold's own. Raises OSError if the tensors cannot be written, and UserError
+    if a piece cannot be read.
     """
     try:
         with _quiet():
@@ -104,9 +94,7 @@ def load_tensors(
 ) -> None:
     """Fill tensors, of any layout and dtype, in place from a checkpoint. Collective over the world.
 
-    Args:
-        world: all ranks; marks this one as waiting meanwhile, and provides its heartbeat.
-        alone: whether the process loads by itself, outside any process group.
+    `world` marks this rank as waiting meanwhile, and provides its heartbeat; `alone` loads outside any process group.
 
     Raises:
         DamagedCheckpoint: on every rank, if the data a rank reads was changed; some tensors may be filled by then.
@@ -252,9 +240,8 @@ class Writer(StorageWriter):
                         begin_writing(file.fileno(), begun, end - begun)
                         begun = end
                 box, checksum = _box(item), f"{ALGORITHM}:{part.hexdigest()}"
-                chunks.append(
-                    TensorChunk(tuple(box.offsets), tuple(box.sizes), path.name, position, len(content), checksum)
-                )
+                place = (path.name, position, len(content), checksum)
+                chunks.append(TensorChunk(tuple(box.offsets), tuple(box.sizes), *place))
                 position += len(content)
                 del content
             file.flush()
@@ -376,14 +363,9 @@ def read_chunk(
     chunk: TensorChunk,
     progress: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Read a chunk of `tensor` from an open file into new memory, and check it against its checksum.
+    """Read a chunk of `tensor` from an open file into new memory; DamagedCheckpoint if it was changed.
 
-    Args:
-        folder: folder of the checkpoint, for messages.
-        progress: called for each block read.
-
-    Raises:
-        DamagedCheckpoint: the chunk was changed.
+    `folder` is named in messages; `progress` is called for each block read.
     """
     held = torch.empty(chunk.sizes, dtype=tensor.dtype)
     _fill(file, folder, chunk, held, progress)
@@ -398,10 +380,7 @@ def _fill(file: io.RawIOBase, folder: Path, chunk: TensorChunk, target: Tensor, 
         done += size
         progress()
     if done < chunk.bytes or f"{ALGORITHM}:{digest.hexdigest()}" != chunk.checksum:
-        raise DamagedCheckpoint(
-            folder,
-            f"its {chunk.file} does not have the checksum that it was written with, from byte {chunk.position} on",
-        )
+        raise DamagedCheckpoint(folder, f"its {chunk.file} {CHANGED}, from byte {chunk.position} on")
 
 
 def _box(item: WriteItem) -> ChunkStorageMetadata:
@@ -414,8 +393,7 @@ def _box(item: WriteItem) -> ChunkStorageMetadata:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    flat: Any = tensor.reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
+    return memoryview(cast(Any, tensor.reshape(-1).view(torch.uint8).numpy()))
 
 
 def _let_through(error: CheckpointException, *kinds: type[BaseException]) -> None:
@@ -433,18 +411,14 @@ def _reason(error: CheckpointException) -> str:
 
 @contextmanager
 def _quiet(world: Axis | None = None) -> Iterator[None]:
-    """Silence torch, which logs errors that it also raises, and mark this rank as waiting for the others' plans and
-    results.
-
-    Torch also warns when run without a process group.
-    """
+    """Silence torch, which logs errors that it also raises, and mark this rank as waiting for the others."""
     logger = logging.getLogger("torch.distributed.checkpoint")
     before = logger.level
     logger.setLevel(logging.CRITICAL)
     waiting = nullcontext() if world is None or world.size == 1 else world.waiting("gather")
     try:
         with waiting, torch.no_grad(), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # without a process group
             yield
     finally:
         logger.setLevel(before)

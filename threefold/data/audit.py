@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from threefold.checksums import checksum
-from threefold.data.corpus import META_FILE, TOKENS_FILE, StoredTokens
+from threefold.data.corpus import META_FILE, TOKENS_FILE, StoredTokens, damaged
 from threefold.data.formats.jsonl import CACHE_ENDING, FACTS, entry_checksums, is_entry, is_stamp, read_stamp
 from threefold.data.formats.registry import holds_tokens, is_own, read_stored
 from threefold.data.formats.threefold_folder import TokenFiles
@@ -20,21 +20,14 @@ from threefold.files import require_file, shown
 from threefold.output import Progress
 
 _CHUNK: Final = 1 << 22
-_ENDS: Final = 10_000
 
 
 @dataclass(frozen=True)
 class TokenSummary:
-    """Statistics of token files.
+    """Statistics of token files: `longest` in tokens, `highest` the highest token and where it first occurs.
 
-    Attributes:
-        documents, empty: number of documents, and how many of them have no token.
-        longest: tokens of the longest document.
-        longest_document: index of the longest document, from 0.
-        highest: the highest token.
-        highest_place: position of the first such token.
-        common_end: the token that most documents end with, among 10,000 spread over the files.
-        common_share: share of these documents that end with it.
+    `common_end` is the token that most documents end with, among 10,000 spread over the files, and `common_share` the
+    share of these that end with it.
     """
 
     documents: int
@@ -51,7 +44,7 @@ def summarize(stored: StoredTokens, progress: Progress) -> TokenSummary:
     """Compute the statistics in one pass over the tokens. Raises UserError if a token is negative."""
     lengths = np.diff(stored.documents)
     filled = np.flatnonzero(lengths)
-    some = filled[np.linspace(0, len(filled) - 1, min(len(filled), _ENDS)).astype(np.int64)]
+    some = filled[np.linspace(0, len(filled) - 1, min(len(filled), 10_000)).astype(np.int64)]
     ends, counts = np.unique(stored.tokens[stored.documents[some + 1] - 1], return_counts=True)
     longest, common = int(np.argmax(lengths)), int(np.argmax(counts))
     highest = highest_place = -1
@@ -95,12 +88,8 @@ def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]
     """Check all files of a corpus by reading them, and return the result for each.
 
     Folders of this program have checksums; other files are checked for consistency and for tokens outside the
-    vocabulary.
-
-    Args:
-        path: token files of any system, a file of JSON lines (whose cached tokens are checked), or a cache folder.
-        tokenizer: tokenizer.json for files that have none of their own.
-        progress: receives the bytes read.
+    vocabulary, that of `tokenizer`. `path` may also be a file of JSON lines, whose cached tokens are checked, or a
+    cache folder.
 
     Raises:
         UserError: there are no token files.
@@ -113,7 +102,8 @@ def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]
     inside = sorted(cache.iterdir()) if os.path.isdir(cache) else []
     found: list[Audit] = []
     for folder in [cache] if is_entry(cache) else filter(is_entry, inside):
-        known, remedy, facts = entry_checksums(folder), "delete that folder, which is a cache", folder / FACTS
+        known, facts = entry_checksums(folder), folder / FACTS
+        remedy = "delete that folder, which is a cache"
         if known is None:
             found.append(Audit(facts, None, "", f"{shown(facts)} or a size in it is wrong; {remedy}"))
             continue
@@ -121,7 +111,7 @@ def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]
         found += [Audit(facts, require_file(facts), how), *_compare(folder, known, remedy, progress)]
     for file in filter(is_stamp, inside):
         try:
-            damage = "" if read_stamp(file) is not None else _damaged(file, "delete it, a part of a cache")
+            damage = "" if read_stamp(file) is not None else damaged(file, "delete it, a part of a cache")
             found.append(Audit(file, require_file(file), "as written", damage))
         except UserError as error:
             found.append(Audit(file, None, "", str(error)))
@@ -164,17 +154,13 @@ def _audit_folder(folder: Path, progress: Progress) -> Iterator[Audit]:
     yield Audit(files.tokenizer_file, require_file(files.tokenizer_file), "as written (SHA-256)")
 
 
-def _damaged(path: Path, remedy: str) -> str:
-    return f"{shown(path)} is damaged (its checksum is not the one that was written); {remedy}"
-
-
 def _compare(folder: Path, known: dict[str, str], remedy: str, progress: Progress) -> Iterator[Audit]:
     for name, written in sorted(known.items()):
         path = folder / name
         try:
             size = require_file(path)
             progress.phase(f"Reading {name}", size)
-            problem = "" if checksum(path, progress.advance) == written else _damaged(path, remedy)
+            problem = "" if checksum(path, progress.advance) == written else damaged(path, remedy)
             yield Audit(path, size, "as written", problem)
         except UserError as error:
             yield Audit(path, None, "", str(error))

@@ -19,12 +19,6 @@ MOST_STEPS: Final = 2_000_000
 """Maximum steps per rendering; visiting all messages for each of a thousand messages takes a million."""
 
 
-_CALL: Final = 5
-"""Steps that a call counts for, as it takes about as long."""
-_SIZED: Final = ("batch", "slice", "center", "indent")
-"""Filters whose output size is given by a number."""
-
-
 class _Answers(jinja2.ext.Extension):
     """Jinja tags `{% generation %}` … `{% endgeneration %}`, which enclose the text that the assistant generates."""
 
@@ -73,7 +67,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """Jinja sandbox that limits each rendering to `MOST_STEPS` steps.
+    """Jinja sandbox for chat templates that limits each rendering to `MOST_STEPS` steps.
 
     It counts steps instead of seconds, so that a template is rejected on every machine or on none. Steps are loop
     iterations, calls of macros and functions, items that filters visit, sizes given to them, and items that `*`
@@ -82,10 +76,19 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(("*", "**"))
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[_Answers, jinja2.ext.loopcontrols])
         self.begin()
-        self.filters = {name: self._counted(function, name in _SIZED) for name, function in self.filters.items()}
+        sized = ("batch", "slice", "center", "indent")  # filters whose output size is given by a number
+        self.filters = {name: self._counted(function, name in sized) for name, function in self.filters.items()}
+        self.filters["tojson"] = _to_json
+        del self.globals["lipsum"]  # makes text of any length
+        self.globals |= {
+            "raise_exception": _raise_exception,
+            "strftime_now": lambda format: datetime.now().strftime(format),
+            "dict": _Dict(),
+            "namespace": _Namespace,
+        }
 
     def begin(self) -> None:
         """Begin a rendering, which gives `blocks` of text, and `spans` of it that the assistant generates."""
@@ -96,9 +99,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     @property
     def step(self) -> bool:
         """True; counts a step when read. Compiled templates read it in loops, because calls are slow in the sandbox."""
-        self._steps += 1
-        if self._steps > MOST_STEPS:
-            self.take(0)
+        self.take()
         return True
 
     def take(self, steps: int = 1) -> None:
@@ -110,7 +111,7 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             )
 
     def call(self, context: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-        self.take(_CALL)
+        self.take(5)  # a call takes about as long as five steps
         found = super().call(context, function, *args, **kwargs)
         if isinstance(found, range):
             self.take(len(found))
@@ -155,22 +156,8 @@ class TemplateEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return counted
 
 
-def template_environment() -> TemplateEnvironment:
-    """Return a new environment with the functions, filters and tags that chat templates use."""
-
-    def raise_exception(message: str) -> None:
-        raise jinja2.TemplateError(message)
-
-    environment = TemplateEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Answers, jinja2.ext.loopcontrols]
-    )
-    del environment.globals["lipsum"]  # makes text of any length
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
-    environment.globals["dict"] = _Dict()
-    environment.globals["namespace"] = _Namespace
-    return environment
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
 
 
 def _to_json(
@@ -182,9 +169,6 @@ def _to_json(
 ) -> str:
     # unlike Jinja's own filter, without HTML escapes
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-_REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 
 
 class Rendered(NamedTuple):
@@ -200,7 +184,7 @@ class ChatRenderer:
     def __init__(self, template: ChatTemplate) -> None:
         self.template = template
         try:
-            self._environment = template_environment()
+            self._environment = TemplateEnvironment()
             self._compiled = self._environment.from_string(template.template)
         except jinja2.TemplateError as error:
             raise UserError(f"{template.origin} is not a chat template that can be used ({_reason(error)}).") from None
@@ -208,10 +192,10 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Message], where: str, tools: Sequence[Any] | None = None, prompted: bool = False
     ) -> Rendered:
-        """Render a conversation as text. Raises UserError, which names it as `where`, if the template rejects it.
+        """Render a conversation as text, with the prompt for the assistant's next turn if `prompted`.
 
-        Args:
-            prompted: whether the text ends with the prompt for the assistant's next turn.
+        Raises:
+            UserError: the template rejects the conversation, which the message names as `where`.
         """
         values = {
             **dict(self.template.special_tokens),
@@ -232,7 +216,8 @@ class ChatRenderer:
 def _aliased(message: Message) -> dict[str, Any]:
     """Return a message without empty keys, its reasoning under every name that templates read."""
     message = {key: value for key, value in message.items() if value is not None}
-    reasoning = next((message[key] for key in _REASONING if key in message), None)
+    names = ("reasoning_content", "thinking", "reasoning")
+    reasoning = next((message[key] for key in names if key in message), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 

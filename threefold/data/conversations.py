@@ -21,11 +21,8 @@ ROLES: Final = ("system", "developer", "user", ASSISTANT, "tool")
 class Chat:
     """A conversation to learn from, or to answer.
 
-    Attributes:
-        where: file and line, or an option, for messages about it.
-        messages: messages, each with a role and content.
-        first: index of the first message from which the assistant's turns are learned.
-        tools: the line's description of tools, for the template.
+    `where` is its file and line, or an option, for messages about it. Turns of the assistant are learned from message
+    `first` on. `tools` is the line's description of tools, for the template.
     """
 
     where: str
@@ -67,15 +64,9 @@ def is_chat(value: Any, key: str) -> bool:
 
 
 def chat_of(value: dict[str, Any], key: str, where: str) -> Chat | Completion:
-    """Parse the conversation or the pair of a line. Raises UserError if it is malformed.
-
-    Args:
-        value: object for which `is_chat` is true.
-        key: key of the messages, if the object has it.
-        where: file and line.
-    """
+    """Parse the conversation or the pair of a line for which `is_chat` is true. Raises UserError if it is malformed."""
     tools = value.get("tools")
-    if tools is not None and not isinstance(tools, list):
+    if not isinstance(tools, list | None):
         raise UserError(f"{where} has tools that are not a list; leave them out, or give a list of JSON schemas.")
     given = None if tools is None else tuple(tools)
     name = key if key in value else MESSAGES
@@ -112,9 +103,8 @@ def messages_of(value: Any, where: str, name: str) -> tuple[dict[str, Any], ...]
         if not isinstance(content, str) and not is_parts and not (content is None and one.get("tool_calls")):
             found = "no content" if content is None else f"the content {_shown(content)}"
             raise UserError(f"{where} has {found} in message {number}; it must be a text.")
-        messages.append(
-            {key: utf8(each) if isinstance(each, str) else each for key, each in one.items() if each is not None}
-        )
+        known = {key: each for key, each in one.items() if each is not None}
+        messages.append({key: utf8(each) if isinstance(each, str) else each for key, each in known.items()})
     return tuple(messages)
 
 
@@ -134,11 +124,8 @@ def _shown(value: Any) -> str:
 
 
 JINJA_FILE: Final = "chat_template.jinja"
-JSON_FILE: Final = "chat_template.json"
 CONFIG_FILE: Final = "tokenizer_config.json"
-MAP_FILE: Final = "special_tokens_map.json"
 _SIDECAR: Final = "huggingface-"  # before these names in a checkpoint
-_GENERATION: Final = re.compile(r"\{\%-?\s*generation\s*-?\%\}")
 
 Message = Mapping[str, Any]
 
@@ -160,40 +147,38 @@ class ChatTemplate:
 
         It is chat_template.jinja, else the `chat_template` of tokenizer_config.json or of chat_template.json; in a
         checkpoint, the sidecar files of the same names.
-
-        Raises:
-            UserError: a file cannot be read, or no template in it can be chosen.
         """
         folder = tokenizer_file.parent
         for prefix in ("", _SIDECAR):
             if (jinja := folder / (prefix + JINJA_FILE)).is_file():
                 return cls(read_text(jinja), _special_tokens(folder), str(jinja))
-            for name in (CONFIG_FILE, JSON_FILE):
+            for name in (CONFIG_FILE, "chat_template.json"):
                 path = folder / (prefix + name)
                 if path.is_file() and (found := _named(read_json(path), path)) is not None:
                     return cls(found, _special_tokens(folder), str(path))
         return None
 
     @classmethod
-    def read(cls, path: Path, tokenizer_file: Path) -> Self:
-        """Read the template from a .jinja file, or from `chat_template` in a .json file. Raises UserError without one.
+    def read(cls, path: Path | None, tokenizer_file: Path) -> Self | None:
+        """Read the template from a .jinja file or `chat_template` in a .json file; UserError without one.
 
-        Args:
-            path: the file, such as tokenizer_config.json.
-            tokenizer_file: tokenizer.json whose folder has the special tokens, if `path` does not have them.
+        The special tokens are in the folder of `tokenizer_file`, if `path` does not have them. With None for `path`, it
+        is the template `beside` the tokenizer.
         """
+        if path is None:
+            return cls.beside(tokenizer_file)
         if path.suffix != ".json":
             return cls(read_text(path, "the chat template "), _special_tokens(tokenizer_file.parent), str(path))
         values = read_json(path, "the chat template ")
         if (found := _named(values, path)) is None:
             raise UserError(f"{path} has no chat_template; give a .jinja file or a tokenizer_config.json that has one.")
-        tokens = _tokens_in(values) or dict(_special_tokens(tokenizer_file.parent))
-        return cls(found, tuple(tokens.items()), str(path))
+        tokens = tuple(_tokens_in(values).items()) or _special_tokens(tokenizer_file.parent)
+        return cls(found, tokens, str(path))
 
     @property
     def marks_answers(self) -> bool:
         """Whether the template itself marks the text that the assistant generates."""
-        return _GENERATION.search(self.template) is not None
+        return re.search(r"\{\%-?\s*generation\s*-?\%\}", self.template) is not None
 
     def files(self) -> dict[str, str]:
         """Return the files from which `beside` finds the template again: their contents by name."""
@@ -225,7 +210,7 @@ def _named(values: Any, path: Path) -> str | None:
 def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
     found: dict[str, str] = {}
     for prefix in ("", _SIDECAR):
-        for name in (MAP_FILE, CONFIG_FILE):
+        for name in ("special_tokens_map.json", CONFIG_FILE):
             if (path := folder / (prefix + name)).is_file():
                 found |= _tokens_in(read_json(path))
         if found:

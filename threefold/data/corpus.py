@@ -40,16 +40,12 @@ def dtype_for(vocab_size: int) -> Literal["uint16", "int32"]:
     return "uint16" if vocab_size < _UINT16_VOCAB else "int32"
 
 
+def damaged(path: Path, remedy: str) -> str:
+    return f"{shown(path)} is damaged (its checksum is not the one that was written); {remedy}"
+
+
 class DocumentWriter:
-    """Writer of documents into a folder: their tokens, start positions and loss mask.
-
-    Args:
-        starts: name of the file of starts.
-        with_mask: whether there is a loss mask.
-
-    Attributes:
-        tokens, documents: numbers written so far.
-    """
+    """Writer of documents into a folder: their tokens, start positions (file `starts`) and, if asked, loss mask."""
 
     def __init__(self, folder: Path, starts: str = DOCUMENTS_FILE, with_mask: bool = False) -> None:
         self.tokens = self.documents = 0
@@ -87,19 +83,10 @@ LARGEST_IN_MEMORY: Final = 1 << 28
 
 
 class StoredArray:
-    """One-dimensional array of numbers in a file that is opened once and read on indexing.
+    """One-dimensional array of numbers in a regular file that is opened once and read on indexing.
 
     Indexing returns read-only data in memory: an integer gives a number; a slice of step 1 or an integer array (of any
-    shape) gives an array. Safe to use from several threads and after a fork.
-
-    Args:
-        path: a regular file.
-        dtype: type of the numbers, including their byte order.
-        count: number of elements.
-        offset: byte at which the first number begins.
-
-    Raises:
-        UserError: the file cannot be read, or is too short.
+    shape) gives an array. Safe to use from several threads and after a fork. UserError if the file is too short.
     """
 
     def __init__(self, path: Path, dtype: DTypeLike, count: int, offset: int = 0) -> None:
@@ -109,13 +96,10 @@ class StoredArray:
             self._file: IO[bytes] = path.open("rb", buffering=0)
         except OSError as error:
             raise UserError(f"Cannot read {shown(path)}: {error.strerror}.") from None
-        self._handle = self._file.fileno()
+        self._handle, self.nbytes = self._file.fileno(), self.count * self.dtype.itemsize
+        self._end = self.offset + self.nbytes
         if os.fstat(self._handle).st_size < self._end:
             raise self._truncated()
-
-    @property
-    def nbytes(self) -> int:
-        return self.count * self.dtype.itemsize
 
     def __len__(self) -> int:
         return self.count
@@ -134,9 +118,8 @@ class StoredArray:
         elif isinstance(index, np.ndarray) and index.ndim:
             values = self._gather(index)
         else:
-            place = range(self.count)[index]
             values = np.empty(1, dtype=self.dtype)
-            self._read(place, values)
+            self._read(range(self.count)[index], values)
             return values[0]
         values.flags.writeable = False
         return values
@@ -184,10 +167,6 @@ class StoredArray:
                 raise self._truncated()
             view, place = view[got:], place + got
 
-    @property
-    def _end(self) -> int:
-        return self.offset + self.nbytes
-
     def _truncated(self) -> UserError:
         size = os.fstat(self._handle).st_size
         return UserError(
@@ -197,11 +176,7 @@ class StoredArray:
 
 
 def load_column(path: Path, dtype: DTypeLike, count: int, offset: int = 0) -> NDArray[Any]:
-    """Load numbers that are accessed throughout: into memory, or memory-mapped above `LARGEST_IN_MEMORY` bytes.
-
-    Raises:
-        UserError: the file cannot be read, or is too short.
-    """
+    """Load numbers that are accessed throughout: into memory, or memory-mapped above `LARGEST_IN_MEMORY` bytes."""
     stored = StoredArray(path, dtype, count, offset)
     if stored.nbytes <= LARGEST_IN_MEMORY:
         return stored[:]
@@ -217,8 +192,6 @@ class StoredTokens:
     """Content of token files of any format, without facts that come from elsewhere, such as the vocabulary.
 
     Attributes:
-        path: path shown in messages.
-        format: name of the format.
         files: the files, the token file first.
         tokens: [N] integers, read only; in memory only if the format requires it.
         sequences: int64 [S + 1], start of each sequence in `tokens`; the last is N. Sequences may be empty.
@@ -250,11 +223,8 @@ TokenDtype = Literal["int8", "int16", "int32", "int64", "uint8", "uint16", "uint
 class Content:
     """Data type and checksums of the content of one corpus of a run.
 
-    Attributes:
-        dtype: name of the type that the tokens are stored in.
-        documents: checksum of the document starts as little-endian int64, and of everything else but the tokens.
-        tokens: checksum of the tokens, little endian in their type; None until all are read, if no file keeps it.
-        loss_mask: checksum of the loss mask; None if it is unknown or there is no mask.
+    `documents` covers the document starts as little-endian int64, and everything else but the tokens; that of `tokens`,
+    little endian in their type, is None until all are read, if no file keeps it.
     """
 
     dtype: TokenDtype
@@ -269,17 +239,11 @@ class Corpus:
     """Tokens to train on, from files of any format.
 
     Attributes:
-        path: path shown in messages.
         files: the files it was read from, the token file first.
         tokens: [N] integers, read only, usually in a file.
         documents: int64 [D + 1]: document d is tokens[documents[d]:documents[d + 1]], which may be empty.
-        vocab_size: number of token ids.
-        eod: id of the end-of-document token; None if there is none.
-        tokenizer_file: tokenizer.json of the tokens, if it is known.
         remedy: how to replace a damaged file, as the end of a sentence.
-        rule: rule that turned its text into tokens.
         loss_mask: uint8 [N], 1 where a token counts for the loss; None for plain text, where all count.
-        template: chat template of its conversations, if it is known.
         checksums: recorded checksums of its files by name, as far as they are kept.
     """
 
@@ -331,12 +295,9 @@ class Corpus:
             raise self.outside(int(tokens[place]), start + place)
 
     def check_samples(self, tokens: Int64Array, places: Int64Array, indices: Int64Array, split: str) -> None:
-        """Check the tokens of samples. Raises UserError if one is outside the vocabulary.
+        """Check the tokens of samples, int64 [rows, columns]. Raises UserError if one is outside the vocabulary.
 
-        Args:
-            tokens, places: int64 [rows, columns], the tokens and their positions in the corpus.
-            indices: int64 [rows], number of each row's sample.
-            split: name of the split.
+        `places`, of the same shape, are their positions in the corpus; `indices`, int64 [rows], each row's sample.
         """
         if tokens.size and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             row, column = np.argwhere((tokens < 0) | (tokens >= self.vocab_size))[0]
@@ -344,17 +305,10 @@ class Corpus:
             raise self.outside(int(tokens[row, column]), int(places[row, column]), sample)
 
     def document_of(self, place: int) -> str:
-        """Name the document at a position."""
         return f"document {int(np.searchsorted(self.documents, place, side='right')) - 1:,}"
 
     def outside(self, token: int, place: int, sample: str = "") -> UserError:
-        """Return the error for a token outside the vocabulary.
-
-        Args:
-            token: token id.
-            place: position in the corpus.
-            sample: name of its sample, preceded by a comma and a space.
-        """
+        """Return the error for a token outside the vocabulary; `sample` names its sample, after a comma and a space."""
         return UserError(
             f"{shown(self.files[0])} holds token {token:,} at position {place:,} ({self.document_of(place)}{sample}), "
             f"outside the vocabulary of {self.vocab_size:,} tokens; {self.remedy}"
@@ -365,13 +319,7 @@ _BLOCK: Final = 8 << 20
 
 
 def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], None] = lambda size: None) -> str:
-    """Compute the checksum of tokens as stored in a type. Raises UserError if their file cannot be read.
-
-    Args:
-        tokens: [N].
-        dtype: name of the type.
-        advance: called with the bytes of each block that was read.
-    """
+    """Compute the checksum of tokens as stored in a type. Raises UserError if their file cannot be read."""
     little = np.dtype(dtype).newbyteorder("<")
 
     def blocks() -> Iterator[memoryview]:

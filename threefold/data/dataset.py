@@ -1,6 +1,5 @@
 """The dataset of a run: one corpus or a mixture of several, and the samples of its splits."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -24,13 +23,10 @@ from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
 from threefold.output import SILENT, Progress
 
-_AT_ONCE: Final = 64
-"""Samples that are read together in the search for a label."""
-
 
 @dataclass(frozen=True, eq=False)
 class NamedCorpus:
-    """One corpus of a run: its path as in the config, its weight, and its files."""
+    """One corpus of a run; its name is the path as in the config."""
 
     name: str
     weight: float
@@ -89,12 +85,7 @@ class Dataset:
         return config.model_copy(update={"data": config.data.model_copy(update={"separate_documents": True})})
 
     def samples(self, name: str, settings: DataConfig | None = None, progress: Progress = SILENT) -> Samples:
-        """Return the samples of a split.
-
-        Args:
-            name: "train", "valid" or "test".
-            settings: resolved settings; None uses the dataset's own.
-            progress: receives the progress of encoding text that is not cached.
+        """Return the samples of a split, with the dataset's own settings if None are given.
 
         Raises:
             UserError: a corpus has no sample for the split, or is damaged, or its cache cannot be written.
@@ -104,28 +95,21 @@ class Dataset:
             MixturePart(source.name, _samples(source.data, name, settings, progress), source.weight)
             for source in self.sources
         ]
-        return parts[0].samples if len(parts) == 1 else MixedSamples.of(parts)
+        return parts[0].samples if len(parts) == 1 else MixedSamples(parts)
 
     def require_labels(self, name: str, samples: Samples) -> None:
         """Check that the samples of each source have a label; those of one-token documents have none.
 
         Samples are read until one has a label. A user's own dataset is not checked, as reading it may take long.
-
-        Args:
-            name: name of the split.
-            samples: samples of the split.
-
-        Raises:
-            UserError: a source has no label, or its files are damaged.
         """
-        for source, part in zip(self.sources, samples.parts if len(self.sources) > 1 else (None,), strict=True):
-            found = samples if part is None else part.samples
-            chunks = (np.arange(first, min(first + _AT_ONCE, len(found))) for first in range(0, len(found), _AT_ONCE))
+        for source, part in zip(self.sources, samples.parts, strict=True):
+            size, read_together = len(part.samples), 64
+            chunks = (np.arange(first, min(first + read_together, size)) for first in range(0, size, read_together))
             if isinstance(source.data, OwnData) or any(
-                (found.labelled(chunk)[1] != IGNORE_INDEX).any() for chunk in chunks
+                (part.samples.labelled(chunk)[1] != IGNORE_INDEX).any() for chunk in chunks
             ):
                 continue
-            key = "data.path" if part is None else "data.mixture"
+            key = "data.path" if len(self.sources) == 1 else "data.mixture"
             raise UserError(
                 f"{key} has {source.name}, where no token of the {name} split counts for the loss, as where each "
                 "document is a single token; give data with documents of two tokens or more."
@@ -156,14 +140,10 @@ def _corpus(data: Corpus | JsonLines, sequence_length: int, progress: Progress =
 
 
 def open_dataset(config: Config) -> Dataset:
-    """Open the dataset that a config names, resolved or not.
-
-    Raises:
-        UserError: there is no data, it is damaged or does not fit its settings, or the corpora have different
-            tokenizers.
-    """
+    """Open the dataset that a config names, resolved or not; its corpora must share a tokenizer."""
     sources = [NamedCorpus(name, weight, _open(name, config)) for name, weight in config.data.corpora.items()]
-    _check_shared(sources)
+    for one, other in combinations(sources, 2):
+        _check_shared(one, other)
     dataset = Dataset(tuple(sources), config.data)
     if dataset.is_nested and len(sources) > 1:
         raise UserError(
@@ -189,53 +169,38 @@ def _open(name: str, config: Config) -> Corpus | JsonLines | OwnData:
         return OwnData.open(name, config.model.vocab_size, config.model.architecture == OWN)
     tokenizer = None if settings.tokenizer is None else Path(settings.tokenizer)
     if not is_json_lines(path):
-        return open_corpus(
-            path,
-            tokenizer=tokenizer,
-            eod=settings.eod,
-            vocab_size=config.model.vocab_size,
-            special_tokens=settings.special_tokens,
-        )
+        return open_corpus(path, tokenizer, settings.eod, config.model.vocab_size, settings.special_tokens)
     if tokenizer is None:
         raise UserError(
             f"{path} holds text, which needs a tokenizer; set data.tokenizer to a tokenizer.json, or make token files "
             f"with `threefold data prepare {path} --out FOLDER`."
         )
-    return JsonLines(
-        path,
-        tokenizer,
-        settings.key,
-        settings.eod,
-        Path(settings.cache) if settings.cache else None,
-        settings.special_tokens or "parse",
-        Path(settings.chat_template) if settings.chat_template else None,
-    )
+    cache, template = (Path(each) if each else None for each in (settings.cache, settings.chat_template))
+    return JsonLines(path, tokenizer, settings.key, settings.eod, cache, settings.special_tokens or "parse", template)
 
 
-def _check_shared(sources: Sequence[NamedCorpus]) -> None:
-    for one, other in combinations(sources, 2):
-        first, second = one.data, other.data
-        known = first.tokenizer_sha256 and second.tokenizer_sha256
-        what = None
-        if known and first.tokenizer_sha256 != second.tokenizer_sha256:
-            what = "were made with different tokenizers"
-        elif first.vocab_size != second.vocab_size:
-            what = f"have vocabularies of {first.vocab_size:,} and {second.vocab_size:,} tokens"
-        if what:
-            raise UserError(
-                f"data.mixture names {one.name} and {other.name}, which {what}, so their tokens mean different things; "
-                "prepare one with the other's tokenizer.json (`threefold data prepare --tokenizer`)."
-            )
-        assumed = first.rule.is_assumed or second.rule.is_assumed
-        if first.rule.special_tokens != second.rule.special_tokens and not assumed:
-            remedy = "prepare one of them again with the other's --special-tokens"
-            if isinstance(first, JsonLines) or isinstance(second, JsonLines):
-                made = (second if isinstance(first, JsonLines) else first).rule.special_tokens
-                remedy = f"set data.special_tokens to {made}, which JSON lines follow"
-            raise UserError(
-                f"data.mixture names {one.name}, made with special_tokens {first.rule.special_tokens}, and "
-                f"{other.name}, made with {second.rule.special_tokens}; {remedy}."
-            )
+def _check_shared(one: NamedCorpus, other: NamedCorpus) -> None:
+    first, second = one.data, other.data
+    what = None
+    if first.tokenizer_sha256 and second.tokenizer_sha256 and first.tokenizer_sha256 != second.tokenizer_sha256:
+        what = "were made with different tokenizers"
+    elif first.vocab_size != second.vocab_size:
+        what = f"have vocabularies of {first.vocab_size:,} and {second.vocab_size:,} tokens"
+    if what:
+        raise UserError(
+            f"data.mixture names {one.name} and {other.name}, which {what}, so their tokens mean different things; "
+            "prepare one with the other's tokenizer.json (`threefold data prepare --tokenizer`)."
+        )
+    assumed = first.rule.is_assumed or second.rule.is_assumed
+    if first.rule.special_tokens != second.rule.special_tokens and not assumed:
+        remedy = "prepare one of them again with the other's --special-tokens"
+        if isinstance(first, JsonLines) or isinstance(second, JsonLines):
+            made = (second if isinstance(first, JsonLines) else first).rule.special_tokens
+            remedy = f"set data.special_tokens to {made}, which JSON lines follow"
+        raise UserError(
+            f"data.mixture names {one.name}, made with special_tokens {first.rule.special_tokens}, and "
+            f"{other.name}, made with {second.rule.special_tokens}; {remedy}."
+        )
 
 
 def _samples(data: Corpus | JsonLines | OwnData, name: str, settings: DataConfig, progress: Progress) -> Samples:
@@ -257,11 +222,7 @@ def vocabulary(config: Config) -> int | None:
 
 
 def resolve_without_data(config: Config) -> Config:
-    """Resolve and check a config whose data may not exist yet, if the config gives the vocabulary size.
-
-    Raises:
-        UserError: settings contradict each other, or neither the config nor its data gives a vocabulary size.
-    """
+    """Resolve and check a config whose data may not exist yet, if the config gives the vocabulary size."""
     if config.model.vocab_size is not None:
         return resolve(config, vocab_size=1)
     found = vocabulary(config)

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from threefold.data.conversations import ASSISTANT, Chat, ChatTemplate, Completion, Document, Message
-from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule
+from threefold.data.tokenizer import TextEncoder, TextRule
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -49,11 +49,6 @@ class DocumentEncoder:
 
     If special tokens are treated as text, those that the template writes still become tokens, and those that a message
     spells are text.
-
-    Args:
-        text: encoder of texts.
-        eod: end-of-document token.
-        template: chat template for conversations.
     """
 
     def __init__(self, text: TextEncoder, eod: int | None, template: ChatTemplate | None = None) -> None:
@@ -63,7 +58,8 @@ class DocumentEncoder:
             from threefold.data import chat_renderer  # imports Jinja, which few runs need
 
             self._renderer = chat_renderer.ChatRenderer(template)
-        self._specials = text.special_ids()
+        added = text.tokenizer.get_added_tokens_decoder()
+        self._specials = {token: one.content for token, one in added.items() if one.special}
         self._spelled = re.compile("|".join(map(re.escape, sorted(self._specials.values(), key=len, reverse=True))))
 
     def encode(self, document: Document) -> EncodedDocument:
@@ -75,7 +71,9 @@ class DocumentEncoder:
             ids = self.text.encode(document) + end
             return EncodedDocument(ids, [True] * len(ids))
         prompt, whole = len(document.prompt), document.prompt + document.completion
-        ids, spans = self.text.encode_spans(whole)
+        encoding = self.text.tokenizer.encode(whole, add_special_tokens=False)
+        ids = self.text.begun(encoding.ids)
+        spans = [(0, 0)] * (len(ids) - len(encoding.ids)) + encoding.offsets
         return EncodedDocument(ids + end, _within(spans, [(prompt, len(whole))]) + [True] * len(end))
 
     def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
@@ -91,8 +89,7 @@ class DocumentEncoder:
             ids, counted = self._encode_chat(chat)
         except UserError:
             return None
-        first = counted.index(True)
-        return next((token for token in ids[first + 1 :] if token in self._specials), None)
+        return next((token for token in ids[counted.index(True) + 1 :] if token in self._specials), None)
 
     def _encode_chat(self, chat: Chat) -> EncodedDocument:
         renderer, messages = self._required(chat.where), self._marked(chat.messages)
@@ -165,17 +162,19 @@ class DocumentEncoder:
 
     def _tokens(self, rendered: str) -> tuple[list[int], list[Span]]:
         """Return the tokens of rendered text, and the span of each in it; marks count as characters."""
-        pieces, end = list[tuple[str, int, SpecialTokens]](), 0
+        pieces, end = list[tuple[str, int, bool]](), 0
         for found in _MARKED.finditer(rendered):
-            pieces += [(rendered[end : found.start()], end, "parse"), (found[1] or "", found.start(1), "text")]
+            pieces += [(rendered[end : found.start()], end, False), (found[1] or "", found.start(1), True)]
             end = found.end()
         ids, spans = list[int](), list[Span]()
-        for piece, begin, special_tokens in [*pieces, (rendered[end:], end, "parse")]:
+        tokenizer, before = self.text.tokenizer, self.text.tokenizer.encode_special_tokens
+        for piece, begin, is_spelled in [*pieces, (rendered[end:], end, False)]:
             if piece:
-                with self.text.specials_as(special_tokens) as tokenizer:
-                    encoding = tokenizer.encode(piece, add_special_tokens=False)
+                tokenizer.encode_special_tokens = is_spelled
+                encoding = tokenizer.encode(piece, add_special_tokens=False)
                 ids += encoding.ids
                 spans += [(first + begin, last + begin) for first, last in encoding.offsets]
+        tokenizer.encode_special_tokens = before
         return ids, spans
 
 
@@ -187,12 +186,6 @@ def _within(spans: list[Span], wanted: list[Span]) -> list[bool]:
         for place in range(inside[0], inside[-1] + 1) if inside else ():
             counted[place] = True
     return counted
-
-
-_BATCH_CHARACTERS: Final = 1 << 18
-_BATCH_DOCUMENTS: Final = 1024
-# Batches per worker: one is being encoded while the next waits.
-_AHEAD: Final = 2
 
 
 @dataclass(frozen=True)
@@ -208,11 +201,11 @@ class EncodingSpec:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A batch of encoded documents.
+    """A batch of encoded documents, back to back, each text with its end-of-document token.
 
     Attributes:
-        tokens: [sum of lengths], the documents back to back, each text with its end-of-document token.
-        lengths: int64 [documents], tokens of each document, including its end.
+        tokens: [sum of lengths].
+        lengths: int64 [documents].
         counted: uint8 [sum of lengths], 1 where the token counts for the loss.
         text_bytes: bytes of the text (for conversations, of the messages) as UTF-8.
     """
@@ -224,11 +217,7 @@ class EncodedBatch:
 
 
 def encode_documents(documents: Iterable[Document], encoding: EncodingSpec, workers: int) -> Iterator[EncodedBatch]:
-    """Encode documents in batches, in order; with one worker in this process, otherwise in worker processes.
-
-    Raises:
-        UserError: a worker was killed, or a conversation cannot be encoded.
-    """
+    """Encode documents in batches, in order; with one worker in this process, otherwise in worker processes."""
     batches = _batches(documents)
     if workers == 1:
         yield from map(_batch_encoder(encoding), batches)
@@ -254,7 +243,7 @@ def encode_documents(documents: Iterable[Document], encoding: EncodingSpec, work
             pipes.append(ours)
             processes.append(process)
         for number, batch in enumerate(batches):
-            if len(waiting) >= _AHEAD * workers:
+            if len(waiting) >= 2 * workers:  # each encodes one batch while the next waits
                 yield receive()
             waiting.append(pipes[number % workers])
             waiting[-1].send(batch)
@@ -327,7 +316,7 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
     for document in documents:
         batch.append(document)
         characters += sum(map(len, _texts_in(document)))
-        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_DOCUMENTS:
+        if characters >= 1 << 18 or len(batch) >= 1024:
             yield batch
             batch, characters = [], 0
     if batch:

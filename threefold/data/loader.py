@@ -23,15 +23,15 @@ from threefold.random import Int64Array
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One rank's rows of a global batch.
+    """One rank's rows of a global batch; tensors are int64.
 
     Attributes:
-        tokens: int64 [rows, S], the inputs.
-        labels: int64 [rows, S], the next token of each; ignored labels are -100 (IGNORE_INDEX).
-        rows: int64 [rows], index of each row in the global batch.
-        documents: int64 [rows, S], document of each token if the attention mask separates documents, else None.
-        positions: int64 [rows, S], position of each token if positions restart with each document, else None.
-        padding: int64 [rows], number of padding tokens of each row; None if there are none.
+        tokens: [rows, S], the inputs.
+        labels: [rows, S], the next token of each; ignored labels are -100 (IGNORE_INDEX).
+        rows: [rows], index of each row in the global batch.
+        documents: [rows, S], document of each token if the attention mask separates documents, else None.
+        positions: [rows, S], position of each token if positions restart with each document, else None.
+        padding: [rows], number of padding tokens of each row; None if there are none.
     """
 
     tokens: torch.Tensor
@@ -54,11 +54,7 @@ def fingerprint(batch: Batch) -> int:
 
 @dataclass(frozen=True)
 class Share:
-    """A data-parallel rank's share of the global batch: a contiguous block of its rows.
-
-    Raises:
-        ValueError: the global batch does not divide by dp_size, or dp_index is not below dp_size.
-    """
+    """A data-parallel rank's share of the global batch: a contiguous block of its rows."""
 
     global_batch_size: int
     dp_index: int = 0
@@ -81,16 +77,9 @@ class Loader:
 
     A batch is a `Batch` of tokens. For samples that are nestings of tensors, it is the nesting of this rank's rows.
 
-    Args:
-        train: samples to train on.
-        heldout: samples to evaluate on; None without evaluation.
-        share: this rank's share of the global batch.
-        seed: key of the order of training samples.
-        separate_documents: whether batches have the document of each token.
-        pinned: whether batches of tokens are in pinned memory, so that copies to a GPU are asynchronous.
-
-    Attributes:
-        consumed: samples consumed before each step; set on resume, before the first batch.
+    `heldout` are the samples to evaluate on. `seed` is the key of the order of training samples. Batches have the
+    document of each token if `separate_documents`, and pinned memory, for asynchronous copies to a GPU, if `pinned`.
+    `consumed` is set on resume, before the first batch.
     """
 
     def __init__(
@@ -102,10 +91,7 @@ class Loader:
         separate_documents: bool = False,
         pinned: bool = False,
     ) -> None:
-        self.train = train
-        self.heldout = heldout
-        self.share = share
-        self.seed = seed
+        self.train, self.heldout, self.share, self.seed = train, heldout, share, seed
         self.separate_documents, self.pinned = separate_documents, pinned
         self.consumed = ConsumedSamples(share.global_batch_size)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="threefold-data")
@@ -117,12 +103,9 @@ class Loader:
         return isinstance(self.train, NestedSamples)
 
     def batch(self, step: int, following: int | None = None) -> Any:
-        """Return the training batch of `step`, independently of earlier reads. Raises UserError if token files are
-        damaged.
+        """Return the training batch of `step` (from 0), independently of earlier reads; UserError for damaged files.
 
-        Args:
-            step: number of the step, from 0.
-            following: step whose batch is prefetched meanwhile; None for the next one.
+        Meanwhile the batch of step `following` is prefetched, by default the next one.
         """
         following = step + 1 if following is None else following
         ahead = self._ahead.pop(step, None)
@@ -164,26 +147,19 @@ class Loader:
         """Return the held-out corpora, and the number of batches to evaluate of each if `limit` are allowed in total.
 
         They share the batches by weight, but each gets at least one and at most as many as it has.
-
-        Raises:
-            ValueError: the loader has no held-out samples.
         """
         parts = self._heldout_samples().parts
         shares = [max(1, round(part.weight * limit)) if limit else None for part in parts]
         return [(part, self.eval_batch_count(share, part.samples)) for part, share in zip(parts, shares, strict=True)]
 
     def eval_batches(self, limit: int | None = None, of: Samples | None = None) -> Iterator[Any]:
-        """Yield the first `limit` held-out batches (None or 0: all), in file order and the same at every evaluation.
+        """Yield the first `limit` held-out batches (None or 0: all), in file order, always the same.
 
         `of` gives the samples of a single part to evaluate; None evaluates all.
 
-        Every rank yields the same number of batches. The last one is filled up with rows whose labels are all -100. A
-        loss weighted by valid tokens is therefore the mean over the split, and no rank waits for one that has finished.
-        A batch of nestings of tensors is filled up with the first samples, which then count twice.
-
-        Raises:
-            UserError: the token files are damaged.
-            ValueError: the loader has no held-out samples.
+        Every rank yields the same number of batches. The last one is filled up with rows whose labels are all -100. So
+        a loss weighted by valid tokens is the mean over the split, and no rank waits for one that has finished. A batch
+        of nestings of tensors is filled up with the first samples, which then count twice.
         """
         samples = self._heldout_samples() if of is None else of
         count = self.eval_batch_count(limit, samples)
@@ -219,9 +195,8 @@ class Loader:
         tokens, labels = (np.ascontiguousarray(part) for part in samples.labelled(indices))
         if ignored is not None:
             labels[ignored] = IGNORE_INDEX
-        separate = self.separate_documents
-        documents = samples.documents(indices) if separate else None
-        positions = samples.positions(indices) if separate else None
+        documents = samples.documents(indices) if self.separate_documents else None
+        positions = samples.positions(indices) if self.separate_documents else None
         arrays = (tokens, labels, self.share.rows, documents, positions, samples.padding(indices))
         parts: list[Any] = [None if array is None else torch.from_numpy(array) for array in arrays]
         return Batch(*(part.pin_memory() if self.pinned and part is not None else part for part in parts))

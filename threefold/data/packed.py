@@ -8,23 +8,18 @@ from numpy.typing import NDArray
 
 from threefold.constants import IGNORE_INDEX
 from threefold.data.corpus import Corpus
-from threefold.data.samples import SPLITS, SingleCorpus, document_numbers, document_runs
+from threefold.data.samples import SPLITS, Samples, document_numbers, document_runs
 from threefold.errors import UserError
 from threefold.random import Int64Array
 
 
 @dataclass(frozen=True, eq=False)
-class PackedSamples(SingleCorpus):
-    """Samples of one split: its documents concatenated in file order, cut every `sequence_length` tokens.
+class PackedSamples(Samples):
+    """Samples of one split: its documents concatenated in file order, cut every `sequence_length` (S) tokens.
 
     Sample i is stream[i * S : i * S + S + 1]: it overlaps the next by one token, so that each token of the stream
-    except the first is a label exactly once. A remainder that does not fill a sample is not used.
-
-    Attributes:
-        files: corpus of the tokens.
-        name: name of the split.
-        sequence_length: S, in tokens.
-        runs: the stream, as positions in `files.tokens`.
+    except the first is a label exactly once. A remainder that does not fill a sample is not used. `runs` is the stream,
+    as positions in `files.tokens`.
     """
 
     files: Corpus
@@ -102,8 +97,7 @@ class PackedSamples(SingleCorpus):
 class Runs:
     """Runs of consecutive numbers, concatenated into a stream: maps positions in the stream to the numbers there.
 
-    Args:
-        bounds: int64 [runs, 2], first number of each run, and one past its last.
+    `bounds`, int64 [runs, 2], has the first number of each run, and one past its last.
     """
 
     def __init__(self, bounds: Int64Array) -> None:
@@ -135,7 +129,7 @@ def split_facts(files: Corpus, split: str, sequence_length: int) -> list[SplitFa
 
 
 @dataclass(frozen=True, eq=False)
-class PackedConversations(SingleCorpus):
+class PackedConversations(Samples):
     """Samples of one split of a corpus with a loss mask.
 
     A sample has room for S + 1 tokens, the last of which is only a label. Documents are packed whole, the longest
@@ -146,12 +140,10 @@ class PackedConversations(SingleCorpus):
     one. So every token of the loss mask is a label exactly once; a piece without any is left out.
 
     Attributes:
-        corpus: corpus of the tokens and their mask.
         sequence_length: S, in tokens.
         counts_all: whether all tokens have labels, instead of only those of the loss mask.
         starts, lengths: int64 [pieces], position and length of each piece in the tokens; ordered by sample.
         samples: int64 [samples + 1], first piece of each sample.
-        documents_read: number of documents in the split.
         longer: number of documents longer than a sample.
     """
 
@@ -168,11 +160,7 @@ class PackedConversations(SingleCorpus):
     def open(
         cls, corpus: Corpus, name: str, split: str, sequence_length: int, counts_all: bool = False
     ) -> "PackedConversations":
-        """Open the samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
-
-        Raises:
-            UserError: the split is empty, or `split` is malformed.
-        """
+        """Open the samples of a split, as in `PackedSamples.open`."""
         numbers = document_numbers(corpus.document_count, split, name)
         if not len(numbers):
             raise UserError(f'data.split "{split}" gives the {name} split no conversations; give it a weight above 0')
@@ -254,16 +242,10 @@ class PackedConversations(SingleCorpus):
 
 
 def pack(lengths: Int64Array, room: int) -> Int64Array:
-    """Assign each piece to a bin by best-fit decreasing.
+    """Assign each piece to a bin by best-fit decreasing: int64 [pieces], bin numbers from 0 without gaps.
 
-    The bits of one integer mark which amounts of free room occur among the bins, so the best fit is found at once.
-
-    Args:
-        lengths: int64 [pieces], each at most `room`.
-        room: capacity of a bin.
-
-    Returns:
-        int64 [pieces], bin numbers from 0 without gaps.
+    No length exceeds `room`. The bits of one integer mark which amounts of free room occur among the bins, so the best
+    fit is found at once.
     """
     bins = np.empty(len(lengths), np.int64)
     by_room: dict[int, list[int]] = {}
@@ -285,18 +267,12 @@ def pack(lengths: Int64Array, room: int) -> Int64Array:
 
 
 @dataclass(frozen=True, eq=False)
-class PaddedSamples(SingleCorpus):
+class PaddedSamples(Samples):
     """Samples of one split, one per line, in file order.
 
     A sample is the line's tokens and the end-of-document token, cut to S + 1; a shorter one is padded with
     end-of-document tokens whose labels are ignored. Attention is causal, so padding does not affect the tokens before
-    it.
-
-    Attributes:
-        encoded: lines of the file, cut for this length.
-        sequence_length: S, in tokens.
-        lines: line of each sample.
-        name: name of the split.
+    it. The corpus must be encoded for this length.
     """
 
     encoded: Corpus
@@ -306,14 +282,7 @@ class PaddedSamples(SingleCorpus):
 
     @classmethod
     def open(cls, encoded: Corpus, name: str, split: str, sequence_length: int) -> "PaddedSamples":
-        """Open the samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
-
-        Args:
-            encoded: lines encoded for this length.
-
-        Raises:
-            UserError: the split is empty, or `split` is malformed.
-        """
+        """Open the samples of a split, as in `PackedSamples.open`."""
         runs = document_runs(encoded.document_count, split, name)
         if not len(runs):
             raise UserError(f'data.split "{split}" gives the {name} split no lines; give it a weight above 0')

@@ -36,25 +36,14 @@ from threefold.random import Int64Array
 _SMALLEST_VOCAB: Final = 256 + 1
 # Larger corpora are sampled to learn the vocabulary: more text changes it little and costs memory.
 _LEARN_FROM_BYTES: Final = 256_000_000
-# Assumed ratio of the size of a text to its compressed size.
-_COMPRESSION: Final = 4
 
 
 @dataclass(frozen=True)
 class PrepareRequest:
-    """Request to prepare token files.
+    """Request to prepare token files of the text in files and folders, by default with a vocabulary learned from it.
 
-    Attributes:
-        inputs: files and folders of text.
-        out: folder to create.
-        vocab_size: size of the vocabulary to learn, if no tokenizer is given.
-        tokenizer: tokenizer.json to use.
-        eod: name of the given tokenizer's end-of-document token; None finds a usual one.
-        key: key of the text in JSON objects.
-        workers: number of processes that encode.
-        overwrite: whether token files at `out` may be replaced.
-        special_tokens: how text that spells a special token is encoded.
-        chat_template: file with the chat template of conversations; None looks next to the tokenizer.
+    `eod` is the name of the given tokenizer's end-of-document token; None finds a usual one. `key` is that of the text
+    in JSON objects. A `chat_template` of None is found next to the tokenizer.
     """
 
     inputs: tuple[Path, ...]
@@ -74,9 +63,6 @@ def prepare(request: PrepareRequest, progress: Progress) -> TokenFiles:
 
     With more than one worker the calling script needs the usual `if __name__ == "__main__":`, because workers are
     spawned.
-
-    Raises:
-        UserError: an input, the tokenizer or `out` cannot be used, or there is no document.
     """
     if request.tokenizer is None and request.vocab_size < _SMALLEST_VOCAB:
         raise UserError(
@@ -128,22 +114,19 @@ def _template(request: PrepareRequest, chats: list[Path]) -> ChatTemplate | None
             f"{chats[0]} holds conversations or prompts, whose special tokens no vocabulary learned here would have; "
             "give the model's tokenizer.json with --tokenizer."
         )
-    if request.chat_template is not None:
-        return ChatTemplate.read(request.chat_template, request.tokenizer)
-    return ChatTemplate.beside(request.tokenizer)
+    return ChatTemplate.read(request.chat_template, request.tokenizer)
 
 
 def _learned_from(inputs: list[Path], key: str, on_read: Callable[[int], None]) -> Iterator[str]:
     """Yield the texts to learn the vocabulary from: every n-th, so that they hold about `_LEARN_FROM_BYTES`."""
-    sizes = (path.stat().st_size * (_COMPRESSION if path.suffix.lower() in (".gz", ".zst") else 1) for path in inputs)
+    # A text is assumed to be four times as large as its compressed file.
+    sizes = (path.stat().st_size * (4 if path.suffix.lower() in (".gz", ".zst") else 1) for path in inputs)
     stride = 1 + sum(sizes) // _LEARN_FROM_BYTES
-    number = 0
-    for path in inputs:
-        for document in SourceReader(path, key, on_read).texts():
-            if number % stride == 0:
-                yield document
-            number += 1
-    _require_documents(number, inputs)
+    number = -1
+    for number, document in enumerate(text for path in inputs for text in SourceReader(path, key, on_read).texts()):
+        if number % stride == 0:
+            yield document
+    _require_documents(number + 1, inputs)
 
 
 def _require_documents(count: int, inputs: list[Path]) -> None:
@@ -160,8 +143,8 @@ def _complete(
     eod: int,
     rule: TextRule,
     sources: Sequence[SourceFile],
-    text_bytes: int = 0,
-    loss_mask: bool = False,
+    text_bytes: int,
+    loss_mask: bool,
 ) -> None:
     """Write tokenizer.json, and meta.json last, into a folder whose other files are written."""
     (folder / TOKENIZER_FILE).write_bytes(tokenizer)
@@ -191,9 +174,8 @@ _CHUNK: Final = 1 << 22
 class ConvertedTokens:
     """Number of tokens and documents written by a conversion.
 
-    Attributes:
-        left_out: empty documents, which the new format cannot hold.
-        ended: documents that got an end-of-document token, which the new format requires.
+    Empty documents, which the new format cannot hold, are left out; `ended` are those that got an end-of-document
+    token, which the new format requires.
     """
 
     tokens: int
@@ -205,20 +187,10 @@ class ConvertedTokens:
 def convert(
     source: Path, to: str, out: Path, tokenizer: Path | None, eod: str | None, overwrite: bool, progress: Progress
 ) -> ConvertedTokens:
-    """Convert token files to another format atomically.
+    """Convert token files of any system to another format, or to `threefold`, atomically; `out` may be a prefix.
 
-    Args:
-        source: token files of any system.
-        to: `threefold`, or the name of a token format that can be written.
-        out: folder to create, or prefix of the files.
-        tokenizer: for `threefold`, a tokenizer.json; None if the source has its own.
-        eod: for `threefold`, the name of the end-of-document token; None finds a usual one.
-        overwrite: whether existing output of this program at `out` may be replaced.
-        progress: receives the bytes converted.
-
-    Raises:
-        UserError: the format is unknown or cannot hold the tokens, the source cannot be read, its tokenizer is unknown
-            or another one, or `out` cannot be written.
+    For `threefold`, a tokenizer.json is needed if the source has none; `eod` is the name of the end-of-document token,
+    and None finds a usual one.
     """
     if to == THREEFOLD:
         return to_threefold(source, out, tokenizer, eod, overwrite, progress)
@@ -251,18 +223,10 @@ def _require_no_mask(source: Path) -> None:
 def to_threefold(
     source: Path, out: Path, tokenizer: Path | None, end: str | None, overwrite: bool, progress: Progress
 ) -> ConvertedTokens:
-    """Write a folder like those of `threefold data prepare` atomically. Raises like `convert`.
+    """Write a folder like those of `threefold data prepare` atomically.
 
-    This format needs a tokenizer, and non-empty documents that end with its end-of-document token: empty documents are
-    left out, and those without the token get it.
-
-    Args:
-        source: token files of any system.
-        out: folder to create.
-        tokenizer: a tokenizer.json; None if the source has its own.
-        end: name of the end-of-document token; None finds a usual one.
-        overwrite: whether token files at `out` may be replaced.
-        progress: receives the bytes converted.
+    This format needs a tokenizer, and non-empty documents that end with its end-of-document token `end`: empty
+    documents are left out, and those without the token get it.
     """
     read = [source] if tokenizer is None else [source, tokenizer]
     check_replaceable(out, read, overwrite, listing=list_token_files)
@@ -298,7 +262,7 @@ def to_threefold(
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         made_of = SourceFile(os.fspath(path), path.stat().st_size, len(stored.documents) - 1, digest)
-        _complete(folder, writer, tokenizer.read_bytes(), corpus.vocab_size, eod, corpus.rule, [made_of])
+        _complete(folder, writer, tokenizer.read_bytes(), corpus.vocab_size, eod, corpus.rule, [made_of], 0, False)
     return ConvertedTokens(writer.tokens, writer.documents, left_out, ended)
 
 

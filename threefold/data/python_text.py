@@ -21,16 +21,9 @@ from threefold.output import staged_files
 
 TOPICS_FILE: Final = "python_topics.jsonl"
 DOCSTRINGS_FILE: Final = "python_docstrings.jsonl"
-_MARKED_AS: Final = "python_text"
-
 # Third-party packages, and tests, which some installations lack and which have little prose.
 _LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _MIN_CHARACTERS: Final = 40
-_MIN_WORDS: Final = 6
-_MIN_LETTERS: Final = 0.55
-_MIN_DOCUMENT: Final = 80
-
-_DOCUMENTED: Final = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 @dataclass(frozen=True)
@@ -45,15 +38,8 @@ class SampleSummary:
 def write_sample(folder: Path, library: Path | None = None) -> SampleSummary:
     """Write the sample corpus to `folder` as JSON lines with the key "text": a document per topic and per module.
 
-    The same Python writes the same bytes. Paragraphs that occurred before are left out, so that held-out documents are
-    not copies of others.
-
-    Args:
-        folder: destination; created if missing.
-        library: folder of a Python standard library; None uses this Python's.
-
-    Raises:
-        UserError: this Python has no source files, or `folder` cannot be written.
+    The same Python, whose standard library may be given, writes the same bytes. Paragraphs that occurred before are
+    left out, so that held-out documents are not copies of others.
     """
     library = library or Path(sysconfig.get_path("stdlib"))
     try:
@@ -74,7 +60,7 @@ def write_sample(folder: Path, library: Path | None = None) -> SampleSummary:
     }
     if any(not _holds(folder / name, content) for name, content in contents.items()):
         # Files with this program's marker may be replaced, such as those of another Python.
-        with staged_files(folder / _MARKED_AS, list(contents), inputs=(), overwrite=True) as staging:
+        with staged_files(folder / "python_text", list(contents), inputs=(), overwrite=True) as staging:
             for name, content in contents.items():
                 (staging / name).write_bytes(content)
     files = tuple(folder / name for name in contents)
@@ -93,11 +79,12 @@ def _topics(library: Path) -> Iterator[str]:
 def _docstrings(library: Path) -> Iterator[str]:
     for path in sorted(library.rglob("*.py"), key=lambda path: path.relative_to(library).parts):
         if _LEFT_OUT.isdisjoint(path.relative_to(library).parts) and (tree := _parse(path)) is not None:
-            yield "\n\n".join(docstring for docstring in _docstrings_of(tree) if _is_prose(docstring))
+            yield "\n\n".join(filter(_is_prose, _docstrings_of(tree)))
 
 
 def _docstrings_of(node: ast.AST) -> Iterator[str]:
-    if isinstance(node, _DOCUMENTED) and (docstring := ast.get_docstring(node)):
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    if isinstance(node, documented) and (docstring := ast.get_docstring(node)):
         yield docstring
     for child in ast.iter_child_nodes(node):
         if not isinstance(child, ast.expr):  # expressions hold no docstrings
@@ -115,7 +102,7 @@ def _parse(path: Path) -> ast.Module | None:
 
 def _is_prose(text: str) -> bool:
     letters = sum(character.isalpha() for character in text)
-    return len(text) >= _MIN_CHARACTERS and len(text.split()) >= _MIN_WORDS and letters >= _MIN_LETTERS * len(text)
+    return len(text) >= _MIN_CHARACTERS and len(text.split()) >= 6 and letters >= 0.55 * len(text)
 
 
 def _distinct(texts: Iterable[str], seen: set[str]) -> Iterator[str]:
@@ -124,13 +111,11 @@ def _distinct(texts: Iterable[str], seen: set[str]) -> Iterator[str]:
         for paragraph in inspect.cleandoc(text).split("\n\n"):
             words = " ".join(paragraph.split())
             # Headings and code one-liners may repeat; sentences may not.
-            if len(words) >= _MIN_CHARACTERS:
-                if words in seen:
-                    continue
+            if len(words) < _MIN_CHARACTERS or words not in seen:
                 seen.add(words)
-            paragraphs.append(paragraph.rstrip())
+                paragraphs.append(paragraph.rstrip())
         document = "\n\n".join(paragraphs).strip()
-        if len(document) >= _MIN_DOCUMENT:
+        if len(document) >= 2 * _MIN_CHARACTERS:
             yield document
 
 

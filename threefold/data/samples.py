@@ -14,8 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from math import lcm
-from typing import Final, Protocol
+from typing import Final
 
 import numpy as np
 
@@ -27,9 +26,8 @@ SPLITS: Final = ("train", "valid", "test")
 
 def parse_split(text: str) -> tuple[float, float, float]:
     """Parse weights of train, valid and test such as "949,50,1"; missing ones are 0. Raises UserError if malformed."""
-    fields = [field.strip() for field in text.split(",")]
     try:
-        weights = [float(field) for field in fields]
+        weights = [float(field) for field in text.split(",")]
     except ValueError:
         weights = []
     if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or weights[0] == 0:
@@ -42,11 +40,7 @@ def parse_split(text: str) -> tuple[float, float, float]:
 
 
 def document_counts(documents: int, split: str) -> dict[str, int]:
-    """Divide `documents` among the splits by largest remainder; each split with a weight above 0 gets at least 1.
-
-    Raises:
-        UserError: there are fewer documents than splits with a weight.
-    """
+    """Divide `documents` among the splits by largest remainder; each split with a weight above 0 gets at least 1."""
     weights = np.array(parse_split(split))
     wanted = int(np.count_nonzero(weights))
     if documents < wanted:
@@ -69,8 +63,7 @@ def document_counts(documents: int, split: str) -> dict[str, int]:
 def document_runs(documents: int, split: str, name: str) -> Int64Array:
     """Return the documents of split `name`, in file order, as runs of consecutive numbers.
 
-    Returns:
-        int64 [runs, 2]: first document of each run, and one past its last. No rows if the split is empty.
+    int64 [runs, 2]: first document of each run, and one past its last. No rows if the split is empty.
     """
     counts = document_counts(documents, split)
     largest = max(counts, key=lambda key: counts[key])
@@ -97,46 +90,54 @@ def _assigned(documents: int, counts: dict[str, int], name: str) -> Int64Array:
     return np.sort(KeyedPermutation(documents, seed=0, purpose="split")(places))
 
 
-class Samples(Protocol):
-    """Samples of equal length S, the same on every rank."""
+class Samples:
+    """Samples of equal length S, the same on every rank; those of one corpus define only the first four methods."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+        """Return inputs and labels, int64 [rows, S] each; ignored labels are -100. Raises UserError for damaged files.
+
+        `indices` is int64 [rows], here and below.
+        """
+        raise NotImplementedError
+
+    def documents(self, indices: Int64Array) -> Int64Array:
+        """Return the document of each input token, for the attention mask: int64 [rows, S], non-decreasing in a row."""
+        raise NotImplementedError
+
+    def padding(self, indices: Int64Array) -> Int64Array:
+        """Return the number of padding tokens of each sample: int64 [rows]."""
+        raise NotImplementedError
 
     def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
         """Return the sample that a run reads as its n-th, for each n in `counters`: int64 [rows].
 
         This is the sampler. The result depends on (seed, n) alone.
         """
-
-    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return inputs and labels, int64 [rows, S] each; ignored labels are -100. Raises UserError for damaged files.
-
-        Args:
-            indices: int64 [rows].
-        """
-
-    def documents(self, indices: Int64Array) -> Int64Array:
-        """Return the document of each input token, for the attention mask: int64 [rows, S], non-decreasing in a row."""
+        return samples_at(counters, len(self), seed)
 
     def positions(self, indices: Int64Array) -> Int64Array | None:
         """Return the position of each input token, int64 [rows, S], if positions restart with each document.
 
         None if they always count from the start of the sample.
         """
-
-    def padding(self, indices: Int64Array) -> Int64Array:
-        """Return the number of padding tokens of each sample: int64 [rows]."""
+        return None
 
     @property
     def parts(self) -> "tuple[MixturePart, ...]":
         """Corpora that the samples come from, with weights that sum to 1."""
+        return (MixturePart("", self, 1.0),)
 
     def epochs(self, counter: int) -> dict[str, float]:
         """Return the passes over each part of a mixture after `counter` samples, by name; empty for a single corpus."""
+        return {}
 
     @property
     def notes(self) -> tuple[str, ...]:
         """Sentences that a user should know about how the samples were made."""
+        return ()
 
 
 @dataclass(frozen=True)
@@ -148,38 +149,12 @@ class MixturePart:
     weight: float
 
 
-class SingleCorpus(Samples, Protocol):
-    """Base of the samples of one corpus: a keyed order, and positions that count from the start of the sample."""
-
-    @property
-    def parts(self) -> tuple[MixturePart, ...]:
-        return (MixturePart("", self, 1.0),)
-
-    def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
-        return samples_at(counters, len(self), seed)
-
-    def epochs(self, counter: int) -> dict[str, float]:
-        return {}
-
-    @property
-    def notes(self) -> tuple[str, ...]:
-        return ()
-
-    def positions(self, indices: Int64Array) -> Int64Array | None:
-        return None
-
-
 @dataclass(frozen=True)
 class ConsumedSamples:
     """Number of training samples consumed before each step, counted from where a run starts or resumes.
 
     It determines what a step reads, because the order of samples is a permutation of this count. It is the step times
-    the global batch size until a run resumes with another batch size and counts on.
-
-    Attributes:
-        per_step: global batch size.
-        step: updates made at the start or resume.
-        samples: samples consumed by then.
+    the global batch size (`per_step`) until a run resumes with another batch size, at `step`, and counts on.
     """
 
     per_step: int
@@ -201,26 +176,15 @@ class ConsumedSamples:
 
 
 LONGEST_PERIOD: Final = 65_536
-"""Maximum number of samples after which a mixture repeats; weights that need more are rounded to multiples of 1/65,536.
-"""
+"""Most samples after which a mixture repeats; weights that need more are rounded to multiples of 1/65,536."""
 
 
 class Blend:
-    """Corpus of each sample of a run, for k weighted corpora.
+    """Corpus of each sample of a run, for k weighted corpora; only the ratios of the weights matter.
 
     Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): after any number n of
     samples, the count of each corpus differs from n · weight by at most 1 − 1 / (2k − 2), the best bound that holds for
-    all weights. The assignment repeats as soon as all shares are whole numbers, so one period is stored.
-
-    Args:
-        weights: one weight above 0 per corpus; only their ratios matter.
-
-    Attributes:
-        shares: int64 [k], samples of each corpus in a period.
-        period: sum of the shares.
-
-    Raises:
-        UserError: a weight is too small a part of the sum.
+    all weights. The assignment repeats as soon as all shares, int64 [k], are whole numbers, so one period is stored.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -232,11 +196,7 @@ class Blend:
             self._before[self._corpora == corpus] = np.arange(share)
 
     def __call__(self, counters: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the corpus of each sample, and how many samples of that corpus come before it: two int64 [rows].
-
-        Args:
-            counters: int64 [rows], numbers of samples of the run.
-        """
+        """Return the corpus of each sample of a run, and how many of that corpus come before it: two int64 [rows]."""
         periods, places = np.divmod(counters, self.period)
         corpora = self._corpora[places]
         return corpora, periods * self.shares[corpora] + self._before[places]
@@ -247,22 +207,21 @@ class Blend:
         return periods * self.shares + np.bincount(self._corpora[:rest], minlength=len(self.shares))
 
 
-@dataclass(frozen=True, eq=False)
-class MixedSamples:
+class MixedSamples(Samples):
     """Samples of one split of several corpora: the first corpus's, then the second's, and so on.
 
-    The weights of `parts` sum to 1; `blend` is the order in which a run reads them.
+    They are read in the order of a `Blend` of the weights, of which only the ratios matter.
     """
 
-    parts: tuple[MixturePart, ...]
-    blend: Blend
-
-    @classmethod
-    def of(cls, parts: Sequence[MixturePart]) -> "MixedSamples":
-        """Mix parts by their weights; only the ratios of these matter. Raises UserError if a weight is too small."""
-        blend = Blend([part.weight for part in parts])
+    def __init__(self, parts: Sequence[MixturePart]) -> None:
+        self.blend = Blend([part.weight for part in parts])
         total = sum(part.weight for part in parts)
-        return cls(tuple(MixturePart(part.name, part.samples, part.weight / total) for part in parts), blend)
+        self._parts = tuple(MixturePart(part.name, part.samples, part.weight / total) for part in parts)
+        self._starts = np.cumsum([0, *(len(part.samples) for part in parts[:-1])]).tolist()
+
+    @property
+    def parts(self) -> tuple[MixturePart, ...]:
+        return self._parts
 
     def __len__(self) -> int:
         return sum(len(part.samples) for part in self.parts)
@@ -270,7 +229,7 @@ class MixedSamples:
     def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
         corpora, own_counters = self.blend(counters)
         indices = np.empty_like(counters)
-        for corpus, (part, start) in enumerate(zip(self.parts, self._starts(), strict=True)):
+        for corpus, (part, start) in enumerate(zip(self.parts, self._starts, strict=True)):
             here = corpora == corpus
             indices[here] = start + part.samples.ordered(own_counters[here], seed)
         return indices
@@ -303,15 +262,11 @@ class MixedSamples:
     def notes(self) -> tuple[str, ...]:
         return tuple(f"{part.name}: {note}" for part in self.parts for note in part.samples.notes)
 
-    def _starts(self) -> list[int]:
-        return np.cumsum([0, *(len(part.samples) for part in self.parts[:-1])]).tolist()
-
     def _divided(self, indices: Int64Array) -> tuple[list[tuple[Samples, Int64Array]], Int64Array]:
         """Return each corpus that has some of these samples and their indices in it, and how to reorder the rows."""
-        starts = self._starts()
-        corpora = np.searchsorted(starts, indices, side="right") - 1
+        corpora = np.searchsorted(self._starts, indices, side="right") - 1
         divided = [
-            (self.parts[corpus].samples, indices[corpora == corpus] - starts[corpus])
+            (self.parts[corpus].samples, indices[corpora == corpus] - self._starts[corpus])
             for corpus in np.unique(corpora).tolist()
         ]
         return divided, np.argsort(np.argsort(corpora, kind="stable"), kind="stable")
@@ -328,14 +283,11 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
     """Return the samples of each corpus in a period: whole numbers in the ratios of the weights as written.
 
     If these would be too large, they are rounded so that they sum to `LONGEST_PERIOD`.
-
-    Raises:
-        UserError: a weight is too small a part of the sum.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(exact)
     parts = [weight / total for weight in exact]
-    period = lcm(*(part.denominator for part in parts))
+    period = math.lcm(*(part.denominator for part in parts))
     if period <= LONGEST_PERIOD:
         return [int(part * period) for part in parts]
     shares = [int(part * LONGEST_PERIOD) for part in parts]
@@ -344,10 +296,9 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
         shares[i] += 1
     for weight, share in zip(weights, shares, strict=True):
         if share == 0:
-            least = float(total / LONGEST_PERIOD)
             raise UserError(
                 f"data.mixture has a weight of {weight:g}, which is less than one sample in {LONGEST_PERIOD:,}; "
-                f"use {least:.2g} at least, or leave it out."
+                f"use {float(total / LONGEST_PERIOD):.2g} at least, or leave it out."
             )
     return shares
 

@@ -14,6 +14,7 @@ import zstandard
 
 from threefold.data.conversations import Chat, Document, chat_of, is_chat, utf8
 from threefold.data.corpus import META_FILE, TOKENS_FILE
+from threefold.data.tokenizer import END_OF_DOCUMENT
 from threefold.errors import UserError
 
 _KINDS: Final = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
@@ -26,16 +27,10 @@ DOCUMENT_END: Final = "<|endoftext|>"
 _TEXT_DOCUMENT: Final = 65_536
 _READ_LINE_LIMIT: Final = 4 * _TEXT_DOCUMENT
 _CHUNK: Final = 1 << 18
-_ROWS: Final = 1024
-"""Rows of a parquet file that are read together."""
 
 
 def find_inputs(inputs: Iterable[Path]) -> list[Path]:
-    """Return the files to read: given files, and all files of a known kind in given folders, sorted by name.
-
-    Raises:
-        UserError: an input does not exist, is of an unknown kind, or is a folder without a file to read.
-    """
+    """Return the files to read: given files, and all files of a known kind in given folders, sorted by name."""
     found: list[Path] = []
     for path in inputs:
         if path.is_dir():
@@ -66,12 +61,7 @@ def is_json_lines(path: Path) -> bool:
 
 
 def holds_chat(path: Path, key: str) -> bool:
-    """Return whether a file's first line is a conversation or a pair. Raises UserError if the file cannot be read.
-
-    Args:
-        path: file of any known kind; all its lines must be of one kind.
-        key: key of the text or the messages in JSON objects.
-    """
+    """Return whether a file's first line is a conversation or a pair; all its lines must be of one kind."""
     if _kind(path) != "json" or not path.is_file():  # a pipe can be read only once
         return False
     with _explained(path), path.open("rb") as raw:
@@ -85,19 +75,13 @@ def holds_chat(path: Path, key: str) -> bool:
 class SourceReader:
     """Documents of one input file; counts the `documents` yielded and the `bytes` of the file read so far.
 
-    Args:
-        path: the file.
-        key: key of the text (or the messages) in JSON objects, or column of a parquet file.
-        on_read: called with the number of bytes (as stored) at every read.
-        key_given_by: option or setting that chose `key`, for error messages.
+    `key` is that of the text (or the messages) in JSON objects, or the column of a parquet file, and messages say what
+    gave it. `on_read` is called with the number of bytes, as stored, at every read.
     """
 
     def __init__(self, path: Path, key: str, on_read: Callable[[int], None], key_given_by: str = "--key") -> None:
-        self.path = path
-        self.documents = 0
-        self.bytes = 0
-        self._key, self._key_given_by = key, key_given_by
-        self._on_read = on_read
+        self.path, self._key, self._on_read, self._key_given_by = path, key, on_read, key_given_by
+        self.documents = self.bytes = 0
         self._hash = hashlib.sha256()
 
     @property
@@ -115,14 +99,8 @@ class SourceReader:
 
     def __iter__(self) -> Iterator[Document]:
         """Yield the non-empty documents. Raises UserError if the file cannot be read or a line is malformed."""
-        match _kind(self.path):
-            case "parquet":
-                documents: Iterator[Document] = self._parquet_documents()
-            case "text":
-                documents = self._text_documents()
-            case _:
-                documents = self._json_documents()
-        for document in documents:
+        readers = {"parquet": self._parquet_documents, "text": self._text_documents}
+        for document in readers.get(_kind(self.path) or "", self._json_documents)():
             if not isinstance(document, str) or document.strip():
                 self.documents += 1
                 yield document
@@ -164,8 +142,7 @@ class SourceReader:
     def _json_documents(self) -> Iterator[Document]:
         holds_chat: bool | None = None
         for value, number in self.objects():
-            if holds_chat is None:
-                holds_chat = is_chat(value, self._key)
+            holds_chat = is_chat(value, self._key) if holds_chat is None else holds_chat
             if holds_chat and not is_chat(value, self._key):
                 raise UserError(
                     f"{self.path}:{number} has no messages and no prompt with a completion, which the lines before it "
@@ -178,7 +155,7 @@ class SourceReader:
         size = 0
         with self._stream() as stream:
             for line in iter(lambda: stream.readline(_READ_LINE_LIMIT), ""):
-                is_end = line.strip() == DOCUMENT_END
+                is_end = line.strip() == END_OF_DOCUMENT  # alone on a line, as in other public corpora
                 if not is_end:
                     document.append(line)
                     size += len(line)
@@ -209,7 +186,7 @@ class SourceReader:
                         f'{self.path} has no text in column "{self._key}" but {kind}; name a column of strings with '
                         "--key"
                     )
-                for batch in file.iter_batches(batch_size=_ROWS, columns=[self._key]):
+                for batch in file.iter_batches(batch_size=1024, columns=[self._key]):
                     yield from (text for text in batch.column(0).to_pylist() if text is not None)
                     # Parquet is read out of order, so a second reader follows for the hash and the progress.
                     rows += batch.num_rows
@@ -291,11 +268,8 @@ class _ZstdFile(io.RawIOBase):
     """
 
     def __init__(self, file: io.BufferedReader) -> None:
-        self._file = file
-        self._frame = zstandard.ZstdDecompressor().decompressobj()
-        self._in_frame = False
-        self._input = b""
-        self._output = memoryview(b"")
+        self._file, self._input, self._output = file, b"", memoryview(b"")
+        self._frame, self._in_frame = zstandard.ZstdDecompressor().decompressobj(), False
 
     def readable(self) -> bool:
         return True

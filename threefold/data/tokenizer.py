@@ -2,7 +2,6 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self
@@ -19,10 +18,8 @@ SpecialTokens = Literal["parse", "text"]
 class TextRule:
     """Rule for encoding text, beyond the tokenizer itself.
 
-    Attributes:
-        special_tokens: how text that spells a special token is encoded.
-        beginning: tokens put before each text (Llama's `<|begin_of_text|>`); most tokenizers have none.
-        is_assumed: whether the rule is a guess because nothing records it, as for token files of other systems.
+    `beginning` are tokens put before each text (Llama's `<|begin_of_text|>`); most tokenizers have none. A rule is
+    assumed if nothing records it, as for token files of other systems.
     """
 
     special_tokens: SpecialTokens = "parse"
@@ -56,39 +53,13 @@ class TextEncoder:
         tokenizer.encode_special_tokens = rule.special_tokens == "text"
         self.tokenizer, self.rule = tokenizer, rule
 
-    @property
-    def beginning(self) -> tuple[int, ...]:
-        return self.rule.beginning
-
     def encode(self, text: str) -> list[int]:
         """Encode a text; the beginning is added unless the text itself spells it."""
         # A single text, because a batch would be spread over threads; "fast" skips the offsets.
-        return self._begun(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        return self.begun(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
-    def encode_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Encode a text, and return its tokens and the span of each in it: first character, and one past the last.
-
-        The beginning has the span (0, 0).
-        """
-        encoding = self.tokenizer.encode(text, add_special_tokens=False)
-        ids = self._begun(encoding.ids)
-        return ids, [(0, 0)] * (len(ids) - len(encoding.ids)) + encoding.offsets
-
-    @contextmanager
-    def specials_as(self, special_tokens: SpecialTokens) -> Iterator[Tokenizer]:
-        """Yield the tokenizer with a different treatment of special tokens within the block."""
-        before = self.tokenizer.encode_special_tokens
-        self.tokenizer.encode_special_tokens = special_tokens == "text"
-        try:
-            yield self.tokenizer
-        finally:
-            self.tokenizer.encode_special_tokens = before
-
-    def special_ids(self) -> dict[int, str]:
-        added = self.tokenizer.get_added_tokens_decoder()
-        return {token: one.content for token, one in added.items() if one.special}
-
-    def _begun(self, ids: list[int]) -> list[int]:
+    def begun(self, ids: list[int]) -> list[int]:
+        """Return the tokens of a text with the beginning, unless they have it."""
         beginning = list(self.rule.beginning)
         return ids if ids[: len(beginning)] == beginning else beginning + ids
 

@@ -52,15 +52,10 @@ _ALONE: Final = 32_000_000
 
 @dataclass(frozen=True)
 class JsonLines:
-    """File with one JSON object per line.
+    """File with one JSON object per line: its text or its messages under `key`.
 
-    Attributes:
-        tokenizer_file: tokenizer.json for its text.
-        key: key of the text or the messages in an object.
-        given_eod: token put after each text; None uses the tokenizer's usual one.
-        cache: folder for encoded text; None uses one next to the file, or the user's cache if that is not writable.
-        special_tokens: how text that spells a special token is encoded.
-        chat_template: file with the chat template of conversations; None looks next to the tokenizer.
+    `given_eod` is put after each text; None uses the tokenizer's usual one. A `cache` of None is next to the file, or
+    the user's cache if that is not writable; a `chat_template` of None is found next to the tokenizer.
     """
 
     path: Path
@@ -82,11 +77,7 @@ class JsonLines:
     @cached_property
     def template(self) -> ChatTemplate | None:
         """Chat template of the conversations. Raises UserError if the one that is named or found is not valid."""
-        if not self.holds_chat:
-            return None
-        if self.chat_template is not None:
-            return ChatTemplate.read(self.chat_template, self.tokenizer_file)
-        return ChatTemplate.beside(self.tokenizer_file)
+        return ChatTemplate.read(self.chat_template, self.tokenizer_file) if self.holds_chat else None
 
     @cached_property
     def vocab_size(self) -> int:
@@ -120,11 +111,7 @@ class JsonLines:
             ) from None
 
     def corpus(self, sequence_length: int, progress: Progress) -> Corpus:
-        """Return the lines as tokens, from the cache or encoded now, on all cores if the file is large.
-
-        Raises:
-            UserError: a line is damaged, no line has text, or the cache cannot be written.
-        """
+        """Return the lines as tokens, from the cache or encoded now, on all cores if the file is large."""
         return self.conversations(progress) if self.holds_chat else self.encoded(sequence_length, progress)
 
     def encoded(self, sequence_length: int, progress: Progress) -> "EncodedLines":
@@ -230,8 +217,6 @@ FACTS: Final = "meta.json"
 """File written last, with the size and checksum of every other file of the folder, and its own checksum."""
 _SMALL: Final = 1 << 30
 """Bytes of the largest file that is checked each time it is opened."""
-_SETTLED: Final = 2.0
-"""Seconds after which a change of a file shows in its timestamp on any file system."""
 
 
 def default_roots(path: Path) -> list[Path]:
@@ -247,16 +232,8 @@ def default_roots(path: Path) -> list[Path]:
 def cached(roots: list[Path], name: str, write: Callable[[Path], None]) -> Path:
     """Return the complete folder `name` in one of `roots`; create it with `write` if there is none.
 
-    If several processes need it at once, one writes and the others wait. If the writer is killed, its partial output is
-    discarded and the next one starts again.
-
-    Args:
-        roots: folders to search; the first writable one gets a new entry.
-        name: name of the entry.
-        write: function that fills the folder it is given.
-
-    Raises:
-        UserError: no root is writable, or the disk is full.
+    The first writable root gets a new entry. If several processes need it at once, one writes and the others wait. If
+    the writer is killed, its partial output is discarded and the next one starts again.
     """
     for root in roots:
         if _is_whole(root / name):
@@ -339,12 +316,7 @@ def _is_whole(folder: Path) -> bool:
 def content_hash(path: Path, roots: list[Path]) -> str:
     """Return the SHA-256 of a file, reading it only if it may have changed since it was last hashed.
 
-    Args:
-        path: the file.
-        roots: folders to search for the stored hash; the first writable one stores it.
-
-    Raises:
-        UserError: the file cannot be read.
+    The stored hash is searched in all `roots`; the first writable one stores it.
     """
     require_file(path)  # first, as a loop of links would not resolve
     stamp = f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.hash"
@@ -359,7 +331,8 @@ def content_hash(path: Path, roots: list[Path]) -> str:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}).") from None
-    for root in roots if started - stat.st_mtime > _SETTLED else ():
+    # After two seconds, a change of a file shows in its timestamp on any file system.
+    for root in roots if started - stat.st_mtime > 2 else ():
         with suppress(OSError):
             root.mkdir(parents=True, exist_ok=True)
             fresh = root / f"{stamp}.{os.getpid()}"

@@ -30,17 +30,11 @@ _VERSION: Final = 1
 _HEADER: Final = struct.Struct("<9sQBQQ")
 _CODES: Final = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 _FLOATS: Final = {6: "float64", 7: "float32"}
-_CHUNK: Final = 1 << 22
-"""Tokens that are copied at once."""
 _MAKE_AGAIN: Final = "copy it again, or make it again with Megatron-LM's tools/preprocess_data.py"
 
 
 def read_megatron(prefix: Path) -> StoredTokens:
-    """Read the tokens of PREFIX.bin and PREFIX.idx.
-
-    Raises:
-        UserError: a file is missing, truncated or not of this format, or the two contradict each other.
-    """
+    """Read the tokens of PREFIX.bin and PREFIX.idx. Raises UserError if they are damaged or of another format."""
     idx, tokens_file = with_ending(prefix, IDX), with_ending(prefix, BIN)
     for path in (idx, tokens_file):
         if not os.path.lexists(path):
@@ -153,8 +147,8 @@ def write_megatron(stored: StoredTokens, prefix: Path, progress: Progress) -> No
     little = stored.tokens.dtype.newbyteorder("<")
     progress.phase("Copying tokens", stored.tokens.nbytes)
     with with_ending(prefix, BIN).open("wb") as file:
-        for start in range(0, len(stored.tokens), _CHUNK):
-            chunk = np.ascontiguousarray(stored.tokens[start : start + _CHUNK], dtype=little)
+        for start in range(0, len(stored.tokens), 1 << 22):
+            chunk = np.ascontiguousarray(stored.tokens[start : start + (1 << 22)], dtype=little)
             file.write(chunk.data)
             progress.advance(chunk.nbytes)
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from threefold.constants import IGNORE_INDEX
-from threefold.data.samples import SPLITS, SingleCorpus, document_numbers
+from threefold.data.samples import SPLITS, Samples, document_numbers
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
 from threefold.files import describe_error, first_of, shown
@@ -41,11 +41,8 @@ class OwnData:
     Samples shorter than `data.sequence_length` are padded at the end. For a user's own model, all other samples are
     nestings of tensors, arrays and numbers of equal shapes; mappings keep all their keys.
 
-    Attributes:
-        path: `package.module:Name` or `file.py:Name`.
-        parts: datasets by name of the split, or the whole under the empty name.
-        vocab_size: number of token ids; 1 if samples are not tokens and no setting gives it.
-        is_nested: whether samples are nestings of tensors.
+    `parts` has datasets by name of the split, or the whole under the empty name. `vocab_size` is 1 if samples are not
+    tokens and no setting gives it.
     """
 
     path: str
@@ -61,16 +58,10 @@ class OwnData:
 
     @classmethod
     def open(cls, path: str, vocab_size: int | None, for_own_model: bool = False) -> "OwnData":
-        """Load the dataset at an import path.
-
-        Args:
-            path: import path, as in the class.
-            vocab_size: number of token ids in the config.
-            for_own_model: whether samples may be something other than tokens.
+        """Load the dataset at an import path; for an own model, samples may be something other than tokens.
 
         Raises:
-            UserError: it cannot be imported, is not a dataset, nothing gives the number of token ids, or its first
-                sample has keys that the model does not know.
+            UserError: it cannot be imported, is no dataset, or its first sample has keys that the model does not know.
         """
         parts = _parts(path)
         if for_own_model and is_nested(path):
@@ -104,7 +95,7 @@ class OwnData:
             unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
             raise UserError(f"{named(self.path)}, whose {name} part is empty: {remedy}{unevaluated}.")
         if self.is_nested:
-            return NestedSamples(self.path, part, chosen.astype(np.int64))  # type: ignore[abstract]  # `batch` in place of the rest
+            return NestedSamples(self.path, part, chosen.astype(np.int64))
         return OwnSamples(self, part, chosen.astype(np.int64), sequence_length)
 
 
@@ -139,7 +130,7 @@ def _unknown_keys(sample: Any) -> str:
 
 
 @dataclass(frozen=True, eq=False)
-class OwnSamples(SingleCorpus):
+class OwnSamples(Samples):
     """Samples of one split of a dataset, each padded to `sequence_length` tokens.
 
     `chosen`, int64 [samples], are their indices in the dataset `part`.
@@ -251,13 +242,10 @@ def _is_data_set(thing: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class NestedSamples(SingleCorpus):
-    """Samples of one split of a dataset, batched as by `torch.utils.data.DataLoader`.
+class NestedSamples(Samples):
+    """Samples of one split of a dataset, batched by `batch`, as by `torch.utils.data.DataLoader`.
 
-    Attributes:
-        path: import path of the dataset.
-        part: the dataset.
-        chosen: int64 [samples], the samples of the split, as indices in the dataset.
+    `path` is the import path of the dataset `part`; `chosen`, int64 [samples], are the samples' indices in it.
     """
 
     path: str
@@ -271,8 +259,7 @@ class NestedSamples(SingleCorpus):
         """Collate samples into one nesting, in which every leaf is a tensor with a batch dim (dim 0).
 
         Raises:
-            UserError: a sample cannot be read, holds something other than tensors, arrays and numbers, or differs in
-                shape.
+            UserError: a sample cannot be read, holds something but tensors, arrays and numbers, or differs in shape.
         """
         from torch.utils.data import default_collate  # imports torch, which errors about a config should not wait for
 

@@ -21,8 +21,6 @@ from threefold.errors import UserError
 from threefold.files import require_file, shown
 from threefold.random import Int64Array
 
-_MOST_PACKED: Final = 1100
-"""Upper bound of deflate's compression ratio; a larger claim means damage."""
 _LOCAL_HEADER: Final = struct.Struct("<4s22xHH")
 # Errors that the libraries raise for a damaged file; RuntimeError if the damage looks like encryption.
 _DAMAGE: Final = (OSError, EOFError, ValueError, KeyError, RuntimeError, struct.error, zipfile.BadZipFile, zlib.error)
@@ -41,11 +39,8 @@ def read_npy(path: Path) -> Column:
 def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, Column]:
     """Read the arrays called `names` in a .npz file; missing ones are left out.
 
-    A member stored uncompressed, as by `np.savez`, stays in the file; a compressed one is unpacked into memory.
-
-    Raises:
-        UserError: the file cannot be read, is truncated, or holds anything but one-dimensional integers under these
-            names.
+    A member stored uncompressed, as by `np.savez`, stays in the file; a compressed one is unpacked into memory. Raises
+    UserError if the file is damaged or holds anything but one-dimensional integers under these names.
     """
     with _explained(path), zipfile.ZipFile(path) as archive, path.open("rb") as file:
         members = {member.filename: member for member in archive.infolist()}
@@ -73,7 +68,8 @@ def _member(
     with archive.open(member) as stream:
         (count,), dtype = _read_header(stream)
         header, size = stream.tell(), count * dtype.itemsize
-        if header + size != member.file_size or member.file_size > _MOST_PACKED * (member.compress_size + 1):
+        # Deflate packs numbers a thousandfold at most; a larger claim means damage.
+        if header + size != member.file_size or member.file_size > 1100 * (member.compress_size + 1):
             held = (member.file_size - header) // dtype.itemsize
             raise ValueError(f"{member.filename} holds {max(0, held):,} numbers and its header says {count:,}")
         if size > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // 2:
@@ -136,11 +132,7 @@ _AGAIN: Final = "copy the files again, or make them again"
 
 
 def read_paddlefleetx(prefix: Path) -> StoredTokens:
-    """Read the tokens of PREFIX_ids.npy and PREFIX_idx.npz.
-
-    Raises:
-        UserError: a file is missing, truncated or not of this format, or the two contradict each other.
-    """
+    """Read the tokens of PREFIX_ids.npy and PREFIX_idx.npz. Raises UserError if they are damaged."""
     ids_file, idx_file = (with_ending(prefix, ending) for ending in (IDS_NPY, IDX_NPZ))
     ids, index = read_npy(ids_file), read_npz(idx_file, ("lens", "docs"))
     sequences = _sequence_starts(idx_file, ids_file, _named(index, "lens", idx_file), ids)
@@ -158,7 +150,7 @@ def read_paddlefleetx(prefix: Path) -> StoredTokens:
 
 
 def read_paddlefleetx_npz(prefix: Path) -> StoredTokens:
-    """Read the tokens of PREFIX_ids.npz. Raises UserError if it is damaged or not of this format."""
+    """Read the tokens of PREFIX_ids.npz. Raises UserError if it is damaged."""
     path = with_ending(prefix, IDS_NPZ)
     columns = read_npz(path, ("ids", "lens"))
     ids = _named(columns, "ids", path)

@@ -49,7 +49,7 @@ class TokenFormat:
 
 
 def token_formats() -> dict[str, TokenFormat]:
-    """Return all formats by name, including installed packages'. Raises UserError if one cannot be imported."""
+    """Return all formats by name, including installed packages'."""
     return {name: TOKEN_FORMATS.load(name) for name in TOKEN_FORMATS.names()}
 
 
@@ -60,7 +60,6 @@ def with_ending(prefix: Path, ending: str) -> Path:
 
 def open_corpus(
     path: Path | str,
-    *,
     tokenizer: Path | None = None,
     eod: int | None = None,
     vocab_size: int | None = None,
@@ -68,14 +67,8 @@ def open_corpus(
 ) -> Corpus:
     """Open the corpus at `path`: a folder of `threefold data prepare`, or token files of another system.
 
-    Args:
-        path: a folder, the prefix of the files' names, or one of the files.
-        tokenizer: tokenizer.json for files that have none of their own.
-        eod: end-of-document token of such files; None uses the tokenizer's usual one, if the first and the last
-            document end with it.
-        vocab_size: number of token ids, if there is no tokenizer.
-        special_tokens: how text that spells special tokens became tokens; None uses what a folder records, and `parse`
-            for files of other systems.
+    For such files, `eod` None uses the tokenizer's usual end-of-document token if the first and the last document end
+    with it, and `special_tokens` None means `parse`.
 
     Raises:
         UserError: there are no token files, they are damaged, or the arguments do not fit them.

@@ -33,6 +33,7 @@ from threefold.data.corpus import (
     Corpus,
     StoredArray,
     StoredTokens,
+    damaged,
     load_column,
 )
 from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
@@ -69,17 +70,11 @@ class Meta:
     """Facts about a folder of token files.
 
     Attributes:
-        dtype: key of `TOKEN_DTYPES`.
-        vocab_size: number of token ids, including special tokens.
-        eod: id of the end-of-document token.
         tokens: number of tokens, including end-of-document tokens.
-        documents: number of documents.
         text_bytes: bytes of the documents' text as UTF-8; 0 if unknown.
-        tokenizer_sha256: SHA-256 of tokenizer.json.
         sources: files the documents came from, in order.
-        special_tokens: how text that spells a special token was encoded: `parse` or `text`.
+        special_tokens: how text that spells a special token was encoded.
         beginning: tokens put before each text.
-        loss_mask: whether there is a file that marks which tokens count.
         checksums: checksum of each other file of the folder, by name; empty in folders of version 1.
     """
 
@@ -135,9 +130,7 @@ class Meta:
             )
         if version == VERSION:
             if unseal({"format": FORMAT, "version": version, **facts}) is None:
-                raise UserError(
-                    f"{shown(path)} is damaged (its checksum is not the one that was written); {_PREPARE_AGAIN}"
-                )
+                raise UserError(damaged(path, _PREPARE_AGAIN))
             del facts["checksum"]
         try:
             if version == VERSION and "checksums" not in facts:
@@ -167,7 +160,6 @@ def list_token_files(folder: Path) -> Collection[str] | None:
     return {META_FILE, *CHECKED, *CHAT_FILES} if isinstance(facts, dict) and facts.get("format") == FORMAT else None
 
 
-FOLDER_FORMAT: Final = "Threefold"
 _AGAIN: Final = "prepare the data again with `threefold data prepare`"
 
 
@@ -209,9 +201,7 @@ class TokenFiles(Corpus):
         for name in (DOCUMENTS_FILE, *((LOSS_MASK_FILE,) if files.holds_chat else ())):
             expected = meta.checksums.get(name)
             if expected is not None and checksum(path / name) != expected:
-                raise UserError(
-                    f"{shown(path / name)} is damaged (its checksum is not the one that was written); {_AGAIN}"
-                )
+                raise UserError(damaged(path / name, _AGAIN))
         starts = files.documents
         if starts[0] != 0 or starts[-1] != meta.tokens or not np.all(np.diff(starts) > 0):
             raise UserError(f"{documents_file} does not fit {TOKENS_FILE}; {_AGAIN}")
@@ -228,7 +218,7 @@ class TokenFiles(Corpus):
 
     def stored(self) -> StoredTokens:
         """Return the tokens in the form shared by all formats."""
-        return StoredTokens(self.path, FOLDER_FORMAT, self.files, self.tokens, self.documents)
+        return StoredTokens(self.path, "Threefold", self.files, self.tokens, self.documents)
 
 
 def _check_size(path: Path, dtype: str, count: int) -> None:
