@@ -56,8 +56,8 @@ def test_an_answer_ends_with_the_turn(answering: tuple[Trained, int]) -> None:
     [begun], ends = encode_prompts(trained, [CHAT], REQUEST)
     assert ends == trained.ends() | {end}
     model = trained.load(dtype="fp64")
-    assert next(generate_tokens(model, [begun], REQUEST)).token == end
-    assert [event.token for event in generate_tokens(model, [begun], REQUEST, ends)] == [None]
+    assert next(generate_tokens(model, [begun], REQUEST))[1] == end
+    assert [token for _, token in generate_tokens(model, [begun], REQUEST, ends)] == [None]
     assert list(generate_text(model, [CHAT], REQUEST)) == [(0, None)]
 
 

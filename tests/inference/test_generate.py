@@ -121,9 +121,8 @@ def test_what_has_ended_costs_nothing(model: Model, monkeypatch: pytest.MonkeyPa
 
 def test_events_end_each_prompt_once(model: Model) -> None:
     events = list(generate_tokens(model, PROMPTS, SAMPLED))
-    assert sorted(event.prompt for event in events if event.token is None) == list(range(len(PROMPTS)))
-    last = {event.prompt: event.token for event in events}
-    assert set(last.values()) == {None}
+    assert sorted(prompt for prompt, token in events if token is None) == list(range(len(PROMPTS)))
+    assert set(dict(events).values()) == {None}
 
 
 def test_pieces_are_whole_characters_and_add_up(learned: Trained, model: Model) -> None:

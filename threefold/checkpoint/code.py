@@ -7,7 +7,6 @@ run may name no code, unlike a config that the user wrote.
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, FOLDER, OWN_MODEL, folders, stored_config, usable_config

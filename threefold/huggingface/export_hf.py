@@ -25,7 +25,7 @@ from threefold.dtypes import DTYPES
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import choose_type, imported_config, left_out, split, write_model, write_texts
-from threefold.huggingface.source import check_export, choose_exported
+from threefold.huggingface.source import choose_exported
 from threefold.models.huggingface import WeightMap
 from threefold.models.source import file_source
 from threefold.output import Progress, staged_directory
@@ -34,21 +34,12 @@ CONSTRUCTOR: Final = "model.json"
 """File that names the class or function in the model's file, its keyword arguments, and its tied parameters."""
 
 
-_AT_ONCE: Final = 64 << 20
-"""Bytes of small tensors that are read together."""
-
-
 @dataclass(frozen=True)
 class Export:
     """Request to export the run folder `run` to a new folder `out`.
 
-    Attributes:
-        shard_bytes: maximum bytes of tensors in one file.
-        dtype: dtype of the files, a key of `DTYPES`; None keeps the run's compute dtype, or each weight's stored
-            dtype if the run made no update.
-        overwrite: whether an existing folder at `out` is replaced.
-        model: for a user's own model, the file that makes it; None uses the checkpoint's copy.
-        trust_code: whether the checkpoint's copy of the code may be executed.
+    `shard_bytes` limits the tensors in one file. A `dtype` of None keeps the run's compute dtype, or each weight's
+    stored dtype if the run made no update. `model` and `trust_code` are as in `with_code`.
     """
 
     run: Path
@@ -64,15 +55,9 @@ class Export:
 class Exported:
     """Summary of an export.
 
-    Attributes:
-        family: Hugging Face model_type.
-        step: number of updates that made the weights.
-        parameters: parameter count.
-        dtype: dtype of most of the weights, by bytes.
-        bytes: size of the weights.
-        files, texts: names of the weight files, and of the other files.
-        left_out: training settings that the files have no key for, with their values.
-        warnings: a sentence that names the damaged checkpoints that were skipped, if any.
+    `family` is Hugging Face's model_type; `dtype` that of most of the weights, by bytes; `bytes` the size of the
+    weights. `texts` are the names of the other files. `left_out` are the training settings that the files have no key
+    for, with their values.
     """
 
     family: str
@@ -93,11 +78,9 @@ def export_model(request: Export, progress: Progress) -> Exported:
     A checkpoint that turns out to be damaged while it is read is skipped.
 
     Raises:
-        UserError: there is no checkpoint, no family fits the model, or `out` cannot be written. Nothing is left at
-            `out` then.
+        UserError: no checkpoint is good, no family fits the model, or `out` cannot be written; nothing is left there.
     """
     return_freed_memory()
-    check_export(request.run, request.out, request.overwrite)
     damaged: dict[Path, str] = {}
     while True:
         choice = choose_exported(request.run, damaged)
@@ -146,7 +129,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
         texts = write_texts(checkpoint.path, partial)
         with Shards(partial, planned, request.shard_bytes) as shards:
             sizes = {name: StoredTensor(stored[name][0], dtypes[name]) for name in weights}
-            for share in in_shares(sizes, _AT_ONCE):
+            for share in in_shares(sizes, 64 << 20):  # small tensors are read together
                 ours = {name: torch.empty(size.shape, dtype=size.dtype) for name, size in share.items()}
                 load_tensors({MODEL + name: tensor for name, tensor in ours.items()}, checkpoint.path, alone=True)
                 for name, tensor in ours.items():
@@ -167,11 +150,7 @@ def _place(name: str) -> tuple[int, int, str]:
 
 
 def _write_constructor(config: ModelConfig, folder: Path) -> tuple[str, ...]:
-    """Write the code of a user's own model (its file and the modules it imports) and how to call it; return the names.
-
-    Raises:
-        UserError: the file cannot be used, or the model was given in Python and has no file.
-    """
+    """Write the code of a user's own model (its file and its imports) and how to call it; return the names."""
     source = file_source(config)
     name, given = source.constructor(config)
     arguments = {key: value.settings() if isinstance(value, ModelConfig) else value for key, value in given.items()}

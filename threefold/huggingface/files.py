@@ -23,8 +23,6 @@ from threefold.huggingface.source import CONFIG, read_json
 from threefold.models.family import huggingface_types
 from threefold.models.huggingface import ConfigJson, HuggingFaceType, WeightMap, shortened
 
-_LOOKED_AT: Final = 1 << 20
-"""Number of values checked for finiteness at once."""
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -44,15 +42,9 @@ class Stored:
 class TensorFiles:
     """Weights in a folder, by name.
 
-    Each read reopens its file, because pages read through a mapping count as the process's memory until it is
-    unmapped.
-
-    Args:
-        folder: folder with model.safetensors, or with several files and their index.
-        prefix: prefix of all weight names except the head's; files of a model without a head leave it out.
-
-    Raises:
-        UserError: a file is missing or truncated, or holds something that cannot be read.
+    Each read reopens its file, because pages read through a mapping count as the process's memory until it is unmapped.
+    All weight names except the head's begin with `prefix`; files of a model without a head leave it out. UserError if a
+    file is missing or truncated, or holds something that cannot be read.
     """
 
     def __init__(self, folder: Path, prefix: str) -> None:
@@ -76,14 +68,8 @@ class TensorFiles:
     ) -> Tensor:
         """Read a copy of a box of a tensor.
 
-        Args:
-            name: name of the tensor.
-            rows, columns: start and end in our layout; a tensor with one dim has only rows.
-            index: index of the tensor in a stack; None if it is not stacked.
-            transposed: whether the file stores our rows as columns.
-
-        Raises:
-            UserError: the file cannot be read.
+        `rows` and `columns` are start and end in our layout; a tensor with one dim has only rows. `index` is that of
+        the tensor in a stack. `transposed` says that the file stores our rows as columns.
         """
         stored = self.tensors[name]
         down, across = slice(*rows), slice(*columns)
@@ -97,7 +83,7 @@ class TensorFiles:
                 found = whole[across, down].t() if transposed else whole[down, across]
         # In blocks, since the check makes several copies of its input.
         inner: Tensor = found.t() if found.dim() == 2 and not found.is_contiguous() else found
-        step = max(1, _LOOKED_AT * len(inner) // max(1, inner.numel()))
+        step = max(1, (len(inner) << 20) // max(1, inner.numel()))
         if count := sum(int((~block.isfinite()).sum()) for block in inner.split(step)):
             self._not_finite[name] += count
         return found
@@ -163,29 +149,15 @@ def _contents(path: Path) -> Iterable[Stored]:
 
 GENERATION: Final = "generation_config.json"
 WITH_TOKENIZER: Final = (
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "chat_template.json",
+    *("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
 )
 """Files that describe the use of a tokenizer, above all its chat template."""
-CARRIED: Final = (
-    CONFIG,
-    GENERATION,
-    *WITH_TOKENIZER,
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-)
+CARRIED: Final = (CONFIG, GENERATION, *WITH_TOKENIZER, "added_tokens.json", "vocab.json", "merges.txt")
 PREFIX: Final = "huggingface-"
 
 
 def texts_of(source: Path) -> dict[str, str]:
-    """Read the tokenizer and sidecar files of the model in `source`, keyed by their names in a checkpoint.
-
-    Raises:
-        UserError: a file cannot be read, or the tokenizer is invalid.
-    """
+    """Read the tokenizer and sidecar files of the model in `source`, keyed by their names in a checkpoint."""
     kept = {TOKENIZER: source / TOKENIZER, **{PREFIX + name: source / name for name in CARRIED}}
     texts = {name: read_text(path) for name, path in kept.items() if os.path.lexists(path)}
     for path in (path for name, path in kept.items() if name in texts and path.suffix == ".json"):
@@ -203,13 +175,7 @@ def _tokenizer(text: str, path: Path) -> Tokenizer:
 
 
 def check_tokenizer(text: str, path: Path, rows: int) -> None:
-    """Check that every token of a tokenizer has a row in the embedding. Raises UserError if one has none.
-
-    Args:
-        text: content of tokenizer.json.
-        path: path of the tokenizer, for error messages.
-        rows: rows of the embedding.
-    """
+    """Check that each token of the tokenizer.json `text` has one of the embedding's rows; UserError if not."""
     ids = _tokenizer(text, path).get_vocab(with_added_tokens=True).values()
     largest = max(ids, default=-1)
     if largest >= rows:
@@ -222,12 +188,7 @@ def check_tokenizer(text: str, path: Path, rows: int) -> None:
 def end_tokens(folder: Path, prefix: str = "") -> list[int]:
     """Return the distinct tokens that end a text according to config.json and generation_config.json.
 
-    Args:
-        folder: Hugging Face folder, or a checkpoint.
-        prefix: prefix of the file names; `PREFIX` in a checkpoint.
-
-    Raises:
-        UserError: a file cannot be read.
+    `prefix` is that of the file names: `PREFIX` in a checkpoint, none in a Hugging Face folder.
     """
     found: list[Any] = []
     for path in (folder / f"{prefix}{name}" for name in (CONFIG, GENERATION)):
@@ -282,10 +243,7 @@ class Box:
 def boxes(weight: WeightMap, itemsize: int, by_columns: bool) -> Iterator[Box]:
     """Divide a parameter into boxes of at most `BOX_BYTES`, and into at least `BOXES` of them unless it is small.
 
-    Args:
-        weight: the parameter.
-        itemsize: bytes per element.
-        by_columns: whether to cut the last of two dims instead of the first, which is cut only between groups.
+    If `by_columns`, the last of two dims is cut instead of the first, which is cut only between groups.
     """
     size = prod(weight.shape) * itemsize
     rows, columns = weight.shape[0], weight.shape[-1] if len(weight.shape) > 1 else 1
@@ -300,20 +258,14 @@ def boxes(weight: WeightMap, itemsize: int, by_columns: bool) -> Iterator[Box]:
 def read_box(weight: WeightMap, files: TensorFiles, box: Box) -> Tensor:
     """Read a box of a parameter. Raises UserError if the files cannot be read."""
     groups = range(box.rows[0] // weight.group, box.rows[1] // weight.group)
-    read = [
-        files.read(
-            source.name,
-            (source.start + groups.start * source.rows, source.start + groups.stop * source.rows),
-            box.columns,
-            source.index,
-            weight.transposed,
-        )
-        for source in weight.sources
-    ]
+    read = []
+    for source in weight.sources:
+        rows = (source.start + groups.start * source.rows, source.start + groups.stop * source.rows)
+        read.append(files.read(source.name, rows, box.columns, source.index, weight.transposed))
     if len(read) == 1:
         return read[0].contiguous()
     parts = zip(weight.sources, read, strict=True)
-    return torch.cat([rows.unflatten(0, (len(groups), source.rows)) for source, rows in parts], dim=1).flatten(0, 1)
+    return torch.cat([part.unflatten(0, (len(groups), source.rows)) for source, part in parts], dim=1).flatten(0, 1)
 
 
 def split(weight: WeightMap, parameter: Tensor) -> dict[str, Tensor]:
@@ -327,22 +279,13 @@ def split(weight: WeightMap, parameter: Tensor) -> dict[str, Tensor]:
     return {name: tensor.t() for name, tensor in whole.items()} if weight.transposed else whole
 
 
-_KEPT = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys about tokens that an export keeps from the imported config.json."""
-
-
 def read_model(
     values: Mapping[str, Any], where: str, ignored: Collection[str] = ()
 ) -> tuple[HuggingFaceType, dict[str, Any]]:
     """Return the model type that a config.json names, and the `model` settings it describes.
 
-    Args:
-        values: content of the config.json.
-        where: name of the file, for error messages.
-        ignored: keys to ignore.
-
     Raises:
-        UserError: the model type is unknown, or the config has something unsupported.
+        UserError: the model type is unknown, or the config has something unsupported that is not `ignored`.
     """
     name, types = values.get("model_type"), huggingface_types()
     if not isinstance(name, str) or name not in types:
@@ -361,12 +304,7 @@ def read_model(
 
 
 def choose_type(model: ModelConfig, preferred: str | None) -> HuggingFaceType:
-    """Choose the type to export as: the imported one if it still fits, else the first. Raises UserError if none fits.
-
-    Args:
-        model: resolved settings.
-        preferred: model_type that the model was imported from; None if it was not imported.
-    """
+    """Choose the type to export as: the `preferred` one if it fits, else the first that does; UserError if none."""
     types = huggingface_types()
     own = [kind for kind in types.values() if kind.architecture == model.architecture]
     ordered = sorted(own, key=lambda kind: kind.name != preferred)
@@ -389,16 +327,8 @@ def choose_type(model: ModelConfig, preferred: str | None) -> HuggingFaceType:
 def write_model(
     model: ModelConfig, kind: HuggingFaceType, dtype: str, eod: int | None, imported: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the config.json of a model.
-
-    Args:
-        model: resolved settings.
-        kind: type returned by `choose_type`.
-        dtype: torch's name of the files' dtype.
-        eod: end-of-document token; None for none.
-        imported: config.json that the model was imported with; empty if it was not imported.
-    """
-    tokens = {key: imported.get(key) for key in _KEPT}
+    """Return the config.json of a model; `imported` is the one it was imported with, if it was."""
+    tokens = {key: imported.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if tokens["eos_token_id"] is None:
         tokens["eos_token_id"] = eod
     return {

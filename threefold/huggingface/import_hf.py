@@ -45,7 +45,6 @@ from threefold.output import Progress, check_replaceable, staged_directory, writ
 
 LONGEST_SAMPLE: Final = 2048
 """Largest data.sequence_length that the config of an imported run proposes, in tokens."""
-_LR: Final = 2e-5
 
 
 @dataclass(frozen=True)
@@ -80,8 +79,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
     At most one piece of a tensor is in memory at a time.
 
     Raises:
-        UserError: the kind of model or something in its config.json is not supported, a file is missing or damaged, a
-            weight is missing, unknown or of another shape, or `out` cannot be written. Nothing is left at `out` then.
+        UserError: the model is not supported, a file or a weight is wrong, or `out` cannot be written; nothing is left.
     """
     return_freed_memory()
     check_replaceable(request.out, [request.source], request.overwrite, listing=list_imported)
@@ -98,7 +96,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
         "data": {"path": "tokens", "sequence_length": min(longest, LONGEST_SAMPLE)},
         "train": {"init_from": str(request.out)},
         "precision": {"dtype": precision},
-        "optimizer": {"lr": _LR},
+        "optimizer": {"lr": 2e-5},
     }
     own = {name: dict(section) for name, section in template.items() if name != "train"}
     own["data"]["sequence_length"] = longest
@@ -120,9 +118,8 @@ def import_model(request: Import, progress: Progress) -> Imported:
         save_tensors_alone(tensors, folder)
         counts = {} if request.allow_not_finite else files.not_finite()
         if first := next((name for name in files.tensors if name in counts), None):
-            others = ""
-            if len(counts) > 1:
-                others = f" and {len(counts) - 1} more tensors {sum(counts.values()) - counts[first]:,}"
+            more = sum(counts.values()) - counts[first]
+            others = f" and {len(counts) - 1} more tensors {more:,}" if more else ""
             raise UserError(
                 f"{files.tensors[first].file}: {first} holds {counts[first]:,} values that are NaN or infinite{others}"
                 "; fetch it again, or give --allow-not-finite to import them as they are."
@@ -208,11 +205,8 @@ def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, pro
         # By columns if tensor parallelism shards the last dim, rather than the first or none.
         rule, last = plan.split_of(name), len(slabs[0].shape) - (slabs[0].expert is None)
         by_columns = rule is not None and last > 0 and rule.cut_dim(name.rpartition(".")[2], "tp") == last
-        pieces = [
-            _piece(weight, box, dtype, files, progress)
-            for weight in slabs
-            for box in boxes(weight, dtype.itemsize, by_columns)
-        ]
+        parts = [(weight, box) for weight in slabs for box in boxes(weight, dtype.itemsize, by_columns)]
+        pieces = [_piece(weight, box, dtype, files, progress) for weight, box in parts]
         stack = () if slabs[0].expert is None else (len(slabs),)
         tensors[MODEL + name] = PiecedTensor((*stack, *slabs[0].shape), dtype, pieces)
     return tensors

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.checkpoint.folder import CONFIG as RUN_CONFIG
-from threefold.checkpoint.folder import TOKENIZER, Damaged, SelectedCheckpoint, newest, path_of, select_checkpoint
+from threefold.checkpoint.folder import TOKENIZER, Damaged, SelectedCheckpoint, folders, path_of, select_checkpoint
 from threefold.checkpoint.manifest import FORMAT, MANIFEST
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, shown
@@ -17,23 +17,15 @@ from threefold.output import check_replaceable, list_marked
 
 CONFIG: Final = "config.json"
 _HUB_ID: Final = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
-_NEEDED: Final = ("*.json", "*.safetensors", "*.jinja")
-"""Files of a model on the hub that an import reads."""
 
 
 def check_import(name: str, out: Path, overwrite: bool) -> Path:
-    """Return the folder with a model: the one of this path, or else what the hub has under this id.
+    """Return the folder with a model: the one of this path, or else the hub's under this id, such as `gpt2`.
 
     A model is fetched from the hub only if `huggingface_hub` is installed, into its cache.
 
-    Args:
-        name: path of a folder, or an id such as `gpt2` or `meta-llama/Llama-3.2-1B`.
-        out: run folder that the import makes.
-        overwrite: whether an earlier import at `out` may be replaced.
-
     Raises:
-        UserError: there is no such folder and the model cannot be fetched, the folder has no readable config.json, or
-            `out` cannot be made.
+        UserError: there is no such model, the folder has no readable config.json, or `out` cannot be made.
     """
     folder = Path(name)
     check_replaceable(out, [folder], overwrite, listing=list_imported)
@@ -44,19 +36,10 @@ def check_import(name: str, out: Path, overwrite: bool) -> Path:
 
 
 def check_export(run: Path, out: Path, overwrite: bool) -> None:
-    """Check the folders of an export; the checkpoint itself is checked when it is read.
-
-    Args:
-        run: run folder that is exported.
-        out: folder that the export makes.
-        overwrite: whether an earlier export at `out` may be replaced.
-
-    Raises:
-        UserError: the run has no complete checkpoint, or `out` cannot be made.
-    """
+    """Check the folders of an export; the checkpoint itself is checked when it is read."""
     check_replaceable(out, [run], overwrite)
-    if newest(run) is None:
-        choose_exported(run)
+    if not folders(run):
+        choose_exported(run)  # raises an error
 
 
 def choose_exported(run: Path, damaged: Damaged | None = None) -> SelectedCheckpoint:
@@ -98,7 +81,7 @@ def _fetched(name: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=list(_NEEDED)))
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.jinja"]))
     except Exception as error:  # whatever its network client raises
         reason = next(iter(str(error).strip().splitlines()), "").rstrip(". ") or type(error).__name__
         raise UserError(

@@ -4,7 +4,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, inf
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -18,18 +18,13 @@ from threefold.inference.inputs import check_stride
 from threefold.inference.model import Model
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 
-_LOGITS_AT_ONCE = 1 << 25
-"""Elements of one chunk of logits; those of a whole batch would take many times the model's memory."""
-
 
 @dataclass(frozen=True)
 class Window:
-    """Context window: the input tokens of one forward pass, and the labels that are evaluated.
+    """Context window of the text of index `text`: the input tokens of one forward pass, and the evaluated labels.
 
-    Attributes:
-        text: index of the text.
-        begin, end: bounds of the input tokens in the text, `end` exclusive; each token predicts the next one.
-        first: index of the first evaluated token; the last one is `end`.
+    `begin` and `end` (exclusive) bound the input tokens in the text, each of which predicts the next one. The tokens
+    from `first` to `end` are evaluated.
     """
 
     text: int
@@ -42,19 +37,17 @@ class Window:
         """Number of evaluated tokens, without a mask."""
         return self.end + 1 - self.first
 
-    def mask(self, masks: Sequence[np.ndarray]) -> np.ndarray:
+    def mask(self, masks: Sequence[np.ndarray]) -> Any:
         """Return which tokens from `first` to `end` are evaluated, according to the texts' masks: bool [counted]."""
-        mask: np.ndarray = masks[self.text][self.first : self.end + 1]
-        return mask
+        return masks[self.text][self.first : self.end + 1]
 
 
 @dataclass(frozen=True)
 class Scores:
     """Losses and hits of all windows, the same on every rank.
 
-    Attributes:
-        losses: fp64 [windows], summed loss (nats) of each window's evaluated tokens.
-        hits: int64 [windows], number of evaluated tokens that are the most likely one.
+    `losses`, fp64 [windows], are the summed losses (nats) of each window's evaluated tokens; `hits`, int64 [windows],
+    the number of these that are the most likely one.
     """
 
     losses: Tensor
@@ -71,13 +64,9 @@ def score(
 ) -> Scores:
     """Evaluate all windows. Collective over the mesh; each dp replica evaluates a part of the windows.
 
-    Args:
-        model: this rank's shards.
-        texts: token ids of each text.
-        windows: windows of these texts.
-        batch_size: windows per batch of a replica; windows are sorted by length, which keeps padding low.
-        advance: called with the number of windows that are done (over all replicas, estimated by this rank).
-        masks: bool, whether each token of each text is evaluated; None evaluates all tokens of the windows.
+    `batch_size` is that of a replica; windows are sorted by length, which keeps padding low. `advance` is called with
+    the number of windows that are done (over all replicas, estimated by this rank). `masks` say whether each token of
+    each text is evaluated; without them, all tokens of the windows are.
 
     Raises:
         UserError: a loss is not finite; raised on every rank.
@@ -135,7 +124,7 @@ def _score_tokens(model: Model, hidden: Tensor, labels: Tensor) -> tuple[Tensor,
     """Return each label's loss given `hidden` [N, H], fp64 [N], and whether it is the most likely token, bool [N]."""
     rows, tp = model.trained.config.model.vocab_size, model.mesh.tp
     loss, (start, _) = ParallelCrossEntropy(rows, tp), shard_bounds(rows, tp.size, tp.index)
-    at_once = max(1, _LOGITS_AT_ONCE // max(1, rows))
+    at_once = max(1, (1 << 25) // max(1, rows))  # all logits would take many times the model's memory
     losses, hits = [], []
     with torch.no_grad():
         for some, given in zip(hidden.split(at_once), labels.split(at_once), strict=True):
@@ -190,12 +179,10 @@ class EvalTask(ABC):
     def prepare(
         self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]
     ) -> EncodedTexts:
-        """Encode the texts and divide them into windows. Raises UserError if there is nothing to evaluate.
+        """Encode non-empty texts and divide them into windows; `advance` is called after each text.
 
-        Args:
-            documents: the model's encoder.
-            texts: non-empty texts.
-            advance: called after each text.
+        Raises:
+            UserError: there is nothing to evaluate.
         """
 
     @abstractmethod
@@ -211,18 +198,11 @@ class Perplexity(EvalTask):
 
     A window has `context` input tokens, and windows start every `stride` tokens. All predictions of a text's first
     window are evaluated; each later window evaluates the predictions that no earlier window made. So a token is
-    predicted from all tokens before it in its text, or from at least context − stride + 1 of them.
+    predicted from all tokens before it in its text, or from at least context − stride + 1 of them: a smaller stride
+    gives each token more context and takes longer. Of conversations, only answers may be evaluated, as in training.
 
     This follows Hugging Face's "Perplexity of fixed-length models", except that no token is left out at the start of a
     window and that the mean is over tokens, not over windows.
-
-    Attributes:
-        context: input tokens of a window.
-        stride: 1 to `context`; a smaller stride gives each token more context and takes longer.
-        loss_tokens: for conversations and prompts with completions, whether to evaluate only answers, as in training.
-
-    Raises:
-        UserError: a value is out of range.
     """
 
     context: int
@@ -257,12 +237,11 @@ class Perplexity(EvalTask):
     def windows(self, text: int, tokens: int) -> list[Window]:
         """Return the windows of a text with `tokens` tokens; empty if there is nothing to predict."""
         found: list[Window] = []
-        end = 0
-        for begin in range(0, tokens, self.stride):
-            if end >= tokens - 1:
-                break
+        begin = end = 0
+        while end < tokens - 1:
             first, end = end + 1, min(begin + self.context, tokens - 1)
             found.append(Window(text, begin, end, first))
+            begin += self.stride
         return found
 
     def metrics(self, encoded: EncodedTexts, scores: Scores) -> list[Metric]:
@@ -282,12 +261,10 @@ class Perplexity(EvalTask):
 class LastWord(EvalTask):
     """Accuracy on the last word of each text (LAMBADA; Paperno et al., arXiv 1606.06031).
 
-    The input is the text without its last word. The word is predicted if each of its tokens is the most likely one
-    given the tokens before it, so that greedy decoding generates the word. Its tokens are those of the whole text
-    beyond the tokens of the text without it, as in the Language Model Evaluation Harness.
-
-    Attributes:
-        context: input tokens of a window; a longer text is truncated on the left.
+    The input is the text without its last word, truncated on the left to `context` tokens. The word is predicted if
+    each of its tokens is the most likely one given the tokens before it, so that greedy decoding generates the word.
+    Its tokens are those of the whole text beyond the tokens of the text without it, as in the Language Model Evaluation
+    Harness.
     """
 
     context: int

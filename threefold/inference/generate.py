@@ -6,7 +6,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,14 +22,9 @@ from threefold.random.rng import stream_key
 class Sampling:
     """Settings for sampling the next token.
 
-    Attributes:
-        temperature: divisor of the logits; 0 is greedy decoding.
-        top_k: sample from the k most likely tokens; 0 or None for all.
-        top_p: nucleus threshold: sample from the smallest set of most likely tokens with at least this total
-            probability, after `top_k` (Holtzman et al., arXiv 1904.09751); 0, 1 or None for all.
-
-    Raises:
-        UserError: a value is out of range.
+    The logits are divided by `temperature`; 0 is greedy decoding. `top_k` is the number of most likely tokens to sample
+    from (0 or None for all). `top_p` is the nucleus threshold: sample from the smallest set of most likely tokens with
+    at least this total probability, after `top_k` (Holtzman et al., arXiv 1904.09751); 0, 1 or None for all.
     """
 
     temperature: float = 0.8
@@ -46,11 +40,9 @@ class Sampling:
             raise UserError(f"--top-p is {self.top_p:g} but must be between 0 and 1; 1 samples from all tokens.")
 
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Sample a token for each row: int64 [B].
+        """Sample a token for each row of `logits` [B, V]: int64 [B].
 
-        Args:
-            logits: [B, V].
-            uniform: fp64 [B], a random number in [0, 1) for each row.
+        `uniform`, fp64 [B], is a random number in [0, 1) for each row.
         """
         if self.temperature == 0:
             return logits.argmax(-1)
@@ -73,19 +65,10 @@ def uniform(seed: int, sequence: str, position: int) -> float:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Settings of text generation.
+    """Settings of text generation; `max_new_tokens` is per prompt, and fewer if the document ends.
 
-    Attributes:
-        max_new_tokens: maximum number of tokens to generate per prompt; fewer if the document ends.
-        sampling: temperature, top-k and top-p.
-        seed: seed of the sampling.
-        batch_size: prompts per batch.
-        special_tokens: whether text of a prompt that spells a special token becomes that token; None follows the
-            training data of the model.
-        show_special: whether special tokens appear in the generated text.
-
-    Raises:
-        UserError: a value is out of range.
+    `special_tokens` says how text of a prompt that spells a special token is read; None follows the training data of
+    the model. `show_special` keeps special tokens in the generated text.
     """
 
     max_new_tokens: int = 100
@@ -101,16 +84,9 @@ class GenerationRequest:
                 raise UserError(f"--{option.replace('_', '-')} is {value} but must be at least 1.")
 
 
-class GeneratedToken(NamedTuple):
-    """One generated token of a prompt, given by its index; a token of None is the end of the sequence."""
-
-    prompt: int
-    token: int | None
-
-
 @dataclass
 class _Sequence:
-    """A prompt and the tokens generated for it so far.
+    """A prompt, by its number, and the tokens generated for it so far.
 
     Attributes:
         tokens: all token ids, including the prompt's.
@@ -136,20 +112,12 @@ class _Sequence:
 
 def generate_tokens(
     model: Model, prompts: Sequence[Sequence[int]], request: GenerationRequest, ends: frozenset[int] | None = None
-) -> Iterator[GeneratedToken]:
-    """Yield every generated token of all prompts as it is chosen, and the end of each sequence.
+) -> Iterator[tuple[int, int | None]]:
+    """Yield each generated token with the index of its prompt as it is chosen, and None at a sequence's end.
 
     The tokens generated for a prompt depend only on the prompt, the sampling settings and the seed, not on the layout
     or on the other prompts (a repeated prompt gets other random numbers). Collective over the mesh, whose dp must be 1.
-
-    Args:
-        model: this rank's shards.
-        prompts: token ids of each prompt; the same on every rank.
-        request: settings; the same on every rank.
-        ends: token ids that end a sequence; None uses the model's.
-
-    Raises:
-        UserError: a prompt has no token.
+    Prompts and settings are the same on every rank. `ends` are the ids that end a sequence; None uses the model's.
     """
     ends = model.ends if ends is None else ends
     if not all(len(prompt) for prompt in prompts):
@@ -174,9 +142,9 @@ def generate_tokens(
                     sequence.left = 0
                 else:
                     sequence.tokens.append(token)
-                    yield GeneratedToken(sequence.number, token)
+                    yield sequence.number, token
                 if not sequence.left:
-                    yield GeneratedToken(sequence.number, None)
+                    yield sequence.number, None
             # Waiting sequences take the rows of those that have ended.
             after = [sequence if sequence.left or not waiting else waiting.popleft() for sequence in active]
             rows_left = [row for row, sequence in enumerate(after) if sequence.left]
@@ -194,17 +162,12 @@ def complete(model: Model, prompts: Sequence[Sequence[int]], request: Generation
     return added
 
 
-class GeneratedText(NamedTuple):
-    """A piece of the text generated for a prompt; a text of None is its end."""
+def generate_text(
+    model: Model, prompts: Sequence[Prompt], request: GenerationRequest
+) -> Iterator[tuple[int, str | None]]:
+    """Yield the index of each prompt with a piece of its text, in whole characters, and with None at its end.
 
-    prompt: int
-    text: str | None
-
-
-def generate_text(model: Model, prompts: Sequence[Prompt], request: GenerationRequest) -> Iterator[GeneratedText]:
-    """Yield the text generated for each prompt in pieces of whole characters; see `generate_tokens`.
-
-    The answer to a conversation ends where the chat template ends the assistant's turn.
+    The answer to a conversation ends where the chat template ends the assistant's turn; see `generate_tokens`.
 
     Raises:
         UserError: a prompt is empty, or a conversation has no chat template or is rejected by it.
@@ -214,9 +177,9 @@ def generate_text(model: Model, prompts: Sequence[Prompt], request: GenerationRe
     texts = [_Text(model, tokens, request.show_special) for tokens in begun]
     for number, token in generate_tokens(model, begun, request, ends):
         if piece := texts[number].add(token):
-            yield GeneratedText(number, piece)
+            yield number, piece
         if token is None:
-            yield GeneratedText(number, None)
+            yield number, None
 
 
 def encode_prompts(
@@ -238,11 +201,7 @@ def encode_prompts(
 
 
 def generate(run: Path, prompts: Sequence[str], request: GenerationRequest | None = None) -> list[str]:
-    """Return each prompt with its continuation by the newest checkpoint of `run`, generated in this process.
-
-    Raises:
-        UserError: there is no complete checkpoint, or a prompt is empty.
-    """
+    """Return each prompt with its continuation by the newest checkpoint of `run`, generated in this process."""
     require_text(prompts)
     texts, model = list(prompts), Trained.find(run).load()
     for warning in model.trained.warnings:

@@ -19,26 +19,15 @@ Prompt = str | Chat
 
 
 def find_checkpoint(run: Path, damaged: Damaged | None = None) -> SelectedCheckpoint:
-    """Return the newest good checkpoint of a run.
-
-    Args:
-        run: run folder.
-        damaged: checkpoints that loading found damaged.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the newest good checkpoint of a run."""
     return select_checkpoint(run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged)
 
 
 def check_run(run: Path, layout: Layout) -> Config | None:
     """Return the config of a run's newest checkpoint, whose model supports a layout; the rest is checked when loading.
 
-    Returns:
-        the config; None if it is damaged, so that an older checkpoint may be the one.
-
-    Raises:
-        UserError: there is no checkpoint, or the model, unless it is the user's own, does not support the layout.
+    It is None if the config is damaged, so that an older checkpoint may be the one. The model of the user's own is not
+    checked.
     """
     if (saved := newest(run)) is None:
         return find_checkpoint(run).config
@@ -98,9 +87,6 @@ def read_prompts(path: Path) -> list[Prompt]:
     """Read prompts from a file: JSON lines with the key `prompt` (.jsonl or .json, also .gz or .zst), or one per line.
 
     A list of messages under `prompt` or `messages` is a conversation to answer. Blank lines are skipped.
-
-    Raises:
-        UserError: the file cannot be read, a line is malformed, or there is no prompt.
     """
     if not path.is_file():
         raise UserError(f"--prompts-file is {path}, which is not a file; give one that exists.")
@@ -137,9 +123,6 @@ def read_texts(path: Path, key: str) -> list[Document]:
 
     JSON lines (.jsonl or .json) hold one text per line under `key`, or conversations, or prompts with completions. A
     .txt file is divided into documents.
-
-    Raises:
-        UserError: the file cannot be read, its kind is unknown, a line is malformed, or there is no text.
     """
     require_texts(path)
     (found,) = find_inputs([path])

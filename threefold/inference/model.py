@@ -38,18 +38,13 @@ from threefold.parallel.parallelize import Parallelism, apply_parallelism
 from threefold.parallel.pipeline.partition import StageMap, partition_by_cost
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 
-_WORTH_THREADS = 10_000_000
-"""Parameter count at which one token becomes enough work for several threads, which slow down smaller models."""
-
 
 @dataclass(frozen=True)
 class Trained:
     """A trained model on disk: its newest good checkpoint.
 
-    Attributes:
-        warnings: a sentence that names the damaged checkpoints that were skipped, if any.
-        model: for a user's own model, the file that makes it; None uses the checkpoint's copy.
-        trust_code: whether the checkpoint's copy of the code may be executed.
+    `warnings` name the damaged checkpoints that were skipped. For a user's own model, `model` is the file that makes
+    it; None uses the checkpoint's copy, if `trust_code` allows it to be executed.
     """
 
     checkpoint: Checkpoint
@@ -62,16 +57,7 @@ class Trained:
     def find(
         cls, run: Path, damaged: Damaged | None = None, model: str | None = None, trust_code: bool = False
     ) -> Self:
-        """Find the newest good checkpoint of a run.
-
-        Args:
-            run: run folder.
-            damaged: checkpoints that loading found damaged.
-            model, trust_code: code of a user's own model, as in `with_code`.
-
-        Raises:
-            UserError: there is no checkpoint, or the code of its model cannot be used.
-        """
+        """Find the newest good checkpoint of a run, but for the `damaged` ones; the rest is as in `with_code`."""
         choice = find_checkpoint(run, damaged)
         config = with_code(choice.config, choice.checkpoint.path, model, trust_code)
         return cls(choice.checkpoint, config, choice.warnings, model, trust_code)
@@ -89,13 +75,9 @@ class Trained:
         return self.config.model.architecture == OWN
 
     def documents(self, special_tokens: SpecialTokens | None = None) -> DocumentEncoder:
-        """Return the encoder of texts and conversations that fits the training data, or an imported model's tokenizer.
+        """Return the encoder of texts and conversations that fits the training data or an import's tokenizer.
 
-        Args:
-            special_tokens: whether text that spells a special token becomes that token; None follows the training data.
-
-        Raises:
-            UserError: as in `tokenizer`.
+        `special_tokens` says how text that spells a special token is read; None follows the training data.
         """
         tokenizer, facts = self.tokenizer(), self.checkpoint.facts
         rule = facts.rule or TextRule.of(tokenizer)
@@ -129,20 +111,11 @@ class Trained:
             raise UserError(f"The tokenizer {path} cannot be read ({error}).") from None
 
     def load(self, mesh: Mesh | None = None, dtype: str = "fp32") -> "Model":
-        """Load this rank's shards of the weights, in any layout and dtype.
+        """Load this rank's shards of the weights, in any layout and dtype. Collective over the mesh.
 
         The checkpoint may have been written in another layout and dtype. Checksums are verified; if any rank finds
-        damage, all ranks load the newest good checkpoint before it. Collective over the mesh.
-
-        Args:
-            mesh: ranks that share the model; None for this process alone, on the CPU.
-            dtype: dtype of the weights and the computation: fp32, bf16, fp16 or fp64.
-
-        Returns:
-            the model, whose `trained` is the checkpoint that was loaded.
-
-        Raises:
-            UserError: no checkpoint can be read.
+        damage, all ranks load the newest good checkpoint before it, which is the model's `trained`. Without a mesh,
+        this process is alone, on the CPU.
         """
         mesh = mesh or Mesh.alone()
         trained, damaged, run = self, {}, self.checkpoint.run_dir
@@ -211,11 +184,8 @@ class Model:
     def hidden(self, tokens: Tensor) -> Tensor | None:
         """Run the forward pass through all layers except the head. Collective over the pp axis.
 
-        Args:
-            tokens: int64 [B, S], the same on every rank of a replica.
-
-        Returns:
-            input of the head, [B, S, H], on the last stage; None on the others.
+        `tokens`, int64 [B, S], are the same on every rank of a replica. Returns the input of the head, [B, S, H], on
+        the last stage, and None on the others.
         """
         pp = self.mesh.pp
         x = tokens.to(self.mesh.device)
@@ -254,7 +224,8 @@ class Model:
     def few_threads(self) -> Iterator[None]:
         """Use one torch thread within the block if the model is small."""
         before = torch.get_num_threads()
-        if before > 1 and sum(parameter.numel() for parameter in self.stage.parameters()) < _WORTH_THREADS:
+        # With fewer parameters, one token is too little work for several threads, which make it slower.
+        if before > 1 and sum(parameter.numel() for parameter in self.stage.parameters()) < 10_000_000:
             torch.set_num_threads(1)
         try:
             yield
@@ -262,10 +233,9 @@ class Model:
             torch.set_num_threads(before)
 
     def whole_logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits [..., V] of all token ids, gathered over the tp ranks. Collective over the tp axis.
+        """Compute the logits [..., V] of all token ids from `hidden` [..., H] on the last stage.
 
-        Args:
-            hidden: [..., H] on the last stage.
+        They are gathered over the tp ranks: collective over the tp axis.
         """
         part, tp = self.logits(hidden), self.mesh.tp
         if tp.size > 1:
@@ -330,14 +300,8 @@ class Cursor:
 class CachedAttention(nn.Module):
     """`CausalAttention` with a KV cache: new tokens attend to all earlier tokens of their samples.
 
-    Args:
-        core: attention over whole sequences, without dropout.
-        cursor: positions of the tokens.
-        rows: samples of a batch.
-        slots: cached positions per sample; capped at the sliding window.
-
-    Attributes:
-        keys, values: [rows, kv heads, slots, d]; None before the first tokens.
+    `core` is attention over whole sequences, without dropout; `rows` are the samples of a batch. Each has at most
+    `slots` cached positions, or as many as the sliding window. Keys and values are [rows, kv heads, slots, d].
     """
 
     def __init__(self, core: CausalAttention, cursor: Cursor, rows: int, slots: int) -> None:
@@ -391,12 +355,9 @@ class Cache:
 
 @contextmanager
 def caching(model: nn.Module, rows: int, slots: int) -> Iterator[Cache]:
-    """Equip the attention layers of `model` with a KV cache within the block.
+    """Equip the attention layers of a model or stage, in evaluation mode, with a KV cache within the block.
 
-    Args:
-        model: model or stage, in evaluation mode and not split along the sequence.
-        rows: samples of a batch.
-        slots: maximum length of a sample, in tokens.
+    It must not be split along the sequence. A batch has `rows` samples of at most `slots` tokens.
     """
     cursor = Cursor()
     cached: list[CachedAttention] = []
