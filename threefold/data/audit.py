@@ -90,9 +90,6 @@ def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]
     Folders of this program have checksums; other files are checked for consistency and for tokens outside the
     vocabulary, that of `tokenizer`. `path` may also be a file of JSON lines, whose cached tokens are checked, or a
     cache folder.
-
-    Raises:
-        UserError: there are no token files.
     """
     cache = path
     if is_json_lines(path) and os.path.isfile(path):

@@ -192,11 +192,7 @@ class ChatRenderer:
     def render(
         self, messages: Sequence[Message], where: str, tools: Sequence[Any] | None = None, prompted: bool = False
     ) -> Rendered:
-        """Render a conversation as text, with the prompt for the assistant's next turn if `prompted`.
-
-        Raises:
-            UserError: the template rejects the conversation, which the message names as `where`.
-        """
+        """Render a conversation as text, with the prompt for the assistant's next turn if `prompted`."""
         values = {
             **dict(self.template.special_tokens),
             "messages": [_aliased(message) for message in messages],

@@ -85,11 +85,7 @@ class Dataset:
         return config.model_copy(update={"data": config.data.model_copy(update={"separate_documents": True})})
 
     def samples(self, name: str, settings: DataConfig | None = None, progress: Progress = SILENT) -> Samples:
-        """Return the samples of a split, with the dataset's own settings if None are given.
-
-        Raises:
-            UserError: a corpus has no sample for the split, or is damaged, or its cache cannot be written.
-        """
+        """Return the samples of a split, with the dataset's own settings if None are given."""
         settings = settings or self.settings
         parts = [
             MixturePart(source.name, _samples(source.data, name, settings, progress), source.weight)

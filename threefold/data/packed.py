@@ -29,11 +29,7 @@ class PackedSamples(Samples):
 
     @classmethod
     def open(cls, files: Corpus, name: str, split: str, sequence_length: int) -> "PackedSamples":
-        """Open the samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1".
-
-        Raises:
-            UserError: the split is empty or shorter than one sample, or `split` is malformed.
-        """
+        """Open the samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1"."""
         runs = document_runs(files.document_count, split, name)
         if not len(runs):
             remedy = "give it a weight above 0" if files.document_count > 1 else "prepare more documents"

@@ -76,9 +76,6 @@ def export_model(request: Export, progress: Progress) -> Exported:
     """Write the newest good checkpoint of a run in the format of Hugging Face transformers, tensor by tensor.
 
     A checkpoint that turns out to be damaged while it is read is skipped.
-
-    Raises:
-        UserError: no checkpoint is good, no family fits the model, or `out` cannot be written; nothing is left there.
     """
     return_freed_memory()
     damaged: dict[Path, str] = {}

@@ -282,11 +282,7 @@ def split(weight: WeightMap, parameter: Tensor) -> dict[str, Tensor]:
 def read_model(
     values: Mapping[str, Any], where: str, ignored: Collection[str] = ()
 ) -> tuple[HuggingFaceType, dict[str, Any]]:
-    """Return the model type that a config.json names, and the `model` settings it describes.
-
-    Raises:
-        UserError: the model type is unknown, or the config has something unsupported that is not `ignored`.
-    """
+    """Return the model type that a config.json names, and the `model` settings it describes."""
     name, types = values.get("model_type"), huggingface_types()
     if not isinstance(name, str) or name not in types:
         raise UserError(

@@ -77,9 +77,6 @@ def import_model(request: Import, progress: Progress) -> Imported:
     """Create a run whose checkpoint of step 0 has the weights of a Hugging Face model, without optimizer state.
 
     At most one piece of a tensor is in memory at a time.
-
-    Raises:
-        UserError: the model is not supported, a file or a weight is wrong, or `out` cannot be written; nothing is left.
     """
     return_freed_memory()
     check_replaceable(request.out, [request.source], request.overwrite, listing=list_imported)

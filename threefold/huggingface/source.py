@@ -23,9 +23,6 @@ def check_import(name: str, out: Path, overwrite: bool) -> Path:
     """Return the folder with a model: the one of this path, or else the hub's under this id, such as `gpt2`.
 
     A model is fetched from the hub only if `huggingface_hub` is installed, into its cache.
-
-    Raises:
-        UserError: there is no such model, the folder has no readable config.json, or `out` cannot be made.
     """
     folder = Path(name)
     check_replaceable(out, [folder], overwrite, listing=list_imported)

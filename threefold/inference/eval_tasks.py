@@ -67,9 +67,6 @@ def score(
     `batch_size` is that of a replica; windows are sorted by length, which keeps padding low. `advance` is called with
     the number of windows that are done (over all replicas, estimated by this rank). `masks` say whether each token of
     each text is evaluated; without them, all tokens of the windows are.
-
-    Raises:
-        UserError: a loss is not finite; raised on every rank.
     """
     mesh = model.mesh
     batches = _batches(model, windows, batch_size)
@@ -179,11 +176,7 @@ class EvalTask(ABC):
     def prepare(
         self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]
     ) -> EncodedTexts:
-        """Encode non-empty texts and divide them into windows; `advance` is called after each text.
-
-        Raises:
-            UserError: there is nothing to evaluate.
-        """
+        """Encode non-empty texts and divide them into windows; `advance` is called after each text."""
 
     @abstractmethod
     def metrics(self, encoded: EncodedTexts, scores: Scores) -> list[Metric]: ...

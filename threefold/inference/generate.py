@@ -168,9 +168,6 @@ def generate_text(
     """Yield the index of each prompt with a piece of its text, in whole characters, and with None at its end.
 
     The answer to a conversation ends where the chat template ends the assistant's turn; see `generate_tokens`.
-
-    Raises:
-        UserError: a prompt is empty, or a conversation has no chat template or is rejected by it.
     """
     require_text(prompts)
     begun, ends = encode_prompts(model.trained, prompts, request)
@@ -185,11 +182,7 @@ def generate_text(
 def encode_prompts(
     trained: Trained, prompts: Sequence[Prompt], request: GenerationRequest
 ) -> tuple[list[list[int]], frozenset[int]]:
-    """Return the token ids of each prompt, and the token ids that end a continuation.
-
-    Raises:
-        UserError: a conversation has no chat template or is rejected by it.
-    """
+    """Return the token ids of each prompt, and the token ids that end a continuation."""
     documents, ends = trained.documents(request.special_tokens), trained.ends()
     if any(isinstance(prompt, Chat) for prompt in prompts) and (end := documents.end_of_turn()) is not None:
         ends |= {end}

@@ -58,11 +58,7 @@ class OwnData:
 
     @classmethod
     def open(cls, path: str, vocab_size: int | None, for_own_model: bool = False) -> "OwnData":
-        """Load the dataset at an import path; for an own model, samples may be something other than tokens.
-
-        Raises:
-            UserError: it cannot be imported, is no dataset, or its first sample has keys that the model does not know.
-        """
+        """Load the dataset at an import path; for an own model, samples may be something other than tokens."""
         parts = _parts(path)
         if for_own_model and is_nested(path):
             return cls(path, parts, vocab_size or 1, is_nested=True)
@@ -256,11 +252,7 @@ class NestedSamples(Samples):
         return len(self.chosen)
 
     def batch(self, indices: Int64Array) -> Any:
-        """Collate samples into one nesting, in which every leaf is a tensor with a batch dim (dim 0).
-
-        Raises:
-            UserError: a sample cannot be read, holds something but tensors, arrays and numbers, or differs in shape.
-        """
+        """Collate samples into one nesting, in which every leaf is a tensor with a batch dim (dim 0)."""
         from torch.utils.data import default_collate  # imports torch, which errors about a config should not wait for
 
         numbers = [int(number) for number in self.chosen[indices]]

@@ -69,9 +69,6 @@ def open_corpus(
 
     For such files, `eod` None uses the tokenizer's usual end-of-document token if the first and the last document end
     with it, and `special_tokens` None means `parse`.
-
-    Raises:
-        UserError: there are no token files, they are damaged, or the arguments do not fit them.
     """
     path = Path(path)
     if is_own(path):
