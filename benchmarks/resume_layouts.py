@@ -113,12 +113,11 @@ def _config(tokens: Path, dtype: str, layout: dict[str, Any], steps: int, expert
 
 def _tokens(folder: Path) -> Path:
     """Write token files of English, from Python's documentation."""
-    from threefold.data.preparation import PrepareRequest, prepare
+    from threefold.data.preparation import prepare
     from threefold.data.python_text import write_sample
-    from threefold.output import SILENT
 
     write_sample(folder.with_name("text"))
-    prepare(PrepareRequest((folder.with_name("text"),), folder, vocab_size=512, workers=1), SILENT)
+    prepare((folder.with_name("text"),), folder, vocab_size=512, workers=1)
     return folder
 
 

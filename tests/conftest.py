@@ -16,7 +16,7 @@ from hypothesis import settings
 import threefold as package
 from tests.support.browser import chromium as chromium
 from tests.support.browser import page as page  # here, so that all tests share one browser
-from tests.support.command import Command, Ended, Silent
+from tests.support.command import Command, Ended
 from threefold.cli import main
 
 # Not torch: the process that hands the tests to others begins with this file, and they wait for it.
@@ -208,11 +208,11 @@ def threefold(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatc
 @pytest.fixture(scope="session")
 def tokens(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token files of a few hundred short documents with a vocabulary of at most 300."""
-    from threefold.data.preparation import PrepareRequest, prepare
+    from threefold.data.preparation import prepare
 
     folder = tmp_path_factory.mktemp("corpus")
     text = folder / "text.jsonl"
     lines = [{"text": f"Document {n} says that {n * n} is the square of {n}."} for n in range(400)]
     text.write_text("\n".join(json.dumps(line) for line in lines))
-    prepare(PrepareRequest((text,), folder / "tokens", vocab_size=300, workers=1), Silent())
+    prepare((text,), folder / "tokens", vocab_size=300, workers=1)
     return folder / "tokens"

@@ -12,8 +12,7 @@ import yaml
 from tests.support import ready
 from threefold.cli.init import COMMENTS, QUESTIONS
 from threefold.config import load_config
-from threefold.data.preparation import PrepareRequest, prepare
-from threefold.output import SILENT
+from threefold.data.preparation import prepare
 
 COMMAND = [sys.executable, "-m", "threefold"]
 TINY = ("--model", "2x32", "--steps", "2", "--batch", "4")
@@ -58,8 +57,7 @@ def test_a_preset_is_written_by_its_name(threefold) -> None:
 
 def test_data_without_a_validation_part_is_not_evaluated(threefold, tokens: Path) -> None:
     Path("one.jsonl").write_text(json.dumps({"text": "One document, and no other. " * 100}))
-    request = PrepareRequest((Path("one.jsonl"),), Path("one"), tokenizer=tokens / "tokenizer.json", workers=1)
-    prepare(request, SILENT)
+    prepare((Path("one.jsonl"),), Path("one"), tokenizer=tokens / "tokenizer.json", workers=1)
     for data, evaluates in (("tokens", True), ("one", False)):
         assert threefold("init", f"{data}.yaml", "--data", data, *TINY)[::2] == (0, "")
         assert load_config(f"{data}.yaml").train.evaluates == evaluates

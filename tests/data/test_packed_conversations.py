@@ -14,7 +14,7 @@ from threefold.data.dataset import open_dataset
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.packed import PackedConversations, pack
-from threefold.data.preparation import PrepareRequest, prepare
+from threefold.data.preparation import prepare
 from threefold.errors import UserError
 from threefold.output import SILENT
 
@@ -32,7 +32,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def files(tmp_path: Path, tokenizer: Path) -> TokenFiles:
     lines = write_chats(tmp_path / "chats.jsonl")
-    return prepare(PrepareRequest((lines,), tmp_path / "tokens", tokenizer=tokenizer), Silent())
+    return prepare((lines,), tmp_path / "tokens", tokenizer=tokenizer)
 
 
 def counted(corpus: Corpus) -> list[int]:
@@ -127,7 +127,7 @@ def test_the_cache_belongs_to_rule_and_template(tmp_path: Path, tokenizer: Path)
 def test_pairs_of_texts_count_their_completions(tmp_path: Path, tokenizer: Path) -> None:
     lines = tmp_path / "pairs.jsonl"
     lines.write_text(json.dumps({"prompt": "What is 2 + 2?", "completion": " It is 4."}) + "\n")
-    files = prepare(PrepareRequest((lines,), tmp_path / "tokens", tokenizer=tokenizer), Silent())
+    files = prepare((lines,), tmp_path / "tokens", tokenizer=tokenizer)
     decode = files.tokenizer.decode  # type: ignore[union-attr]
     tokens, mask = files.tokens[: len(files.tokens)], files.loss_mask
     assert mask is not None
@@ -139,7 +139,7 @@ def test_pairs_of_texts_count_their_completions(tmp_path: Path, tokenizer: Path)
 def test_a_vocabulary_is_not_learned_from_conversations(tmp_path: Path) -> None:
     lines = write_chats(tmp_path / "chats.jsonl")
     with pytest.raises(UserError, match=r"chats.jsonl holds conversations or prompts, .* give the model's"):
-        prepare(PrepareRequest((lines,), tmp_path / "tokens"), Silent())
+        prepare((lines,), tmp_path / "tokens")
 
 
 def test_lines_of_one_kind(tmp_path: Path, tokenizer: Path) -> None:
@@ -147,7 +147,7 @@ def test_lines_of_one_kind(tmp_path: Path, tokenizer: Path) -> None:
     with lines.open("a") as file:
         file.write('{"text": "plain"}\n')
     with pytest.raises(UserError, match=r"chats.jsonl:5 has no messages and no prompt with a completion"):
-        prepare(PrepareRequest((lines,), tmp_path / "tokens", tokenizer=tokenizer), Silent())
+        prepare((lines,), tmp_path / "tokens", tokenizer=tokenizer)
     assert not (tmp_path / "tokens").exists()
 
 

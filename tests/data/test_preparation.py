@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tests.support.command import Silent
 from tests.support.sweep import sweep
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.preparation import PrepareRequest, prepare
+from threefold.data.preparation import prepare
 from threefold.errors import UserError
 
 SENTENCES = [
@@ -62,7 +62,7 @@ def texts_of(files: TokenFiles) -> list[str]:
 
 def test_the_tokens_spell_the_documents(lines: Path, tmp_path: Path) -> None:
     progress = Silent()
-    files = prepare(PrepareRequest((lines,), tmp_path / "out", vocab_size=400, special_tokens="text"), progress)
+    files = prepare((lines,), tmp_path / "out", vocab_size=400, special_tokens="text", progress=progress)
     assert texts_of(files) == TEXTS
     assert files.vocab_size == 400 == files.tokenizer.get_vocab_size()
     assert files.tokenizer.id_to_token(files.eod) == "<|endoftext|>"
@@ -77,11 +77,11 @@ def test_special_tokens_are_parsed_unless_text_is_not_trusted(tmp_path: Path) ->
     lines = write_lines(tmp_path / "a.jsonl", ["one<|endoftext|>two", "three"])
     for special_tokens, ends in (("parse", 3), ("text", 2)):
         out = tmp_path / special_tokens
-        files = prepare(PrepareRequest((lines,), out, vocab_size=300, special_tokens=special_tokens), Silent())
+        files = prepare((lines,), out, vocab_size=300, special_tokens=special_tokens)
         assert (files.tokens[: len(files.tokens)] == files.eod).sum() == ends
         assert files.meta.special_tokens == files.rule.special_tokens == special_tokens
     assert (
-        prepare(PrepareRequest((lines,), tmp_path / "default", vocab_size=300), Silent()).meta.special_tokens == "parse"
+        prepare((lines,), tmp_path / "default", vocab_size=300).meta.special_tokens == "parse"
     )
 
 
@@ -90,9 +90,7 @@ def test_every_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "z.txt").write_text("One more document, as plain text.")
     folders = [tmp_path / f"out{workers}" for workers in (1, 3)]
     for folder, workers in zip(folders, (1, 3), strict=True):
-        prepare(
-            PrepareRequest((lines, tmp_path / "z.txt"), folder, 300, workers=workers, special_tokens="text"), Silent()
-        )
+        prepare((lines, tmp_path / "z.txt"), folder, 300, workers=workers, special_tokens="text")
     names = sorted(path.name for path in folders[0].iterdir())
     assert names == ["documents.bin", "meta.json", "tokenizer.json", "tokens.bin"]
     for name in names:
@@ -101,18 +99,18 @@ def test_every_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_a_given_tokenizer_is_used_as_it_is(lines: Path, word_tokenizer: Path, tmp_path: Path) -> None:
-    files = prepare(PrepareRequest((lines,), tmp_path / "out", tokenizer=word_tokenizer), Silent())
+    files = prepare((lines,), tmp_path / "out", tokenizer=word_tokenizer)
     assert (files.path / "tokenizer.json").read_bytes() == word_tokenizer.read_bytes()
     assert files.vocab_size == 70_001
     assert files.tokens.dtype == np.int32
     assert files.tokenizer.id_to_token(files.eod) == "</s>"
     assert np.diff(files.documents).tolist() == [len(text.split()) + 1 for text in TEXTS]
-    other = prepare(PrepareRequest((lines,), tmp_path / "out2", tokenizer=word_tokenizer, eod="far"), Silent())
+    other = prepare((lines,), tmp_path / "out2", tokenizer=word_tokenizer, eod="far")
     assert other.eod == 70_000
 
 
 def test_a_vocabulary_that_the_text_cannot_fill(tmp_path: Path) -> None:
-    files = prepare(PrepareRequest((write_lines(tmp_path / "a.jsonl", ["ab ab"]),), tmp_path / "out"), Silent())
+    files = prepare((write_lines(tmp_path / "a.jsonl", ["ab ab"]),), tmp_path / "out")
     assert 257 <= files.vocab_size < 270
 
 
@@ -147,32 +145,32 @@ def test_what_cannot_be_prepared_leaves_nothing(
     }
     before = sorted(tmp_path.iterdir())
     with pytest.raises(UserError, match=message) as caught:
-        prepare(PrepareRequest(**({"inputs": (lines,), "out": tmp_path / "out"} | change | paths)), Silent())
+        prepare(**({"inputs": (lines,), "out": tmp_path / "out"} | change | paths))
     assert "\n" not in str(caught.value)
     assert sorted(tmp_path.iterdir()) == before
 
 
 def test_what_stands_at_out_is_safe(lines: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
-    first = prepare(PrepareRequest((lines,), out, vocab_size=300), Silent())
+    first = prepare((lines,), out, vocab_size=300)
     with pytest.raises(UserError, match=r"out exists already; .* --overwrite"):
-        prepare(PrepareRequest((lines,), out, vocab_size=310), Silent())
+        prepare((lines,), out, vocab_size=310)
     (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\nnot json\n')
     with pytest.raises(UserError, match=r"bad\.jsonl:2"):
-        prepare(PrepareRequest((tmp_path / "bad.jsonl",), out, vocab_size=310, overwrite=True), Silent())
+        prepare((tmp_path / "bad.jsonl",), out, vocab_size=310, overwrite=True)
     assert TokenFiles.open(out).meta == first.meta
-    assert prepare(PrepareRequest((lines,), out, vocab_size=310, overwrite=True), Silent()).vocab_size == 310
+    assert prepare((lines,), out, vocab_size=310, overwrite=True).vocab_size == 310
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "bad.jsonl", "out"]
 
 
 def test_overwrite_replaces_token_files_and_nothing_else(lines: Path, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
-    prepare(PrepareRequest((lines,), tmp_path / "home", vocab_size=300), Silent())  # an empty folder is as good as none
+    prepare((lines,), tmp_path / "home", vocab_size=300)  # an empty folder is as good as none
     (tmp_path / "thesis").mkdir()
     (tmp_path / "thesis" / "chapter1.txt").touch()
     for out in ("thesis", "thesis/chapter1.txt"):
         with pytest.raises(UserError, match=r"not written by this program|is a file; give the name"):
-            prepare(PrepareRequest((lines,), tmp_path / out, overwrite=True), Silent())
+            prepare((lines,), tmp_path / out, overwrite=True)
     assert (tmp_path / "thesis" / "chapter1.txt").exists()
 
 

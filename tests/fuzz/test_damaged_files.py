@@ -20,7 +20,7 @@ from tests.support.chats import CONVERSATIONS, write_tokenizer
 from tests.support.command import Silent
 from tests.support.other_systems import write_fleet, write_fleet_npz, write_megatron
 from threefold.data.formats.jsonl import JsonLines
-from threefold.data.preparation import PrepareRequest, prepare, to_threefold
+from threefold.data.preparation import prepare, to_threefold
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.output import SILENT
 
@@ -72,7 +72,7 @@ def token_folder(folder: Path, inputs: Path) -> Reader:
 def chat_folder(folder: Path, inputs: Path) -> Reader:
     lines = folder.parent / "chats.jsonl"
     lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in CONVERSATIONS))
-    prepare(PrepareRequest((lines,), folder, tokenizer=inputs / "chat" / "tokenizer.json"), Silent())
+    prepare((lines,), folder, tokenizer=inputs / "chat" / "tokenizer.json")
     return readers.tokens
 
 

@@ -19,7 +19,7 @@ from threefold.config import Config, load_config
 from threefold.data.dataset import open_dataset
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.loader import Loader, Share
-from threefold.data.preparation import PrepareRequest, prepare
+from threefold.data.preparation import prepare
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.eval_tasks import Perplexity, score
@@ -93,7 +93,7 @@ def tuned(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     chats = conversations(style)
     lines = folder / "chats.jsonl"
     lines.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
-    prepare(PrepareRequest((lines,), folder / "tokens", tokenizer=folder / "base" / "tokenizer.json"), Silent())
+    prepare((lines,), folder / "tokens", tokenizer=folder / "base" / "tokenizer.json")
     return Tuned(theirs, tokenizer, folder / "base", lines, folder / "tokens", chats, LENGTHS[style])
 
 

@@ -170,7 +170,6 @@ class TensorSource:
         return whole
 
     def read_chunk(self, name: str, chunk: TensorChunk) -> Tensor:
-        """Read a chunk of a tensor; raises the same errors as `read`."""
         try:
             with (self.folder / chunk.file).open("rb", buffering=0) as file:
                 stored = read_chunk(file, self.folder, self._tensors[name], chunk)
@@ -218,7 +217,6 @@ class TensorSource:
 def _write_run(
     request: Conversion, manifest: Manifest, source: TensorSource, texts: Sequence[str], run: Path
 ) -> list[str]:
-    """Write a run with one checkpoint, and return its tensor files."""
     folder = path_of(run, manifest.facts.step)
     folder.mkdir(parents=True)
     _copy(manifest, texts, folder)
@@ -294,7 +292,6 @@ def _write_torch(source: TensorSource, folder: Path) -> list[str]:
 
 
 def _write_dcp(source: TensorSource, folder: Path) -> list[str]:
-    """Write a `torch.distributed.checkpoint` under Threefold's tensor names, and return the names of its files."""
     before, scratch = set(folder.iterdir()), folder / "scratch"
     save_tensors_alone(source.mapped(source.planned, scratch), folder, FileSystemWriter(folder))
     scratch.unlink()

@@ -55,7 +55,6 @@ class StoredTensor:
 
     @property
     def dtype_name(self) -> str:
-        """Torch's name for the dtype."""
         return str(self.dtype).removeprefix("torch.")
 
     @property
@@ -150,7 +149,6 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 def _covers(tensor: StoredTensor) -> bool:
-    """Return whether the chunks cover each element of the tensor exactly once."""
     dims = len(tensor.shape)
     if any(len(chunk.offsets) != dims or len(chunk.sizes) != dims for chunk in tensor.chunks):
         return False

@@ -114,7 +114,6 @@ class Manifest:
     files: Mapping[str, FileRecord]
 
     def check_sizes(self) -> None:
-        """Check that all files exist with their recorded sizes; raise DamagedCheckpoint otherwise."""
         for name, file in self.files.items():
             try:
                 size = require_file(self.folder / name)
@@ -126,7 +125,6 @@ class Manifest:
                 )
 
     def check_content(self, name: str) -> None:
-        """Compare a file with its checksum; raise DamagedCheckpoint if they differ."""
         try:
             if checksum(self.folder / name) != self.files[name].checksum:
                 raise DamagedCheckpoint(self.folder, f"its {shown(name)} {CHANGED}")
@@ -214,12 +212,10 @@ class WriterRecord:
 
     @property
     def ranks(self) -> int | None:
-        """Number of processes that wrote the checkpoint; None if unknown."""
         return None if self.layout is None else prod(int(self.layout.get(axis, 1)) for axis in AXES)
 
     @property
     def text(self) -> str:
-        """Content of writer.json."""
         document = {
             "format": _WRITER_FORMAT,
             "version": 1,

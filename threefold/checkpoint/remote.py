@@ -42,7 +42,6 @@ class RemoteCheckpoints:
             self._files, self._root = url_to_fs(self.address)
 
     def steps(self) -> list[int]:
-        """Return the steps of the complete checkpoints, oldest first."""
         with self._failures("be read"):
             return [step for step, name in sorted(self._folders().items()) if self._is_complete(name)]
 
@@ -79,7 +78,6 @@ class RemoteCheckpoints:
                     self._remove(f"{self._root}/{name}")
 
     def remove(self, step: int) -> None:
-        """Delete the checkpoint of `step`, if there is one."""
         with self._failures("be written"):
             self._remove(f"{self._root}/{path_of(Path(), step).name}")
 
@@ -111,7 +109,6 @@ class RemoteCheckpoints:
         return path
 
     def _folders(self) -> dict[int, str]:
-        """Return the names of all folders named like a checkpoint, by step."""
         self._files.invalidate_cache()
         try:
             names = [entry.rstrip("/").rpartition("/")[2] for entry in self._files.ls(self._root, detail=False)]
@@ -121,7 +118,6 @@ class RemoteCheckpoints:
         return {step: name for step, name in found.items() if path_of(Path(), step).name == name}
 
     def _is_complete(self, name: str) -> bool:
-        """Return whether a folder contains an intact manifest."""
         try:
             return is_intact(self._files.cat_file(f"{self._root}/{name}/{MANIFEST}").decode("utf-8"))
         except (FileNotFoundError, UnicodeDecodeError):
@@ -193,7 +189,6 @@ class Mirror:
             return frozenset(self._waiting.values()) | ({self._current} if self._current else frozenset())
 
     def add(self, step: int, folder: Path) -> None:
-        """Queue the complete checkpoint of a step for copying."""
         with self._lock:
             if self._keep:
                 every = self._keep_every

@@ -207,7 +207,6 @@ def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
 
 
 def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
-    """Yield key, stored value and current value of each differing setting that matters."""
     before, now = stored.sections(), config.sections()
     stored_weights, weights = list(stored.data.corpora.values()), list(config.data.corpora.values())
     for section in now:
@@ -222,7 +221,6 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _forbidden(key: str, before: Any, now: Any, config: Config) -> str | None:
-    """Return why a run cannot resume with a changed setting, or None if it can."""
     if key in SHAPES:
         return "whose weights do not fit another model"
     if key in _ORDER:
@@ -286,7 +284,6 @@ def other_text(file: Path, checkpoint: Checkpoint) -> UserError:
 
 
 def _check_rule(checkpoint: Checkpoint, rule: TextRule) -> None:
-    """Check that the same text still gives the same tokens, as far as is known."""
     before = checkpoint.facts.rule
     if before is None or before.is_assumed or rule.is_assumed:
         return

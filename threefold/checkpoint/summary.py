@@ -109,7 +109,6 @@ def _nearest(path: Path) -> Path | None:
 
 
 def _below(folder: Path) -> list[Path]:
-    """Return the runs below a folder, the shallowest first."""
     level, found, seen = [folder], list[Path](), 0
     for _ in range(_DEPTH):
         inner: list[Path] = []
@@ -158,7 +157,6 @@ class ListedCheckpoint:
         return str(self.writer)
 
     def document(self) -> dict[str, Any]:
-        """Return the entry as a JSON object."""
         return {
             "path": str(self.path),
             "step": self.step,
@@ -260,7 +258,6 @@ class CheckpointSummary:
         return found
 
     def document(self, pattern: str | None, with_tensors: bool) -> dict[str, Any]:
-        """Return the summary as a JSON object."""
         facts = self.listed.facts
         found: dict[str, Any] = {
             **self.listed.document(),

@@ -252,7 +252,6 @@ class Writer(StorageWriter):
         return chunks, FileRecord(position, f"{ALGORITHM}:{whole.hexdigest()}")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index of the tensors that all ranks wrote."""
         chunks: dict[str, list[TensorChunk]] = defaultdict(list)
         files: dict[str, FileRecord] = {}
         for result in (result for rank in results for result in rank):
@@ -384,7 +383,6 @@ def _fill(file: io.RawIOBase, folder: Path, chunk: TensorChunk, target: Tensor, 
 
 
 def _box(item: WriteItem) -> ChunkStorageMetadata:
-    """Return the box of the tensor that an item writes."""
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         raise TypeError(f"{item.index.fqn} is not a tensor, and a checkpoint holds nothing else")
     if str(item.tensor_data.properties.dtype).removeprefix("torch.") not in DTYPES:
@@ -404,7 +402,6 @@ def _let_through(error: CheckpointException, *kinds: type[BaseException]) -> Non
 
 
 def _reason(error: CheckpointException) -> str:
-    """Return the message of the first rank that failed, on one line."""
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {' '.join(str(cause).split())[:300] or type(cause).__name__}"
 

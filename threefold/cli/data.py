@@ -80,15 +80,12 @@ def prepare(
     """
 
     from threefold.data.audit import summarize
-    from threefold.data.preparation import PrepareRequest
     from threefold.data.preparation import prepare as prepare_files
 
     workers = usable_cores() if workers is None else workers
-    request = PrepareRequest(
-        tuple(inputs), out, vocab_size, tokenizer, eod, key, workers, overwrite, special_tokens, chat_template
-    )
+    choices = (vocab_size, tokenizer, eod, key, workers, overwrite, special_tokens, chat_template)
     with Bars() as bars:
-        files = prepare_files(request, bars)
+        files = prepare_files(inputs, out, *choices, bars)
         stored = files.stored()
         summary = summarize(stored, bars)
     _print_facts(stored, summary, files)

@@ -107,7 +107,7 @@ def command(
         "task": task,
         "dtype": dtype,
         "layout": {"dp": dp, "tp": tp, "pp": pp},
-        **chosen.settings,
+        **vars(chosen),
     }
     inference.start(measure, chosen, work, batch_size, about, json_file)
 

@@ -53,25 +53,19 @@ def summarize(stored: StoredTokens, progress: Progress) -> TokenSummary:
         chunk = stored.tokens[start : start + _CHUNK]
         if chunk.min() < 0:
             place = int(np.argmax(chunk < 0))
-            document = int(np.searchsorted(stored.documents, start + place, side="right")) - 1
-            raise UserError(
-                f"{shown(stored.files[0])} holds token {chunk[place]} at position {start + place:,} (document "
-                f"{document:,}), so it is damaged."
-            )
+            raise UserError(f"{_holds(stored, int(chunk[place]), start + place)}, so it is damaged.")
         place = int(np.argmax(chunk))
         if chunk[place] > highest:
             highest, highest_place = int(chunk[place]), start + place
         progress.advance(chunk.nbytes)
-    return TokenSummary(
-        documents=len(lengths),
-        empty=len(lengths) - len(filled),
-        longest=int(lengths[longest]),
-        longest_document=longest,
-        highest=highest,
-        highest_place=highest_place,
-        common_end=int(ends[common]),
-        common_share=float(counts[common] / counts.sum()),
-    )
+    share = float(counts[common] / counts.sum())
+    sizes = len(lengths), len(lengths) - len(filled), int(lengths[longest]), longest
+    return TokenSummary(*sizes, highest, highest_place, int(ends[common]), share)
+
+
+def _holds(stored: StoredTokens, token: int, place: int) -> str:
+    document = int(np.searchsorted(stored.documents, place, side="right")) - 1
+    return f"{shown(stored.files[0])} holds token {token:,} at position {place:,} (document {document:,})"
 
 
 @dataclass(frozen=True)
@@ -173,11 +167,8 @@ def _audit_foreign(path: Path, tokenizer: Path | None, progress: Progress) -> li
         stored = read_stored(path)
         summary = summarize(stored, progress)
         if rows is not None and summary.highest >= rows:
-            document = int(np.searchsorted(stored.documents, summary.highest_place, side="right")) - 1
-            raise UserError(
-                f"{shown(stored.files[0])} holds token {summary.highest:,} at position {summary.highest_place:,} "
-                f"(document {document:,}), outside the vocabulary of {rows:,} tokens of {tokenizer}"
-            )
+            held = _holds(stored, summary.highest, summary.highest_place)
+            raise UserError(f"{held}, outside the vocabulary of {rows:,} tokens of {tokenizer}")
     except UserError as error:
         return [Audit(path, None, "", str(error))]
     ids = f"highest token {summary.highest:,}" if rows is None else "tokens in the vocabulary"

@@ -30,14 +30,12 @@ LOSS_MASK_FILE: Final = "loss_mask.bin"
 TOKENIZER_FILE: Final = "tokenizer.json"
 
 DOCUMENT_DTYPE: Final = "<i8"
-# Same bound as Fleet's token files, so that a vocabulary is stored in the same type by both.
-_UINT16_VOCAB: Final = 65_500
 TOKEN_DTYPES: Final = {"uint16": "<u2", "int32": "<i4"}
 
 
 def dtype_for(vocab_size: int) -> Literal["uint16", "int32"]:
-    """Return the name of the type that stores tokens of this vocabulary, a key of `TOKEN_DTYPES`."""
-    return "uint16" if vocab_size < _UINT16_VOCAB else "int32"
+    """Return the key of `TOKEN_DTYPES` for tokens of this vocabulary; the bound is that of Fleet's token files."""
+    return "uint16" if vocab_size < 65_500 else "int32"
 
 
 def damaged(path: Path, remedy: str) -> str:
@@ -69,17 +67,6 @@ class DocumentWriter:
         for file, values in zip(self._files, (tokens, ends.astype(DOCUMENT_DTYPE), counted), strict=False):
             file.write(np.ascontiguousarray(values).data)
         self.tokens, self.documents = self.tokens + len(tokens), self.documents + len(lengths)
-
-
-_AT_ONCE: Final = 1 << 30
-"""Maximum bytes per read; Linux returns less than 2 GiB."""
-_GAP: Final = 1 << 12
-"""Distance up to which reading the numbers between two wanted ones is faster than another call."""
-_SPAN: Final = 1 << 20
-"""Maximum count of numbers read together across such gaps."""
-
-LARGEST_IN_MEMORY: Final = 1 << 28
-"""Bytes of the largest column that `load_column` keeps in memory, once per rank."""
 
 
 class StoredArray:
@@ -140,7 +127,8 @@ class StoredArray:
                 raise IndexError(f"an index is outside the {self.count} numbers of {self.path}")
             cuts = np.flatnonzero(np.diff(flat) != 1)
             before, after = flat[cuts], flat[cuts + 1]
-            apart = (after <= before) | (after - before > _GAP) | (before // _SPAN != after // _SPAN)
+            # Reading a gap of a page is faster than another call; at most 2^20 numbers are read together across gaps.
+            apart = (after <= before) | (after - before > 1 << 12) | (before >> 20 != after >> 20)
             firsts = np.append(0, cuts[apart] + 1)
             ends = np.append(firsts[1:], flat.size)
             starts, spans = flat[firsts], flat[ends - 1] - flat[firsts] + 1
@@ -160,7 +148,7 @@ class StoredArray:
         view = memoryview(values.view(np.uint8).data)
         while view:
             try:
-                got = os.preadv(self._handle, [view[:_AT_ONCE]], place)
+                got = os.preadv(self._handle, [view[: 1 << 30]], place)  # Linux returns less than 2 GiB
             except OSError as error:
                 raise UserError(f"Cannot read {shown(self.path)}: {error.strerror}.") from None
             if not got:
@@ -176,9 +164,9 @@ class StoredArray:
 
 
 def load_column(path: Path, dtype: DTypeLike, count: int, offset: int = 0) -> NDArray[Any]:
-    """Load numbers that are accessed throughout: into memory, or memory-mapped above `LARGEST_IN_MEMORY` bytes."""
+    """Load numbers that are accessed throughout: into memory, once per rank, or memory-mapped above 256 MiB."""
     stored = StoredArray(path, dtype, count, offset)
-    if stored.nbytes <= LARGEST_IN_MEMORY:
+    if stored.nbytes <= 1 << 28:
         return stored[:]
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
 
@@ -216,9 +204,6 @@ class StoredTokens:
         return self.sequences if self.document_sequences is None else self.sequences[self.document_sequences]
 
 
-TokenDtype = Literal["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-
-
 @dataclass(frozen=True)
 class Content:
     """Data type and checksums of the content of one corpus of a run.
@@ -227,7 +212,7 @@ class Content:
     little endian in their type, is None until all are read, if no file keeps it.
     """
 
-    dtype: TokenDtype
+    dtype: Literal["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
     documents: str
     tokens: str | None = None
     loss_mask: str | None = None
@@ -315,15 +300,12 @@ class Corpus:
         )
 
 
-_BLOCK: Final = 8 << 20
-
-
 def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], None] = lambda size: None) -> str:
     """Compute the checksum of tokens as stored in a type. Raises UserError if their file cannot be read."""
     little = np.dtype(dtype).newbyteorder("<")
 
     def blocks() -> Iterator[memoryview]:
-        step = max(1, _BLOCK // tokens.dtype.itemsize)
+        step = max(1, (8 << 20) // tokens.dtype.itemsize)
         for start in range(0, len(tokens), step):
             block = np.ascontiguousarray(tokens[start : start + step])
             yield memoryview(np.ascontiguousarray(block.astype(little, copy=False)).data)

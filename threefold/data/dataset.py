@@ -66,7 +66,6 @@ class Dataset:
 
     @property
     def rule(self) -> TextRule:
-        """Rule that turned the text of all sources into tokens."""
         rules = [source.data.rule for source in self.sources]
         return next((rule for rule in rules if not rule.is_assumed), rules[0])
 

@@ -29,7 +29,7 @@ from threefold.data.tokenizer import (
 )
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.output import Progress, check_name, check_replaceable, staged_directory, staged_files
+from threefold.output import SILENT, Progress, check_name, check_replaceable, staged_directory, staged_files
 from threefold.plugins import one_of
 from threefold.random import Int64Array
 
@@ -38,83 +38,72 @@ _SMALLEST_VOCAB: Final = 256 + 1
 _LEARN_FROM_BYTES: Final = 256_000_000
 
 
-@dataclass(frozen=True)
-class PrepareRequest:
-    """Request to prepare token files of the text in files and folders, by default with a vocabulary learned from it.
+def prepare(
+    inputs: Sequence[Path],
+    out: Path,
+    vocab_size: int = 8192,
+    tokenizer: Path | None = None,
+    eod: str | None = None,
+    key: str = "text",
+    workers: int = 1,
+    overwrite: bool = False,
+    special_tokens: SpecialTokens = "parse",
+    chat_template: Path | None = None,
+    progress: Progress = SILENT,
+) -> TokenFiles:
+    """Create token files of the text in files and folders at `out` atomically, and open them.
 
-    `eod` is the name of the given tokenizer's end-of-document token; None finds a usual one. `key` is that of the text
-    in JSON objects. A `chat_template` of None is found next to the tokenizer.
-    """
-
-    inputs: tuple[Path, ...]
-    out: Path
-    vocab_size: int = 8192
-    tokenizer: Path | None = None
-    eod: str | None = None
-    key: str = "text"
-    workers: int = 1
-    overwrite: bool = False
-    special_tokens: SpecialTokens = "parse"
-    chat_template: Path | None = None
-
-
-def prepare(request: PrepareRequest, progress: Progress) -> TokenFiles:
-    """Create token files at `request.out` atomically, and open them.
+    Without a tokenizer, a vocabulary is learned from the text. `eod` is the name of the tokenizer's end-of-document
+    token; None finds a usual one. `key` is that of the text in JSON objects. A `chat_template` of None is found next to
+    the tokenizer.
 
     With more than one worker the calling script needs the usual `if __name__ == "__main__":`, because workers are
     spawned.
     """
-    if request.tokenizer is None and request.vocab_size < _SMALLEST_VOCAB:
+    if tokenizer is None and vocab_size < _SMALLEST_VOCAB:
         raise UserError(
-            f"--vocab-size is {request.vocab_size} but a byte-level vocabulary holds 256 bytes and {END_OF_DOCUMENT}; "
+            f"--vocab-size is {vocab_size} but a byte-level vocabulary holds 256 bytes and {END_OF_DOCUMENT}; "
             f"the smallest that works is {_SMALLEST_VOCAB}"
         )
-    if request.workers < 1:
-        raise UserError(f"--workers is {request.workers} but must be at least 1")
-    read_from = request.inputs if request.tokenizer is None else (*request.inputs, request.tokenizer)
-    check_replaceable(request.out, read_from, request.overwrite, listing=list_token_files)
-    inputs = find_inputs(request.inputs)
-    chats = [path for path in inputs if holds_chat(path, request.key)]
-    template = _template(request, chats)
-    with staged_directory(
-        request.out, inputs=read_from, overwrite=request.overwrite, listing=list_token_files, marked=False
-    ) as folder:
-        size = sum(path.stat().st_size for path in inputs)
-        if request.tokenizer is None:
-            progress.phase("Learning the vocabulary", size)
-            tokenizer = train_tokenizer(_learned_from(inputs, request.key, progress.advance), request.vocab_size)
-            stored = tokenizer.to_str(pretty=True).encode("utf-8")
-        else:
-            tokenizer = load_tokenizer(request.tokenizer)
-            stored = request.tokenizer.read_bytes()  # byte for byte, so that its hash is the one its maker published
-        progress.phase("Encoding", size)
-        eod, rule = end_of_document(tokenizer, request.eod), TextRule.of(tokenizer, request.special_tokens)
-        dtype = TOKEN_DTYPES[dtype_for(id_count(tokenizer))]
-        encoding = EncodingSpec(stored.decode("utf-8"), eod, dtype, rule, template)
-        sources = [SourceReader(path, request.key, progress.advance) for path in inputs]
-        documents = (document for source in sources for document in (source if chats else source.texts()))
-        text_bytes = 0
-        with DocumentWriter(folder, with_mask=bool(chats)) as writer:
-            for encoded in encode_documents(documents, encoding, request.workers):
-                writer.write(encoded.tokens, encoded.lengths, encoded.counted)
-                text_bytes += encoded.text_bytes
-        _require_documents(writer.documents, inputs)
-        for name, text in template.files().items() if template else ():
-            (folder / name).write_text(text, encoding="utf-8")
-        read = [SourceFile(os.fspath(each.path), each.bytes, each.documents, each.sha256) for each in sources]
-        _complete(folder, writer, stored, id_count(tokenizer), eod, rule, read, text_bytes, bool(chats))
-    return TokenFiles.open(request.out)
-
-
-def _template(request: PrepareRequest, chats: list[Path]) -> ChatTemplate | None:
-    if not chats:
-        return None  # a pair of texts needs none either, which the encoder checks
-    if request.tokenizer is None:
+    if workers < 1:
+        raise UserError(f"--workers is {workers} but must be at least 1")
+    read_from = inputs if tokenizer is None else (*inputs, tokenizer)
+    check_replaceable(out, read_from, overwrite, listing=list_token_files)
+    files = find_inputs(inputs)
+    chats = [path for path in files if holds_chat(path, key)]
+    if chats and tokenizer is None:
         raise UserError(
             f"{chats[0]} holds conversations or prompts, whose special tokens no vocabulary learned here would have; "
             "give the model's tokenizer.json with --tokenizer."
         )
-    return ChatTemplate.read(request.chat_template, request.tokenizer)
+    # A pair of texts needs no template, which the encoder checks.
+    template = ChatTemplate.read(chat_template, tokenizer) if chats and tokenizer is not None else None
+    with staged_directory(out, inputs=read_from, overwrite=overwrite, listing=list_token_files, marked=False) as folder:
+        size = sum(path.stat().st_size for path in files)
+        if tokenizer is None:
+            progress.phase("Learning the vocabulary", size)
+            made = train_tokenizer(_learned_from(files, key, progress.advance), vocab_size)
+            stored = made.to_str(pretty=True).encode("utf-8")
+        else:
+            made = load_tokenizer(tokenizer)
+            stored = tokenizer.read_bytes()  # byte for byte, so that its hash is the one its maker published
+        progress.phase("Encoding", size)
+        end, rule = end_of_document(made, eod), TextRule.of(made, special_tokens)
+        dtype = TOKEN_DTYPES[dtype_for(id_count(made))]
+        encoding = EncodingSpec(stored.decode("utf-8"), end, dtype, rule, template)
+        sources = [SourceReader(path, key, progress.advance) for path in files]
+        documents = (document for source in sources for document in (source if chats else source.texts()))
+        text_bytes = 0
+        with DocumentWriter(folder, with_mask=bool(chats)) as writer:
+            for encoded in encode_documents(documents, encoding, workers):
+                writer.write(encoded.tokens, encoded.lengths, encoded.counted)
+                text_bytes += encoded.text_bytes
+        _require_documents(writer.documents, files)
+        for name, text in template.files().items() if template else ():
+            (folder / name).write_text(text, encoding="utf-8")
+        read = [SourceFile(os.fspath(each.path), each.bytes, each.documents, each.sha256) for each in sources]
+        _complete(folder, writer, stored, id_count(made), end, rule, read, text_bytes, bool(chats))
+    return TokenFiles.open(out)
 
 
 def _learned_from(inputs: list[Path], key: str, on_read: Callable[[int], None]) -> Iterator[str]:

@@ -222,8 +222,6 @@ class SourceReader:
 
 
 class _Watched(io.FileIO):
-    """File that passes on whatever is read from it."""
-
     def __init__(self, path: Path, watch: Callable[[memoryview], None]) -> None:
         super().__init__(path)
         self._watch = watch

@@ -51,14 +51,14 @@ class TensorFiles:
         self.folder = folder
         self.tensors: dict[str, Stored] = {}
         self._not_finite = Counter[str]()
-        index = _weight_map(folder) if os.path.lexists(folder / INDEX) else None
-        for path in _files(folder, index):
+        paths, index = _files(folder)
+        for path in paths:
             for stored in _contents(path):
                 name = stored.key if stored.key.startswith((prefix, "lm_head.")) else prefix + stored.key
                 if not _BUFFERS.fullmatch(name):
                     self.tensors[name] = stored
         keys = {stored.key for stored in self.tensors.values()}
-        if lost := [key for key in index or () if key not in keys and not _BUFFERS.fullmatch("." + key)]:
+        if lost := [key for key in index if key not in keys and not _BUFFERS.fullmatch("." + key)]:
             raise UserError(
                 f"{folder / INDEX} names {lost[0]} and the files it names do not hold it; fetch them again."
             )
@@ -105,33 +105,30 @@ def _opened(path: Path) -> Iterator[Any]:
         yield file
 
 
-def _files(folder: Path, index: dict[str, str] | None) -> list[Path]:
-    if index is not None:
-        names = sorted(set(index.values()))
+def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """Return the safetensors files of a folder, and the file of each tensor according to the index, if it has one."""
+    if os.path.lexists(folder / INDEX):
+        found = read_json(folder / INDEX).get("weight_map")
+        if not isinstance(found, dict) or not found:
+            raise UserError(f"{folder / INDEX} has no weight_map of tensors to files; fetch it again.")
+        for key, name in found.items():
+            if not isinstance(name, str) or not _FILE.fullmatch(name):
+                raise UserError(
+                    f"{folder / INDEX}: weight_map gives {shortened(key)} the file {shortened(repr(name))}, which is "
+                    "not a name of a safetensors file in that folder; fetch it again."
+                )
+        names = sorted(set(found.values()))
         if lost := [name for name in names if not os.path.lexists(folder / name)]:
             raise UserError(f"{folder / INDEX} names {lost[0]}, which is not there; fetch it too.")
-        return [folder / name for name in names]
+        return [folder / name for name in names], found
     if os.path.lexists(folder / WHOLE):
-        return [folder / WHOLE]
+        return [folder / WHOLE], {}
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise UserError(
             f"{folder} has its weights as pickles and Threefold reads safetensors alone; "
             f"write them as {WHOLE} with transformers' save_pretrained."
         )
     raise UserError(f"{folder} has neither {WHOLE} nor {INDEX}; give a folder that holds a model of Hugging Face.")
-
-
-def _weight_map(folder: Path) -> dict[str, str]:
-    found = read_json(folder / INDEX).get("weight_map")
-    if not isinstance(found, dict) or not found:
-        raise UserError(f"{folder / INDEX} has no weight_map of tensors to files; fetch it again.")
-    for key, name in found.items():
-        if not isinstance(name, str) or not _FILE.fullmatch(name):
-            raise UserError(
-                f"{folder / INDEX}: weight_map gives {shortened(key)} the file {shortened(repr(name))}, which is not a "
-                "name of a safetensors file in that folder; fetch it again."
-            )
-    return found
 
 
 def _contents(path: Path) -> Iterable[Stored]:

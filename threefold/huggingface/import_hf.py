@@ -2,7 +2,6 @@
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
@@ -19,7 +18,7 @@ from threefold.checkpoint.manifest import Facts, write_manifest
 from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
-from threefold.data.tokenizer import end_of_document
+from threefold.data.tokenizer import find_end
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.files import first_of
@@ -102,7 +101,9 @@ def import_model(request: Import, progress: Progress) -> Imported:
     texts = texts_of(request.source)
     if TOKENIZER in texts:
         check_tokenizer(texts[TOKENIZER], request.source / TOKENIZER, config.model.vocab_size or 0)
-    eod = _end_token(request.source, texts)
+    eod = next(iter(end_tokens(request.source)), None)
+    if eod is None and TOKENIZER in texts:
+        eod = find_end(Tokenizer.from_str(texts[TOKENIZER]))
     tensors = _streamed(weights, model_plan(config.model, 1), files, progress)
     total = sum(tensor.nbytes for tensor in tensors.values())
     progress.phase("Importing", total)
@@ -221,18 +222,6 @@ def _piece(weight: WeightMap, box: Box, dtype: torch.dtype, files: TensorFiles, 
     if weight.expert is None:
         return TensorPiece(offsets, sizes, read)
     return TensorPiece((weight.expert, *offsets), (1, *sizes), read)
-
-
-def _end_token(source: Path, texts: Mapping[str, str]) -> int | None:
-    """Return the end-of-document token: the first that the files name, else a usual one of the tokenizer, else None."""
-    if named := end_tokens(source):
-        return named[0]
-    if TOKENIZER not in texts:
-        return None
-    try:
-        return end_of_document(Tokenizer.from_str(texts[TOKENIZER]), None)
-    except UserError:
-        return None
 
 
 def _shown(shape: tuple[int, ...]) -> str:

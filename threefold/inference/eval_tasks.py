@@ -1,6 +1,5 @@
 """Evaluation tasks: log-likelihood (loss) and greedy accuracy of given tokens of texts, in any layout."""
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import exp, inf
@@ -34,7 +33,6 @@ class Window:
 
     @property
     def counted(self) -> int:
-        """Number of evaluated tokens, without a mask."""
         return self.end + 1 - self.first
 
     def mask(self, masks: Sequence[np.ndarray]) -> Any:
@@ -164,26 +162,8 @@ class Metric:
     unit: str = ""
 
 
-class EvalTask(ABC):
-    """Evaluation task: a way to evaluate a model on texts."""
-
-    @property
-    def settings(self) -> dict[str, int | str]:
-        """Settings that the metrics depend on, besides the model and the texts."""
-        return dict(vars(self))
-
-    @abstractmethod
-    def prepare(
-        self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]
-    ) -> EncodedTexts:
-        """Encode non-empty texts and divide them into windows; `advance` is called after each text."""
-
-    @abstractmethod
-    def metrics(self, encoded: EncodedTexts, scores: Scores) -> list[Metric]: ...
-
-
 @dataclass(frozen=True)
-class Perplexity(EvalTask):
+class Perplexity:
     """Perplexity by strided windows: each token of a text except the first is evaluated exactly once.
 
     If the tokenizer puts a special token first (as an imported Llama's does), that token is the one that is not
@@ -208,6 +188,7 @@ class Perplexity(EvalTask):
     def prepare(
         self, documents: DocumentEncoder, texts: Sequence[Document], advance: Callable[[], None]
     ) -> EncodedTexts:
+        """Encode non-empty texts and divide them into windows; `advance` is called after each text."""
         encoded, masks = [], []
         for text in texts:
             if isinstance(text, str):  # without an end-of-document token
@@ -228,7 +209,6 @@ class Perplexity(EvalTask):
         return EncodedTexts(encoded, [window for window in windows if window.mask(masks).any()], masks)
 
     def windows(self, text: int, tokens: int) -> list[Window]:
-        """Return the windows of a text with `tokens` tokens; empty if there is nothing to predict."""
         found: list[Window] = []
         begin = end = 0
         while end < tokens - 1:
@@ -251,7 +231,7 @@ class Perplexity(EvalTask):
 
 
 @dataclass(frozen=True)
-class LastWord(EvalTask):
+class LastWord:
     """Accuracy on the last word of each text (LAMBADA; Paperno et al., arXiv 1606.06031).
 
     The input is the text without its last word, truncated on the left to `context` tokens. The word is predicted if
@@ -299,6 +279,10 @@ class LastWord(EvalTask):
             Metric("loss", "loss", loss, "nats per word"),
             Metric("perplexity", "perplexity", _exp(loss), "per last word"),
         ]
+
+
+EvalTask = Perplexity | LastWord
+"""A way to evaluate a model on texts; its fields are what the metrics depend on, besides the model and the texts."""
 
 
 def _exp(loss: float) -> float:

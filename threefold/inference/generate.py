@@ -103,12 +103,6 @@ class _Sequence:
     start: int = 0
     is_cached: bool = False
 
-    def fit(self, context: int) -> None:
-        """Truncate on the left: a new prompt to `context` tokens, a cached sequence to half of that."""
-        if len(self.tokens) - self.start > context:  # half is dropped, as truncation invalidates the KV cache
-            kept = (context + 1) // 2 if self.is_cached else context
-            self.start, self.is_cached = len(self.tokens) - kept, False
-
 
 def generate_tokens(
     model: Model, prompts: Sequence[Sequence[int]], request: GenerationRequest, ends: frozenset[int] | None = None
@@ -227,7 +221,10 @@ class _Text:
 def _next_logits(model: Model, cache: Cache | None, active: list[_Sequence]) -> Tensor | None:
     """Return the logits [B, V] of each sequence's next token on the last stage; None elsewhere."""
     for sequence in active:
-        sequence.fit(model.context)
+        if len(sequence.tokens) - sequence.start > model.context:
+            # A new prompt keeps the context; a cached sequence half of it, as truncation invalidates the KV cache.
+            kept = (model.context + 1) // 2 if sequence.is_cached else model.context
+            sequence.start, sequence.is_cached = len(sequence.tokens) - kept, False
     if cache is None:  # from all tokens again, padded on the right
         held = [sequence.tokens[sequence.start :] for sequence in active]
         for sequence in active:

@@ -63,7 +63,6 @@ class Trained:
         return cls(choice.checkpoint, config, choice.warnings, model, trust_code)
 
     def check(self, layout: Layout) -> None:
-        """Check that the model supports a layout. Raises UserError if it does not."""
         plan = model_plan(self.config.model, self.config.data.sequence_length)
         if self.is_own:
             require_match(self.config.model, plan, self.checkpoint.path)
@@ -71,7 +70,6 @@ class Trained:
 
     @property
     def is_own(self) -> bool:
-        """Whether this is a user's own model rather than one of the built-in families."""
         return self.config.model.architecture == OWN
 
     def documents(self, special_tokens: SpecialTokens | None = None) -> DocumentEncoder:
@@ -343,7 +341,6 @@ class Cache:
         self.cursor, self._attentions = cursor, attentions
 
     def keep(self, rows: Sequence[int], device: torch.device) -> None:
-        """Keep only these rows, in this order."""
         for attention in self._attentions:
             attention.keep(torch.tensor(rows, device=device))
 

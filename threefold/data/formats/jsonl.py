@@ -44,10 +44,6 @@ from threefold.host import usable_cores
 from threefold.output import Progress, staged_directory
 
 LINES_FILE: Final = "lines.bin"
-# Incremented when the same file, tokenizer and length give another cache.
-_VERSION: Final = 2
-# Bytes up to which encoding takes less time than starting processes.
-_ALONE: Final = 32_000_000
 
 
 @dataclass(frozen=True)
@@ -76,7 +72,6 @@ class JsonLines:
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        """Chat template of the conversations. Raises UserError if the one that is named or found is not valid."""
         return ChatTemplate.read(self.chat_template, self.tokenizer_file) if self.holds_chat else None
 
     @cached_property
@@ -85,7 +80,6 @@ class JsonLines:
 
     @cached_property
     def eod(self) -> int:
-        """Id of the token put after each text. Raises UserError if there is none, or it is outside the vocabulary."""
         eod = find_end(self._tokenizer) if self.given_eod is None else self.given_eod
         if eod is None:
             raise UserError(
@@ -99,7 +93,6 @@ class JsonLines:
 
     @cached_property
     def tokenizer_sha256(self) -> str:
-        """SHA-256 of the tokenizer.json. Raises UserError if it cannot be read."""
         try:
             if self.tokenizer_file.exists():
                 require_file(self.tokenizer_file, "data.tokenizer ")
@@ -150,10 +143,16 @@ class JsonLines:
 
     def _cached(self, further: dict[str, Any], longest: int | None, progress: Progress) -> Path:
         """Return the cache folder with the lines as tokens, cut to `longest`; `further` are inputs of the cache key."""
-        roots = default_roots(self.path) if self.cache is None else [self.cache]
+        # A new cache goes to the first that is writable. Earlier versions used the last one, ignoring XDG_CACHE_HOME.
+        beside, theirs = (
+            self.path.with_name(self.path.name + CACHE_ENDING),
+            user_cache_path("threefold", appauthor=False),
+        )
+        usual = list(dict.fromkeys((beside, theirs, Path.home() / ".cache" / "threefold")))
+        roots = usual if self.cache is None else [self.cache]
         content = content_hash(self.path, roots)
         facts = {
-            "version": _VERSION,
+            "version": 2,  # incremented when the same file, tokenizer and length give another cache
             "content": content,
             "key": self.key,
             "tokenizer": self.tokenizer_sha256,
@@ -175,7 +174,8 @@ class JsonLines:
         dtype = TOKEN_DTYPES[dtype_for(self.vocab_size)]
         encoding = EncodingSpec(self._tokenizer.to_str(), self.eod, dtype, self.rule, self.template)
         with DocumentWriter(folder, LINES_FILE, with_mask=longest is None) as writer:
-            for batch in encode_documents(reader, encoding, usable_cores() if size > _ALONE else 1):
+            # Of a smaller file, encoding takes less time than starting processes.
+            for batch in encode_documents(reader, encoding, usable_cores() if size > 32_000_000 else 1):
                 if longest is None:
                     writer.write(batch.tokens, batch.lengths, batch.counted)
                     continue
@@ -215,18 +215,6 @@ CACHE_ENDING: Final = ".cache"
 """Suffix of a file's name for the folder with its cache."""
 FACTS: Final = "meta.json"
 """File written last, with the size and checksum of every other file of the folder, and its own checksum."""
-_SMALL: Final = 1 << 30
-"""Bytes of the largest file that is checked each time it is opened."""
-
-
-def default_roots(path: Path) -> list[Path]:
-    """Return the folders to search for a file's cache: next to the file, then the user's cache.
-
-    A new cache goes to the first one that is writable. Earlier versions used the last one, ignoring XDG_CACHE_HOME.
-    """
-    beside = path.with_name(path.name + CACHE_ENDING)
-    roots = [beside, user_cache_path("threefold", appauthor=False), Path.home() / ".cache" / "threefold"]
-    return list(dict.fromkeys(roots))
 
 
 def cached(roots: list[Path], name: str, write: Callable[[Path], None]) -> Path:
@@ -249,21 +237,15 @@ def cached(roots: list[Path], name: str, write: Callable[[Path], None]) -> Path:
             continue
         with lock:
             if not _is_whole(root / name):
-                _write(root / name, write)
+                # All files count as ours: a folder with such a name is an entry of the cache, damaged or not.
+                with staged_directory(root / name, place="data.cache", listing=os.listdir, marked=False) as partial:
+                    write(partial)
+                    paths = sorted(partial.iterdir())
+                    sums = dict(zip((path.name for path in paths), checksums(paths), strict=True))
+                    facts = {"files": {path.name: path.stat().st_size for path in paths}, "checksums": sums}
+                    (partial / FACTS).write_text(json.dumps(seal(facts)) + "\n", encoding="utf-8")
             return root / name
     raise UserError(f"no cache can be written in {' or '.join(refusals)}; set data.cache to a folder that can.")
-
-
-def _write(folder: Path, write: Callable[[Path], None]) -> None:
-    # All files count as ours: a folder with such a name is an entry of the cache, damaged or not.
-    with staged_directory(folder, place="data.cache", listing=os.listdir, marked=False) as partial:
-        write(partial)
-        paths = sorted(partial.iterdir())
-        facts = {
-            "files": {path.name: path.stat().st_size for path in paths},
-            "checksums": dict(zip((path.name for path in paths), checksums(paths), strict=True)),
-        }
-        (partial / FACTS).write_text(json.dumps(seal(facts)) + "\n", encoding="utf-8")
 
 
 def entry_checksums(folder: Path) -> dict[str, str] | None:
@@ -273,7 +255,8 @@ def entry_checksums(folder: Path) -> dict[str, str] | None:
     """
     try:
         facts = read_json(folder / FACTS)
-        if not isinstance(facts, dict) or not isinstance(files := facts.get("files"), dict) or not files:
+        files = facts.get("files") if isinstance(facts, dict) else None
+        if not files or not isinstance(files, dict):
             return None
         if any(require_file(folder / name) != size for name, size in files.items()):
             return None
@@ -309,7 +292,7 @@ def _is_whole(folder: Path) -> bool:
     known = entry_checksums(folder)
     if known is None:
         return False
-    small = {name for name in known if (folder / name).stat().st_size <= _SMALL}
+    small = {name for name in known if (folder / name).stat().st_size <= 1 << 30}
     return all(checksum(folder / name) == known[name] for name in small - {TOKENS_FILE})
 
 

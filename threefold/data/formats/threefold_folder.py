@@ -176,13 +176,11 @@ class TokenFiles(Corpus):
         """Open and check a folder. Raises UserError if its files are missing, damaged or contradict each other."""
         path = Path(path)
         meta = Meta.read(path)
-        tokens_file, documents_file = path / TOKENS_FILE, path / DOCUMENTS_FILE
+        tokens_file, documents_file, mask_file = path / TOKENS_FILE, path / DOCUMENTS_FILE, path / LOSS_MASK_FILE
         _check_size(tokens_file, TOKEN_DTYPES[meta.dtype], meta.tokens)
         _check_size(documents_file, DOCUMENT_DTYPE, meta.documents + 1)
-        mask = None
         if meta.loss_mask:
-            _check_size(path / LOSS_MASK_FILE, "u1", meta.tokens)
-            mask = StoredArray(path / LOSS_MASK_FILE, "u1", meta.tokens)
+            _check_size(mask_file, "u1", meta.tokens)
         files = cls(
             path=path,
             files=(tokens_file, documents_file),
@@ -194,14 +192,14 @@ class TokenFiles(Corpus):
             tokenizer_file=path / TOKENIZER_FILE,
             remedy=_AGAIN,
             rule=TextRule(meta.special_tokens, meta.beginning),
-            loss_mask=mask,
+            loss_mask=StoredArray(mask_file, "u1", meta.tokens) if meta.loss_mask else None,
             template=ChatTemplate.beside(path / TOKENIZER_FILE) if meta.loss_mask else None,
             checksums=meta.checksums,
         )
-        for name in (DOCUMENTS_FILE, *((LOSS_MASK_FILE,) if files.holds_chat else ())):
-            expected = meta.checksums.get(name)
-            if expected is not None and checksum(path / name) != expected:
-                raise UserError(damaged(path / name, _AGAIN))
+        for file in (documents_file, mask_file) if files.holds_chat else (documents_file,):
+            expected = meta.checksums.get(file.name)
+            if expected is not None and checksum(file) != expected:
+                raise UserError(damaged(file, _AGAIN))
         starts = files.documents
         if starts[0] != 0 or starts[-1] != meta.tokens or not np.all(np.diff(starts) > 0):
             raise UserError(f"{documents_file} does not fit {TOKENS_FILE}; {_AGAIN}")
@@ -217,7 +215,6 @@ class TokenFiles(Corpus):
         return files
 
     def stored(self) -> StoredTokens:
-        """Return the tokens in the form shared by all formats."""
         return StoredTokens(self.path, "Threefold", self.files, self.tokens, self.documents)
 
 
