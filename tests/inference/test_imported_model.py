@@ -106,8 +106,8 @@ def trained_on(trained: Trained, **facts: Any) -> Trained:
 def test_a_checkpoint_that_knows_no_rule_had_texts_without_beginning(trained: Trained) -> None:
     """Which read no special tokens in text either: so it was before checkpoints said how."""
     before, imported = trained_on(trained).documents().text, trained.documents().text
-    assert before.beginning == ()
-    assert imported.beginning == (1,)
+    assert before.rule.beginning == ()
+    assert imported.rule.beginning == (1,)
     assert before.encode("If") == imported.encode("If")[1:]
     assert (2 in imported.encode("a</s>"), 2 in before.encode("a</s>")) == (True, False)
 

@@ -1,8 +1,6 @@
-"""Code in checkpoints, which runs only when the user asks for it.
+"""Code in checkpoints and stored configs, which runs only when the user names it or trusts the checkpoint.
 
-A checkpoint from elsewhere may contain any `model.py`, so `select_checkpoint` gives a custom model no file. The user
-names the file (`--model`), or trusts the checkpoint's copy (`--trust-code`). Likewise, the stored `config.yaml` of a
-run may name no code, unlike a config that the user wrote.
+A checkpoint from elsewhere may contain any `model.py`, so `select_checkpoint` gives a custom model no file.
 """
 
 from collections.abc import Iterator

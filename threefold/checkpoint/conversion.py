@@ -1,8 +1,4 @@
-"""Conversion of a checkpoint (`threefold checkpoint convert`) to another format, another dtype, or weights only.
-
-Tensors are converted one at a time, so the model may be larger than memory; each part is checked against its checksum
-as it is read. `Shards` writes safetensors files.
-"""
+"""Conversion of a checkpoint to another format or dtype, one tensor at a time, so that it may exceed the memory."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -51,20 +47,16 @@ class Conversion:
 
 @dataclass(frozen=True)
 class ConvertedCheckpoint:
-    """Result of a conversion.
-
-    `bytes` is the size of the tensors written, `dtypes` are those of the weights, by decreasing size, `files` the
-    tensor files in the output, and `others` the names of its other files.
-    """
+    """Result of a conversion."""
 
     checkpoint: Path
     step: int
     tensors: int
     parameters: int
-    bytes: int
-    dtypes: tuple[str, ...]
-    files: tuple[str, ...]
-    others: tuple[str, ...]
+    bytes: int  # of the tensors written
+    dtypes: tuple[str, ...]  # of the weights, by decreasing size
+    files: tuple[str, ...]  # of tensors, in the output
+    others: tuple[str, ...]  # names of its other files
     warnings: tuple[str, ...]
 
 

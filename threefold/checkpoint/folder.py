@@ -150,11 +150,11 @@ def remove_partial(run_dir: Path) -> None:
 
 def remove(path: Path) -> None:
     """Delete a folder as far as possible; for a link, delete only the link."""
-    if path.is_symlink():
-        with suppress(OSError):
-            path.unlink()
-    else:
+    if not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
+        return
+    with suppress(OSError):
+        path.unlink()
 
 
 def superfluous(steps: Sequence[int], keep: int, keep_every: int | None = None) -> list[int]:
@@ -312,21 +312,20 @@ def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
         raise DamagedCheckpoint(path, f"its manifest does not name {CONFIG}")
     from threefold.checkpoint.index import model_mismatch
 
-    changed, reason = None, None
+    reasons = []
     try:
         manifest.check_content(CONFIG)
     except DamagedCheckpoint as damage:
-        changed = damage.reason
+        reasons.append(damage.reason)
     try:
         config = usable_config(path)
-        if config.model.architecture != OWN:  # the file of a custom model may have changed: see `require_match`
-            reason = model_mismatch(config.model, shapes)
+        # The file of a custom model may have changed: see `require_match`.
+        if config.model.architecture != OWN and (mismatch := model_mismatch(config.model, shapes)):
+            reasons.append(mismatch)
     except DamagedCheckpoint as unusable:
-        reason = unusable.reason
-        if changed is None:
-            raise
-    if changed or reason:
-        raise DamagedCheckpoint(path, ", and ".join(each for each in (changed, reason) if each))
+        reasons.append(unusable.reason)
+    if reasons:
+        raise DamagedCheckpoint(path, ", and ".join(reasons))
     return Checkpoint(path, manifest.facts), config
 
 

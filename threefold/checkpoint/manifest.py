@@ -1,9 +1,7 @@
 """Records in a checkpoint: its manifest, checkpoint.json, and the record of its writer, writer.json.
 
-The manifest has the state of the run, and the size and checksum of every file. writer.json records when, by which
-layout and by which versions the checkpoint was written. It is not needed to open a checkpoint, and is a separate file
-because earlier releases refuse a manifest with unknown fields. Older checkpoints lack it; their layout is read from
-`config.yaml`.
+The second is a separate file because earlier releases refuse a manifest with unknown fields. Older checkpoints lack
+it; their layout is read from `config.yaml`.
 """
 
 import dataclasses
@@ -43,20 +41,13 @@ Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 
 @dataclass(frozen=True)
 class AnomalyFacts:
-    """A run's response to anomalous steps so far (`threefold.resilience.anomalies`).
+    """A run's response to anomalous steps so far (`threefold.resilience.anomalies`)."""
 
-    Attributes:
-        skipped: first and last step of each range that a rollback skipped.
-        skips: total number of steps skipped by a policy.
-        consecutive: number of skipped steps in a row up to now.
-        recent: loss and gradient norm of the last updates, the reference for detecting spikes.
-    """
-
-    skipped: tuple[tuple[Whole, Whole], ...] = ()
-    skips: Whole = 0
-    consecutive: Whole = 0
+    skipped: tuple[tuple[Whole, Whole], ...] = ()  # first and last step of each range that a rollback skipped
+    skips: Whole = 0  # steps skipped by a policy in total
+    consecutive: Whole = 0  # steps skipped in a row up to now
     rollbacks: Whole = 0
-    recent: tuple[tuple[float, float], ...] = ()
+    recent: tuple[tuple[float, float], ...] = ()  # loss and gradient norm of the last updates, to detect spikes
     __pydantic_config__: ClassVar[Any] = STRICT
 
 
@@ -66,17 +57,6 @@ class Facts:
 
     With the config and the tensors, this is the whole training state: the next batch, every dropout mask and the
     learning rate are functions of the seed and the step.
-
-    Attributes:
-        consumed_samples: number of training samples read for these updates.
-        tokens, documents: size of the data.
-        good_steps: number of steps for which the loss scale has held.
-        corpora: tokens and documents of each corpus of the data.
-        contents: content checksums of the corpora; empty in checkpoints of older versions.
-        special_tokens, beginning: text rule of the data (`TextRule`); None if unknown, for older checkpoints and for
-            imports, which have seen no data.
-        evaluation_missed: whether the run ended before an evaluation that was due after these updates.
-        fingerprint: hash of all weights, the same in every layout (docs/exact.md); None unless the run is exact.
     """
 
     step: Whole
@@ -84,16 +64,18 @@ class Facts:
     seed: Whole
     eod: Whole | None
     tokenizer_sha256: str | None
-    tokens: Whole
+    tokens: Whole  # of the data, as `documents`
     documents: Whole
     loss_scale: Annotated[float, Field(gt=0)] | None = None
-    good_steps: Whole = 0
-    corpora: tuple[tuple[Whole, Whole], ...] = ()
-    contents: tuple[Content, ...] = ()
+    good_steps: Whole = 0  # for which the loss scale has held
+    corpora: tuple[tuple[Whole, Whole], ...] = ()  # tokens and documents of each corpus of the data
+    contents: tuple[Content, ...] = ()  # of the corpora; empty in checkpoints of older versions
+    # Text rule of the data; None in older checkpoints and in imports, which have seen no data.
     special_tokens: SpecialTokens | None = None
     beginning: tuple[Whole, ...] | None = None
     anomalies: AnomalyFacts | None = None
-    evaluation_missed: bool = False
+    evaluation_missed: bool = False  # the run ended before an evaluation that was due after these updates
+    # Hash of all weights, the same in every layout (docs/exact.md), of an exact run.
     fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{12}$")] | None = None
     __pydantic_config__: ClassVar[Any] = STRICT
 

@@ -1,8 +1,7 @@
 """Copies of a run's checkpoints at an `fsspec` address, such as `s3://bucket/run`.
 
-ADDRESS/step_00000100/ has the files of RUN/checkpoints/step_00000100. Object stores cannot rename, so the manifest
-checkpoint.json marks a copy as complete: it is uploaded after all other files and deleted before them. It contains its
-own checksum, so a partial manifest does not count.
+Object stores cannot rename, so the manifest checkpoint.json marks a copy as complete: it is uploaded after all
+other files and deleted before them. It contains its own checksum, so a partial manifest does not count.
 """
 
 import shutil

@@ -1,8 +1,7 @@
-"""Atomic saving of a checkpoint, while training waits or in the background.
+"""Atomic saving of a checkpoint, while training waits or in the background, into the same files.
 
-`save_checkpoint` and `BackgroundSaver.save` write the same files into a folder with a temporary name. Each rank writes
-its tensors-*.bin. Then the first rank writes tensors.json (`checkpoint.tensors.Writer`), the text files and finally the
-manifest checkpoint.json, and renames the folder.
+Each rank writes its tensors-*.bin. Then the first rank writes tensors.json (`checkpoint.tensors.Writer`), the text
+files and finally the manifest checkpoint.json, and gives the folder its name.
 """
 
 import errno

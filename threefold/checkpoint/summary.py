@@ -134,19 +134,15 @@ diverged: set aside because the loss after it was not finite.
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """An entry in a list of checkpoints.
-
-    `reason` is the damage, as a clause, and empty in other states; `bytes` the total size of the files; `saved` the
-    time of saving (for older checkpoints, of the manifest's last change). `facts` are None if unreadable.
-    """
+    """An entry in a list of checkpoints."""
 
     path: Path
     step: int
     state: State
-    reason: str
+    reason: str  # the damage, as a clause; empty in other states
     bytes: int
-    saved: datetime | None
-    facts: Facts | None
+    saved: datetime | None  # for older checkpoints, when the manifest last changed
+    facts: Facts | None  # None if unreadable
     writer: WriterRecord
 
     @property
@@ -224,25 +220,16 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class CheckpointSummary:
-    """Content of a checkpoint.
-
-    Attributes:
-        config: config of the run; None for a custom training loop.
-        tensors: tensors by name, weights first, in the order of the layers.
-        states: totals of each optimizer state, such as exp_avg.
-        others: totals of the other tensors, such as random streams.
-        files: sizes of the files by name.
-        warnings: a sentence about newer checkpoints that were skipped.
-    """
+    """Content of a checkpoint."""
 
     listed: ListedCheckpoint
-    config: Config | None
-    tensors: "Mapping[str, StoredTensor]"
+    config: Config | None  # None for a custom training loop
+    tensors: "Mapping[str, StoredTensor]"  # weights first, in the order of the layers
     weights: TensorGroup
-    states: Mapping[str, TensorGroup]
-    others: TensorGroup
-    files: Mapping[str, int]
-    warnings: tuple[str, ...] = ()
+    states: Mapping[str, TensorGroup]  # of each optimizer state, such as exp_avg
+    others: TensorGroup  # such as random streams
+    files: Mapping[str, int]  # sizes by name
+    warnings: tuple[str, ...] = ()  # a sentence about newer checkpoints that were skipped
 
     def matching(self, pattern: str | None) -> "dict[str, StoredTensor]":
         """Return the tensors whose name matches a pattern, or contains it if it has no `*`, `?` or `[`."""

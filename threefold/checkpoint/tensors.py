@@ -1,8 +1,7 @@
 """Tensors of a checkpoint in its files, saved and loaded through torch.distributed.checkpoint (DCP).
 
 DCP's planners decide which rank writes and reads which part of which tensor; the storage is ours: raw bytes and an
-index, no pickle. Each rank that has parts to write makes one file (tensors-00000.bin for rank 0), their concatenated
-bytes; the coordinator, rank 0, writes the index. Every part is checked against its checksum as it is read.
+index, no pickle. The coordinator, rank 0, writes the index. Each part is checked against its checksum when read.
 """
 
 import io

@@ -177,26 +177,16 @@ TokenArray = NDArray[np.integer] | StoredArray
 
 @dataclass(frozen=True, eq=False)
 class StoredTokens:
-    """Content of token files of any format, without facts that come from elsewhere, such as the vocabulary.
-
-    Attributes:
-        files: the files, the token file first.
-        tokens: [N] integers, read only; in memory only if the format requires it.
-        sequences: int64 [S + 1], start of each sequence in `tokens`; the last is N. Sequences may be empty.
-        document_sequences: int64 [D + 1], first sequence of each document; the last is S. None if each sequence is a
-            document.
-        modes: int8 [S], modes of Megatron-LM's sequences, if there are any.
-        notes: sentences that a user should know about how these files are read.
-    """
+    """Content of token files of any format, without facts that come from elsewhere, such as the vocabulary."""
 
     path: Path
     format: str
-    files: tuple[Path, ...]
-    tokens: TokenArray
-    sequences: Int64Array
-    document_sequences: Int64Array | None = None
-    modes: NDArray[np.int8] | None = None
-    notes: tuple[str, ...] = ()
+    files: tuple[Path, ...]  # the token file first
+    tokens: TokenArray  # [N], read only; in memory only if the format requires it
+    sequences: Int64Array  # [S + 1], start of each in `tokens`; the last is N; they may be empty
+    document_sequences: Int64Array | None = None  # [D + 1], first of each document, then S; None if each is a document
+    modes: NDArray[np.int8] | None = None  # [S], of Megatron-LM's sequences
+    notes: tuple[str, ...] = ()  # sentences that a user should know about how these files are read
 
     @cached_property
     def documents(self) -> Int64Array:
@@ -221,29 +211,20 @@ class Content:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Corpus:
-    """Tokens to train on, from files of any format.
-
-    Attributes:
-        files: the files it was read from, the token file first.
-        tokens: [N] integers, read only, usually in a file.
-        documents: int64 [D + 1]: document d is tokens[documents[d]:documents[d + 1]], which may be empty.
-        remedy: how to replace a damaged file, as the end of a sentence.
-        loss_mask: uint8 [N], 1 where a token counts for the loss; None for plain text, where all count.
-        checksums: recorded checksums of its files by name, as far as they are kept.
-    """
+    """Tokens to train on, from files of any format: document d is tokens[documents[d]:documents[d + 1]]."""
 
     path: Path
-    files: tuple[Path, ...]
-    tokens: TokenArray
-    documents: NDArray[np.int64]
+    files: tuple[Path, ...]  # the token file first
+    tokens: TokenArray  # [N], read only, usually in a file
+    documents: NDArray[np.int64]  # [D + 1]; documents may be empty
     vocab_size: int
     eod: int | None
     tokenizer_file: Path | None
-    remedy: str
+    remedy: str  # how to replace a damaged file, as the end of a sentence
     rule: TextRule
-    loss_mask: NDArray[np.uint8] | StoredArray | None = None
+    loss_mask: NDArray[np.uint8] | StoredArray | None = None  # [N], 1 where a token counts; None for plain text
     template: ChatTemplate | None = None
-    checksums: Mapping[str, str] = field(default_factory=dict)
+    checksums: Mapping[str, str] = field(default_factory=dict)  # by file name, as far as they are kept
 
     @property
     def holds_chat(self) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,11 +31,8 @@ _MARKED: Final = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLO
 Span = tuple[int, int]
 
 
-class EncodedDocument(NamedTuple):
-    """A document's token ids, and for each whether it counts for the loss."""
-
-    ids: list[int]
-    counted: list[bool]
+EncodedDocument = tuple[list[int], list[bool]]
+"""A document's token ids, and for each whether it counts for the loss."""
 
 
 class DocumentEncoder:
@@ -69,12 +66,12 @@ class DocumentEncoder:
         end = [] if self._eod is None else [self._eod]
         if isinstance(document, str):
             ids = self.text.encode(document) + end
-            return EncodedDocument(ids, [True] * len(ids))
+            return ids, [True] * len(ids)
         prompt, whole = len(document.prompt), document.prompt + document.completion
         encoding = self.text.tokenizer.encode(whole, add_special_tokens=False)
         ids = self.text.begun(encoding.ids)
         spans = [(0, 0)] * (len(ids) - len(encoding.ids)) + encoding.offsets
-        return EncodedDocument(ids + end, _within(spans, [(prompt, len(whole))]) + [True] * len(end))
+        return ids + end, _within(spans, [(prompt, len(whole))]) + [True] * len(end)
 
     def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
         """Encode a conversation for the assistant to continue. Raises like `encode`."""
@@ -124,7 +121,7 @@ class DocumentEncoder:
             raise UserError(
                 f"{chat.where} has no token of an answer, so there is nothing to learn; leave the line out."
             )
-        return EncodedDocument(ids, counted)
+        return ids, counted
 
     def _turn(self, ids: list[int], spans: list[Span], start: int, end: int) -> list[int]:
         """Return the tokens that overlap an answer and end in it, without whitespace after its last special token."""
@@ -201,19 +198,12 @@ class EncodingSpec:
 
 @dataclass(frozen=True)
 class EncodedBatch:
-    """A batch of encoded documents, back to back, each text with its end-of-document token.
+    """A batch of encoded documents, back to back, each text with its end-of-document token."""
 
-    Attributes:
-        tokens: [sum of lengths].
-        lengths: int64 [documents].
-        counted: uint8 [sum of lengths], 1 where the token counts for the loss.
-        text_bytes: bytes of the text (for conversations, of the messages) as UTF-8.
-    """
-
-    tokens: NDArray[np.integer]
-    lengths: NDArray[np.int64]
-    counted: NDArray[np.uint8]
-    text_bytes: int
+    tokens: NDArray[np.integer]  # [sum of lengths]
+    lengths: NDArray[np.int64]  # [documents]
+    counted: NDArray[np.uint8]  # [sum of lengths], 1 where the token counts for the loss
+    text_bytes: int  # of the text (for conversations, of the messages) as UTF-8
 
 
 def encode_documents(documents: Iterable[Document], encoding: EncodingSpec, workers: int) -> Iterator[EncodedBatch]:

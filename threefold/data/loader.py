@@ -1,7 +1,6 @@
 """The data loader: a rank's rows of every global batch, prefetched one step ahead.
 
-The sampler is stateless: the samples of a step follow from the seed and the number of samples consumed before it, which
-follows from the step. So resuming needs no sampler state.
+The samples of a step follow from the seed and the samples consumed before it. So resuming needs no sampler state.
 """
 
 import hashlib
@@ -23,23 +22,14 @@ from threefold.random import Int64Array
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One rank's rows of a global batch; tensors are int64.
+    """One rank's rows of a global batch; tensors are int64."""
 
-    Attributes:
-        tokens: [rows, S], the inputs.
-        labels: [rows, S], the next token of each; ignored labels are -100 (IGNORE_INDEX).
-        rows: [rows], index of each row in the global batch.
-        documents: [rows, S], document of each token if the attention mask separates documents, else None.
-        positions: [rows, S], position of each token if positions restart with each document, else None.
-        padding: [rows], number of padding tokens of each row; None if there are none.
-    """
-
-    tokens: torch.Tensor
-    labels: torch.Tensor
-    rows: torch.Tensor
-    documents: torch.Tensor | None = None
-    positions: torch.Tensor | None = None
-    padding: torch.Tensor | None = None
+    tokens: torch.Tensor  # [rows, S], the inputs
+    labels: torch.Tensor  # [rows, S], the next token of each; ignored labels are -100 (IGNORE_INDEX)
+    rows: torch.Tensor  # [rows], index of each row in the global batch
+    documents: torch.Tensor | None = None  # [rows, S], of each token if the attention mask separates documents
+    positions: torch.Tensor | None = None  # [rows, S], of each token if positions restart with each document
+    padding: torch.Tensor | None = None  # [rows], number of padding tokens of each row
 
 
 def fingerprint(batch: Batch) -> int:

@@ -1,8 +1,7 @@
 """Batches of any map-style `torch.utils.data.Dataset`, in an order that does not depend on the layout.
 
-The n-th global batch of an epoch is a function of (seed, epoch, n): a slice of the epoch's keyed permutation
-(`random/__init__.py`). Each data-parallel replica takes a contiguous block of its rows. So replicas read disjoint
-samples and make the same number of steps, and all ranks of a replica read the same samples.
+The n-th global batch of an epoch is a slice of the keyed permutation of (seed, epoch). Each data-parallel replica
+takes a contiguous block of its rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -71,9 +71,6 @@ class PackedSamples(Samples):
         places = self._places(indices, self.sequence_length)
         return np.searchsorted(self.files.documents, places, side="right") - 1
 
-    def padding(self, indices: Int64Array) -> Int64Array:
-        return np.zeros(len(indices), np.int64)
-
     def _ends(self, indices: Int64Array, tokens: Int64Array) -> NDArray[np.bool_]:
         """Return whether each input token of the samples at `indices` ends its document: bool [rows, S].
 
@@ -134,23 +131,16 @@ class PackedConversations(Samples):
 
     A document of more than S + 1 tokens is cut into pieces of S + 1, each beginning with the last token of the previous
     one. So every token of the loss mask is a label exactly once; a piece without any is left out.
-
-    Attributes:
-        sequence_length: S, in tokens.
-        counts_all: whether all tokens have labels, instead of only those of the loss mask.
-        starts, lengths: int64 [pieces], position and length of each piece in the tokens; ordered by sample.
-        samples: int64 [samples + 1], first piece of each sample.
-        longer: number of documents longer than a sample.
     """
 
     corpus: Corpus
-    sequence_length: int
-    counts_all: bool
-    starts: Int64Array
-    lengths: Int64Array
-    samples: Int64Array
+    sequence_length: int  # S, in tokens
+    counts_all: bool  # all tokens have labels, instead of only those of the loss mask
+    starts: Int64Array  # [pieces], position of each in the tokens; ordered by sample
+    lengths: Int64Array  # [pieces]
+    samples: Int64Array  # [samples + 1], first piece of each
     documents_read: int
-    longer: int
+    longer: int  # documents longer than a sample
 
     @classmethod
     def open(

@@ -1,7 +1,4 @@
-"""Tokenizing of text files into token files (`threefold data prepare`), and conversion between token formats.
-
-The corpus is read twice, once to learn the vocabulary and once to encode, and is never held in memory.
-"""
+"""Tokenizing of text files into token files (`threefold data prepare`), and conversion between token formats."""
 
 import hashlib
 import os

@@ -1,7 +1,4 @@
-"""A few MB of real English that every Python installation has: its language reference and its docstrings.
-
-Nothing is downloaded and no module is imported: the files of the standard library are parsed.
-"""
+"""A few MB of English that every Python has: its language reference and its docstrings, parsed, not imported."""
 
 import ast
 import inspect

@@ -1,12 +1,10 @@
 """Samples: the train, validation and test splits of a corpus's documents, and the order of a mixture of corpora.
 
-Documents are assigned to the splits by a keyed permutation of their numbers, so a held-out split represents the whole
-corpus even if its files differ in content. The key is fixed: a corpus has one validation split per `data.split`,
-whatever the seed, so that runs can be compared on it.
+Documents are assigned to the splits by a keyed permutation of their numbers, so a held-out split represents the
+whole corpus. The key is fixed, whatever the run's seed, so that runs can be compared on it.
 
-In a mixture, the corpus of sample n depends on n and the weights alone. The sample is that corpus's c-th, where c
-counts the corpus's samples before it. So resuming needs neither sampler state nor replay, and the number of ranks and
-the batch size change nothing.
+In a mixture, the corpus of sample n, and which of its samples it is, depend on n and the weights alone. So resuming
+needs neither sampler state nor replay, and the number of ranks and the batch size change nothing.
 """
 
 import heapq
@@ -91,7 +89,7 @@ def _assigned(documents: int, counts: dict[str, int], name: str) -> Int64Array:
 
 
 class Samples:
-    """Samples of equal length S, the same on every rank; those of one corpus define only the first four methods."""
+    """Samples of equal length S, the same on every rank; those of one corpus define only the first methods."""
 
     def __len__(self) -> int:
         raise NotImplementedError
@@ -109,7 +107,7 @@ class Samples:
 
     def padding(self, indices: Int64Array) -> Int64Array:
         """Return the number of padding tokens of each sample: int64 [rows]."""
-        raise NotImplementedError
+        return np.zeros(len(indices), np.int64)
 
     def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
         """Return the sample that a run reads as its n-th, for each n in `counters`: int64 [rows].

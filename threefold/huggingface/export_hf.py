@@ -1,7 +1,4 @@
-"""`threefold checkpoint export`: write a run's newest checkpoint as a Hugging Face model, tensor by tensor.
-
-A user's own model keeps its tensor names; the export includes the code that makes it in plain PyTorch.
-"""
+"""`threefold checkpoint export`: write a run's newest checkpoint as a Hugging Face model, tensor by tensor."""
 
 import json
 import shutil
@@ -53,22 +50,17 @@ class Export:
 
 @dataclass(frozen=True)
 class Exported:
-    """Summary of an export.
+    """Summary of an export."""
 
-    `family` is Hugging Face's model_type; `dtype` that of most of the weights, by bytes; `bytes` the size of the
-    weights. `texts` are the names of the other files. `left_out` are the training settings that the files have no key
-    for, with their values.
-    """
-
-    family: str
+    family: str  # Hugging Face's model_type
     config: Config
     step: int
     parameters: int
-    dtype: str
-    bytes: int
+    dtype: str  # of most of the weights, by bytes
+    bytes: int  # of the weights
     files: tuple[str, ...]
-    texts: tuple[str, ...]
-    left_out: tuple[str, ...]
+    texts: tuple[str, ...]  # names of the other files
+    left_out: tuple[str, ...]  # training settings that the files have no key for, with their values
     warnings: tuple[str, ...]
 
 

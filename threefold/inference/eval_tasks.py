@@ -20,16 +20,12 @@ from threefold.parallel.cross_entropy import ParallelCrossEntropy
 
 @dataclass(frozen=True)
 class Window:
-    """Context window of the text of index `text`: the input tokens of one forward pass, and the evaluated labels.
+    """Context window: the input tokens of one forward pass, each of which predicts the next one."""
 
-    `begin` and `end` (exclusive) bound the input tokens in the text, each of which predicts the next one. The tokens
-    from `first` to `end` are evaluated.
-    """
-
-    text: int
-    begin: int
+    text: int  # index of the text
+    begin: int  # bounds of the input tokens in the text, `end` exclusive
     end: int
-    first: int
+    first: int  # first evaluated token; the last one is `end`
 
     @property
     def counted(self) -> int:
@@ -42,14 +38,10 @@ class Window:
 
 @dataclass(frozen=True)
 class Scores:
-    """Losses and hits of all windows, the same on every rank.
+    """Losses and hits of all windows, the same on every rank."""
 
-    `losses`, fp64 [windows], are the summed losses (nats) of each window's evaluated tokens; `hits`, int64 [windows],
-    the number of these that are the most likely one.
-    """
-
-    losses: Tensor
-    hits: Tensor
+    losses: Tensor  # fp64 [windows], summed (nats) over each window's evaluated tokens
+    hits: Tensor  # int64 [windows], number of these that are the most likely one
 
 
 def score(

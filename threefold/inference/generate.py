@@ -86,22 +86,14 @@ class GenerationRequest:
 
 @dataclass
 class _Sequence:
-    """A prompt, by its number, and the tokens generated for it so far.
-
-    Attributes:
-        tokens: all token ids, including the prompt's.
-        key: key of its random numbers: the prompt's tokens, and how often the same prompt came before.
-        left: number of tokens that may still be generated.
-        start: index of the first token in the context window.
-        is_cached: whether the KV cache holds all tokens from `start` to the last but one.
-    """
+    """A prompt, by its number, and the tokens generated for it so far."""
 
     number: int
-    tokens: list[int]
-    key: str
-    left: int
-    start: int = 0
-    is_cached: bool = False
+    tokens: list[int]  # including the prompt's
+    key: str  # of its random numbers: the prompt's tokens, and how often the same prompt came before
+    left: int  # tokens that may still be generated
+    start: int = 0  # index of the first token in the context window
+    is_cached: bool = False  # the KV cache holds all tokens from `start` to the last but one
 
 
 def generate_tokens(

@@ -253,18 +253,12 @@ class Cursor:
     Samples of a batch may differ in length. They are padded on the right, where causal attention ignores the padding:
     it comes after every token of its sample, and its cache slots are overwritten before a later position attends to
     them. With a sliding window the cache is a ring buffer with as many slots as the window.
-
-    Attributes:
-        positions: int64 [B, S] (or [1, S], shared by all samples).
-        rows: int64 [B], cache rows to prefill; None when every row gets one more token.
-        lasts: int64 [B], last position of each sample that is not padding.
-        used: number of slots that any row has used.
     """
 
-    positions: Tensor
-    rows: Tensor | None
-    lasts: Tensor
-    used: int
+    positions: Tensor  # int64 [B, S] (or [1, S], shared by all samples)
+    rows: Tensor | None  # int64 [B], cache rows to prefill; None when every row gets one more token
+    lasts: Tensor  # int64 [B], last position of each sample that is not padding
+    used: int  # slots that any row has used
 
     def fill(self, rows: Sequence[int], lengths: Sequence[int], device: torch.device) -> None:
         """Prefill: the next forward pass holds the first tokens of these rows, padded on the right."""

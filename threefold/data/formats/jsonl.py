@@ -1,8 +1,4 @@
-"""JSON lines (JSONL): each line is a text, which is cut or padded, or a conversation, which is packed.
-
-The lines are encoded once, into a cache whose entries are named by a hash of their inputs and written atomically by one
-process.
-"""
+"""JSON lines (JSONL), encoded once, into a cache whose entries are named by a hash of their inputs."""
 
 import fcntl
 import hashlib

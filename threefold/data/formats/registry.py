@@ -1,7 +1,7 @@
-"""Token formats of other systems, each a module and a line of `TOKEN_FORMATS`, and functions that open any of them.
+"""Token formats of other systems, and functions that open any of them.
 
-An installed package adds a format by an entry point of the group `threefold.token_formats` that names a `TokenFormat`;
-training and `threefold data show`, `verify` and `convert` then read its files like the built-in ones.
+An installed package adds a format by an entry point of the group `threefold.token_formats` that names a
+`TokenFormat`.
 """
 
 import os
@@ -34,13 +34,11 @@ TOKEN_FORMATS: Final = Registry(
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """Token files that share a prefix: PREFIX with each of the endings.
+    """Token files that share a prefix: PREFIX with each of the endings, the token file's first.
 
-    Attributes:
-        endings: endings of the files, which are all needed; the token file's comes first.
-        read: reads the tokens at a prefix; raises UserError if a file is missing, truncated or contradictory.
-        write: writes all files of a prefix and reports progress in bytes of tokens; raises UserError if the format
-            cannot hold the tokens. None if `threefold data convert` cannot write the format.
+    `read` raises UserError if a file is missing, truncated or contradictory. `write` writes all files of a prefix and
+    reports progress in bytes of tokens; it raises UserError if the format cannot hold the tokens. It is None if
+    `threefold data convert` cannot write the format.
     """
 
     endings: tuple[str, ...]

@@ -67,29 +67,20 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Meta:
-    """Facts about a folder of token files.
-
-    Attributes:
-        tokens: number of tokens, including end-of-document tokens.
-        text_bytes: bytes of the documents' text as UTF-8; 0 if unknown.
-        sources: files the documents came from, in order.
-        special_tokens: how text that spells a special token was encoded.
-        beginning: tokens put before each text.
-        checksums: checksum of each other file of the folder, by name; empty in folders of version 1.
-    """
+    """Facts about a folder of token files."""
 
     dtype: Literal["uint16", "int32"]
     vocab_size: Positive
     eod: Count
-    tokens: Positive
+    tokens: Positive  # including end-of-document tokens
     documents: Positive
-    text_bytes: Count
+    text_bytes: Count  # of the documents' text as UTF-8; 0 if unknown
     tokenizer_sha256: str
     sources: tuple[SourceFile, ...]
     special_tokens: SpecialTokens = BEFORE_RULES.special_tokens
     beginning: tuple[Count, ...] = BEFORE_RULES.beginning
     loss_mask: bool = False
-    checksums: dict[str, str] = field(default_factory=dict)
+    checksums: dict[str, str] = field(default_factory=dict)  # of each other file; empty in folders of version 1
     __pydantic_config__: ClassVar[Any] = STRICT
 
     def write(self, path: Path) -> None:
