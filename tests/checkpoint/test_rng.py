@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tests.support.parity import Case, shard_of
 from tests.train.support import Run, engine_of, losses_of, train_rank
 from threefold.checkpoint.folder import newest
-from threefold.checkpoint.tensors import stored_names
+from threefold.checkpoint.tensors import stored_tensors
 from threefold.comm.layout import Coordinates, Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import ModelConfig
@@ -146,4 +146,4 @@ def test_runs_that_never_draw_store_no_streams(pool, small_run: Run, tmp_path: P
     pool.run(1, train_rank, small_run.but(steps=1), tmp_path)
     checkpoint = newest(tmp_path)
     assert checkpoint is not None
-    assert not [name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)]
+    assert not [name for name in stored_tensors(checkpoint.path) if name.startswith(STREAMS)]

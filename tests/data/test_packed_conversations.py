@@ -115,12 +115,12 @@ def test_the_cache_belongs_to_rule_and_template(tmp_path: Path, tokenizer: Path)
     template.write_text("{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}")
     plain = JsonLines(lines, tokenizer)
     others = [JsonLines(lines, tokenizer, special_tokens="text"), JsonLines(lines, tokenizer, chat_template=template)]
-    first = plain.conversations(SILENT)
+    first = plain.corpus(64, SILENT)
     assert len(list((tmp_path / "chats.jsonl.cache").glob("*/tokens.bin"))) == 1
     for number, other in enumerate(others, start=2):
-        other.conversations(SILENT)
+        other.corpus(64, SILENT)
         assert len(list((tmp_path / "chats.jsonl.cache").glob("*/tokens.bin"))) == number
-    again = JsonLines(lines, tokenizer).conversations(SILENT)
+    again = JsonLines(lines, tokenizer).corpus(64, SILENT)
     assert again.tokens[: len(again.tokens)].tolist() == first.tokens[: len(first.tokens)].tolist()
 
 

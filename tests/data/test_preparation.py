@@ -80,9 +80,7 @@ def test_special_tokens_are_parsed_unless_text_is_not_trusted(tmp_path: Path) ->
         files = prepare((lines,), out, vocab_size=300, special_tokens=special_tokens)
         assert (files.tokens[: len(files.tokens)] == files.eod).sum() == ends
         assert files.meta.special_tokens == files.rule.special_tokens == special_tokens
-    assert (
-        prepare((lines,), tmp_path / "default", vocab_size=300).meta.special_tokens == "parse"
-    )
+    assert prepare((lines,), tmp_path / "default", vocab_size=300).meta.special_tokens == "parse"
 
 
 def test_every_number_of_workers_writes_the_same_bytes(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def text_lines(folder: Path, tokenizer: Path) -> str:
 def chat_lines(folder: Path, tokenizer: Path) -> str:
     """JSON lines with conversations: as many as there are, each token of which counts or does not."""
     lines = folder / "lines.jsonl"
-    corpus = JsonLines(lines, tokenizer, key="messages", cache=folder / "cache").conversations(SILENT)
+    corpus = JsonLines(lines, tokenizer, key="messages", cache=folder / "cache").corpus(64, SILENT)
     count = sum(1 for line in lines.read_text(encoding="utf-8-sig").split("\n") if line.strip())
     _same(count, len(corpus.documents) - 1, "conversations")
     assert corpus.loss_mask is not None

@@ -13,7 +13,7 @@ import torch
 from tests.support.own_state_models import WIDTH, Model, Sums, loss
 from tests.train.support import Run, losses_of, micro_batches, run_of, steps_of, train_rank
 from threefold.checkpoint.folder import newest
-from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tensors
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
@@ -183,7 +183,7 @@ def test_a_run_that_draws_nothing_stores_no_generators(pool, tmp_path: Path) -> 
     pool.run(1, train_rank, run_of("plain", steps=1), tmp_path / "run")
     checkpoint = newest(tmp_path / "run")
     assert checkpoint is not None
-    assert not [name for name in stored_names(checkpoint.path) if name.startswith("random.")]
+    assert not [name for name in stored_tensors(checkpoint.path) if name.startswith("random.")]
 
 
 def first_numbers(run: Run, folder: Path) -> tuple[float, ...]:

@@ -16,7 +16,7 @@ from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import LOOP, from_first, newest
 from threefold.checkpoint.manifest import WRITER, Facts, record_of
 from threefold.checkpoint.save import save_checkpoint
-from threefold.checkpoint.tensors import load_tensors, stored_names, stored_tensors
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.errors import UserError, require_whole
 from threefold.files import parse_json, read_text
 from threefold.parallel.leaf import like, local, stored
@@ -127,7 +127,7 @@ def load(
     path, step, state = from_first(model.mesh.world, find)
     try:
         weights, buffers = _stored(model)
-        found = stored_names(path)  # checkpoints of older versions have no buffers
+        found = stored_tensors(path)  # checkpoints of older versions have no buffers
         load_tensors(weights | {name: each for name, each in buffers.items() if name in found}, path)
         if optimizer is not None:
             _load_states(optimizer, path, state)

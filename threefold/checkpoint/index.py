@@ -1,7 +1,7 @@
 """Index of a checkpoint's tensors (tensors.json): its writer, its reader, and whether the tensors match a model."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
@@ -196,7 +196,24 @@ def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
     Single tensors are compared first, so that a config of a billion layers is refused at once.
     """
     weights = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
-    return next(_misfits(model, weights), None)
+    layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
+    if len(layers) != model.num_layers:
+        return f"its config has model.num_layers {model.num_layers} and its tensors are those of {len(layers)} layers"
+    for name, keys in _SIZES.items():
+        for key, size in zip(keys, weights.get(name, ()), strict=False):
+            if key is not None and getattr(model, key) != size:
+                return f"its config has model.{key} {getattr(model, key)} and its tensor {name} has {size}"
+    with torch.device("meta"):
+        expected = {name: tuple(weight.shape) for name, weight in make_model(model).named_parameters()}
+    if missing := expected.keys() - weights.keys():
+        return f"its config describes a model with {min(missing)}, which is not among its tensors"
+    if unknown := weights.keys() - expected.keys():
+        return f"its tensors hold {min(unknown)}, which the model that its config describes does not have"
+    for name, shape in expected.items():
+        if (found := weights[name]) != shape:
+            wanted = f"its config describes a model whose {name} is {_shown(shape)}"
+            return f"{wanted} and its tensor of that name is {_shown(found)}"
+    return None
 
 
 def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None:
@@ -224,26 +241,6 @@ def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None
                 f"The model of {shown(model.file)} is not the one that {checkpoint} was made with: {reason}; restore "
                 "the file, or start a new run in another folder."
             )
-
-
-def _misfits(model: ModelConfig, weights: Shapes) -> Iterator[str]:
-    layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
-    if len(layers) != model.num_layers:
-        yield f"its config has model.num_layers {model.num_layers} and its tensors are those of {len(layers)} layers"
-    for name, keys in _SIZES.items():
-        for key, size in zip(keys, weights.get(name, ()), strict=False):
-            if key is not None and getattr(model, key) != size:
-                yield f"its config has model.{key} {getattr(model, key)} and its tensor {name} has {size}"
-    with torch.device("meta"):
-        expected = {name: tuple(weight.shape) for name, weight in make_model(model).named_parameters()}
-    for missing in sorted(expected.keys() - weights.keys()):
-        yield f"its config describes a model with {missing}, which is not among its tensors"
-    for unknown in sorted(weights.keys() - expected.keys()):
-        yield f"its tensors hold {unknown}, which the model that its config describes does not have"
-    for name, shape in expected.items():
-        if weights[name] != shape:
-            found = _shown(weights[name])
-            yield f"its config describes a model whose {name} is {_shown(shape)} and its tensor of that name is {found}"
 
 
 def _shown(shape: tuple[int, ...]) -> str:

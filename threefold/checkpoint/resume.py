@@ -191,11 +191,11 @@ def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
 def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     """Yield a warning if the model draws from per-rank random streams, which resume only in the same layout."""
     # These import torch, which errors that need no tensor should not wait for.
-    from threefold.checkpoint.tensors import stored_names
+    from threefold.checkpoint.tensors import stored_tensors
     from threefold.random.rng import STREAMS, is_of_process, stored_as
 
     layout = Layout.from_config(config.parallel)
-    stored = [name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)]
+    stored = [name for name in stored_tensors(checkpoint.path) if name.startswith(STREAMS)]
     if stored and not any(name.startswith(stored_as(layout.shape)) for name in stored):
         if any(not is_of_process(name) for name in stored):
             yield "The random streams that the model draws from belong to another layout; they start anew from here on."

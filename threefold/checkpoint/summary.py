@@ -47,8 +47,6 @@ if TYPE_CHECKING:  # importing torch takes longer than finding a checkpoint
 _STEP = re.compile(r"step_(\d{8,})([.].*)?")
 _DEPTH: Final = 3
 """Levels of folders searched for a run, below the given folder and above it."""
-_MOST: Final = 2000
-"""Maximum number of folders searched."""
 
 
 @dataclass(frozen=True)
@@ -109,27 +107,23 @@ def _nearest(path: Path) -> Path | None:
 
 
 def _below(folder: Path) -> list[Path]:
-    level, found, seen = [folder], list[Path](), 0
+    level, found, seen, most = [folder], list[Path](), 0, 2000
     for _ in range(_DEPTH):
         inner: list[Path] = []
         for parent in level:
             with suppress(OSError):
                 inner += sorted(path for path in parent.iterdir() if path.is_dir() and not path.name.startswith("."))
-            if seen + len(inner) > _MOST:
+            if seen + len(inner) > most:
                 break
         found = [child for child in inner if (child / FOLDER).is_dir() and checkpoint_folders(child)]
         level, seen = inner, seen + len(inner)
-        if found or seen > _MOST:
+        if found or seen > most:
             break
     return found
 
 
 State = Literal["complete", "damaged", "partial", "diverged"]
-"""State of a listed checkpoint.
-
-complete: all files are present, as far as can be seen without reading tensors; partial: being written, or interrupted;
-diverged: set aside because the loss after it was not finite.
-"""
+"""Complete as far as can be seen without reading tensors; partial while it is written, or if that was interrupted."""
 
 
 @dataclass(frozen=True)

@@ -108,11 +108,6 @@ def load_tensors(
         raise UserError(f"The checkpoint {folder} cannot be read ({_reason(error)}).") from error
 
 
-def stored_names(folder: Path) -> set[str]:
-    """Return the names of a checkpoint's tensors; raise DamagedCheckpoint if the index is unreadable."""
-    return set(read_index(folder))
-
-
 def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of a checkpoint's tensors by name; raise DamagedCheckpoint if the index is unreadable."""
     return {name: (tensor.shape, tensor.dtype) for name, tensor in read_index(folder).items()}
@@ -180,12 +175,11 @@ class PiecedTensor(PiecewiseTensor):
         ]
 
     def piece(self, index: MetadataIndex) -> Tensor:
-        offsets: Any = index.offset
-        return self._pieces[offsets].read()
+        return self._pieces[cast(torch.Size, index.offset)].read()
 
 
-class Writer(StorageWriter):
-    """Durable writer of a checkpoint's tensors into an empty folder that all ranks share."""
+class _Storage:
+    """Methods that torch requires of a writer and of a reader of storage, for the folder of a checkpoint."""
 
     def __init__(self, folder: Path, heartbeat: Heartbeat) -> None:
         self.folder, self.heartbeat = folder, heartbeat
@@ -193,11 +187,19 @@ class Writer(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         pass
 
+    def prepare_local_plan(self, plan: Any) -> Any:
+        return plan
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return True
+
+
+class Writer(_Storage, StorageWriter):
+    """Durable writer of a checkpoint's tensors into an empty folder that all ranks share."""
+
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         return [replace(plan, storage_data=f"tensors-{rank:05d}.bin") for rank, plan in enumerate(plans)]
@@ -265,21 +267,14 @@ class Writer(StorageWriter):
         with self.heartbeat.working():
             write_durably(self.folder / INDEX, index_text(tensors, files))
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
-
-class Reader(StorageReader):
+class Reader(_Storage, StorageReader):
     """Reader of a checkpoint, which checks each part against its checksum and reads it once."""
 
     def __init__(self, folder: Path, heartbeat: Heartbeat) -> None:
-        self.folder, self.heartbeat = folder, heartbeat
+        super().__init__(folder, heartbeat)
         self._tensors: dict[str, StoredTensor] = {}
         self._damage: DamagedCheckpoint | None = None
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        pass
 
     def read_metadata(self, *args: Any) -> Metadata:
         """Return the index as torch's metadata; damage is raised one step later, where torch does not wrap errors."""
@@ -301,9 +296,6 @@ class Reader(StorageReader):
         if self._damage is not None:
             raise self._damage
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
@@ -312,8 +304,7 @@ class Reader(StorageReader):
         chunks = {(name, chunk.offsets): chunk for name, each in self._tensors.items() for chunk in each.chunks}
         files: dict[str, dict[TensorChunk, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
         for item in plan.items:
-            index = item.storage_index
-            chunk = chunks[index.fqn, tuple(index.offset or ())]
+            chunk = chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
             files[chunk.file][chunk].append(item)
         for name, requests in files.items():
             try:
@@ -348,10 +339,6 @@ class Reader(StorageReader):
                 target.copy_(held[tuple(slice(first, first + length) for first, length in bounds)])
         for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        return True
 
 
 def read_chunk(

@@ -71,16 +71,20 @@ def chat_of(value: dict[str, Any], key: str, where: str) -> Chat | Completion:
     given = None if tools is None else tuple(tools)
     name = key if key in value else MESSAGES
     if name in value:
-        return _answered(Chat(where, messages_of(value[name], where, name), 0, given))
-    prompt, completion = value[PROMPT], value[COMPLETION]
-    if isinstance(prompt, str) and isinstance(completion, str):
-        if not completion:
-            raise UserError(f"{where} has an empty completion, so there is nothing to learn; leave the line out.")
-        return Completion(where, utf8(prompt), utf8(completion))
-    if isinstance(prompt, list) and isinstance(completion, list):
+        chat = Chat(where, messages_of(value[name], where, name), 0, given)
+    else:
+        prompt, completion = value[PROMPT], value[COMPLETION]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            if not completion:
+                raise UserError(f"{where} has an empty completion, so there is nothing to learn; leave the line out.")
+            return Completion(where, utf8(prompt), utf8(completion))
+        if not isinstance(prompt, list) or not isinstance(completion, list):
+            raise UserError(f"{where} has a prompt and a completion that are not both texts or both lists of messages.")
         before, after = messages_of(prompt, where, PROMPT), messages_of(completion, where, COMPLETION)
-        return _answered(Chat(where, before + after, len(before), given))
-    raise UserError(f"{where} has a prompt and a completion that are not both texts or both lists of messages.")
+        chat = Chat(where, before + after, len(before), given)
+    if not any(message["role"] == ASSISTANT for message in chat.messages[chat.first :]):
+        raise UserError(f"{where} has no turn of the assistant, so there is nothing to learn; leave the line out.")
+    return chat
 
 
 def messages_of(value: Any, where: str, name: str) -> tuple[dict[str, Any], ...]:
@@ -106,12 +110,6 @@ def messages_of(value: Any, where: str, name: str) -> tuple[dict[str, Any], ...]
         known = {key: each for key, each in one.items() if each is not None}
         messages.append({key: utf8(each) if isinstance(each, str) else each for key, each in known.items()})
     return tuple(messages)
-
-
-def _answered(chat: Chat) -> Chat:
-    if not any(message["role"] == ASSISTANT for message in chat.messages[chat.first :]):
-        raise UserError(f"{chat.where} has no turn of the assistant, so there is nothing to learn; leave the line out.")
-    return chat
 
 
 def utf8(text: str) -> str:
@@ -208,21 +206,20 @@ def _named(values: Any, path: Path) -> str | None:
 
 
 def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
-    found: dict[str, str] = {}
     for prefix in ("", _SIDECAR):
+        found: dict[str, str] = {}
         for name in ("special_tokens_map.json", CONFIG_FILE):
             if (path := folder / (prefix + name)).is_file():
                 found |= _tokens_in(read_json(path))
         if found:
-            break
-    return tuple(found.items())
+            return tuple(found.items())
+    return ()
 
 
 def _tokens_in(values: Any) -> dict[str, str]:
     """Return `bos_token` and similar entries, each given as a string or as an object with a `content`."""
-    found = {}
-    for name, value in values.items() if isinstance(values, dict) else ():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            found[name] = text
-    return found
+    given = (
+        {name: value for name, value in values.items() if name.endswith("_token")} if isinstance(values, dict) else {}
+    )
+    texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in given.items()}
+    return {name: text for name, text in texts.items() if isinstance(text, str)}

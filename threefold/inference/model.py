@@ -16,7 +16,7 @@ from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
 from threefold.checkpoint.folder import TOKENIZER, Checkpoint, Damaged, from_first
 from threefold.checkpoint.index import require_match
-from threefold.checkpoint.tensors import load_tensors, stored_names
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.axis import local_part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -131,7 +131,7 @@ class Trained:
         how = Parallelism(mesh, stages, dtype=DTYPES[dtype])
         (stage,) = apply_parallelism(lambda: make_model(config), plan, how, seed=self.config.train.seed).stages
         weights: dict[str, Tensor] = {MODEL + name: parameter for name, parameter in whole_parameters([stage])}
-        names = stored_names(self.checkpoint.path)
+        names = stored_tensors(self.checkpoint.path)
         buffers = {MODEL + name: buffer for name, buffer in stored_buffers([stage]).items()}
         weights |= {name: buffer for name, buffer in buffers.items() if name in names}  # older checkpoints have none
         load_tensors(weights, self.checkpoint.path, alone=mesh.is_alone)

@@ -15,7 +15,7 @@ from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete,
 from threefold.checkpoint.manifest import WRITER, AnomalyFacts, Facts, read_manifest, record_of
 from threefold.checkpoint.remote import Mirror, RemoteCheckpoints
 from threefold.checkpoint.save import BackgroundSaver, Written, save_checkpoint, set_aside_checkpoint
-from threefold.checkpoint.tensors import load_tensors, stored_names
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config.model import OWN
 from threefold.data.conversations import CONFIG_FILE
 from threefold.data.corpus import Content
@@ -458,7 +458,7 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
     _check_fingerprint(engine, checkpoint)
     engine.optimizer.restored()
     restore_loss_scale(engine, checkpoint.facts.loss_scale, checkpoint.facts.good_steps)
-    names = {name for name in stored_names(checkpoint.path) if name.startswith(STREAMS)}
+    names = {name for name in stored_tensors(checkpoint.path) if name.startswith(STREAMS)}
     if any(name.startswith(stored_as(engine.mesh.layout.shape)) for name in names):
         mine = {name: state for name, state in random_states(engine).items() if name in names}
         load_tensors(mine, checkpoint.path, engine.mesh.world)
@@ -510,6 +510,6 @@ def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
 
 def _load(engine: Engine, tensors: Mapping[str, Tensor], path: Path) -> None:
     """Fill tensors; buffers missing from a checkpoint of an older version keep the constructor's values."""
-    lacking = {MODEL + name for name in stored_buffers(engine.stages)} - stored_names(path)
+    lacking = {MODEL + name for name in stored_buffers(engine.stages)} - stored_tensors(path).keys()
     wanted = {name: tensor for name, tensor in tensors.items() if name not in lacking}
     load_tensors(wanted, path, engine.mesh.world)

@@ -100,22 +100,23 @@ class JsonLines:
             ) from None
 
     def corpus(self, sequence_length: int, progress: Progress) -> Corpus:
-        """Return the lines as tokens, from the cache or encoded now, on all cores if the file is large."""
-        return self.conversations(progress) if self.holds_chat else self.encoded(sequence_length, progress)
+        """Return the lines as tokens, from the cache or encoded now, on all cores if the file is large.
 
-    def encoded(self, sequence_length: int, progress: Progress) -> "EncodedLines":
-        """Return texts, each cut to one token more than a sample holds; see `corpus`."""
-        folder = self._cached({"sequence_length": sequence_length}, sequence_length + 1, progress)
-        return EncodedLines(**self._stored(folder), remedy="delete that folder, which is a cache")
-
-    def conversations(self, progress: Progress) -> Corpus:
-        """Return conversations of any length with a loss mask; see `corpus`."""
+        Conversations have any length, and a loss mask; texts are cut, see `encoded`.
+        """
+        if not self.holds_chat:
+            return self.encoded(sequence_length, progress)
         template = self.template
         chat = {"template": template.template, "special_tokens": template.special_tokens} if template else {}
         folder = self._cached({"chat": chat}, None, progress)
         stored = self._stored(folder)
         mask = StoredArray(folder / LOSS_MASK_FILE, "u1", len(stored["tokens"]))
         return Corpus(**stored, remedy=f"delete its cache {folder}", loss_mask=mask, template=template)
+
+    def encoded(self, sequence_length: int, progress: Progress) -> "EncodedLines":
+        """Return texts, each cut to one token more than a sample holds; see `corpus`."""
+        folder = self._cached({"sequence_length": sequence_length}, sequence_length + 1, progress)
+        return EncodedLines(**self._stored(folder), remedy="delete that folder, which is a cache")
 
     def _stored(self, folder: Path) -> dict[str, Any]:
         """Return the content of a cache folder for a `Corpus`. Raises UserError if its files do not fit each other."""
