@@ -99,7 +99,7 @@ def test_of_a_prompt_of_messages_only_the_completion_counts(template: str, files
     messages = conversations("chatml")[1]
     pair = chat_of({"prompt": messages[:3], "completion": messages[3:]}, "text", "x:1")
     ids, counted = ours.encode(pair)
-    assert ids == ours.encode(Chat("x:1", tuple(messages)))[0]
+    assert ids == ours.encode(Chat("x:1", tuple(messages))).ids
     learned = [token for token, counts in zip(ids, counted, strict=True) if counts]
     answers = [messages[3]["content"], messages[5]["content"]]
     assert ours.text.tokenizer.decode(learned, skip_special_tokens=False) == "".join(f"{a}<|im_end|>" for a in answers)

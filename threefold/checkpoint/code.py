@@ -21,11 +21,7 @@ from threefold.plugins import is_import_path
 
 
 def with_code(config: Config, checkpoint: Path, model: str | None, trust_code: bool) -> Config:
-    """Return a checkpoint's config with the file of a custom model that the user named or trusts.
-
-    `model` is the file named by the user, `FILE.py` or `FILE.py:NAME`; otherwise the checkpoint's copy is used if the
-    user trusts it, and is an error if not.
-    """
+    """Return a checkpoint's config with the file of a custom model, `FILE.py[:NAME]`, that the user named or trusts."""
     if config.model.architecture != OWN:
         if model is None:
             return config

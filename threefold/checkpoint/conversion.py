@@ -30,18 +30,14 @@ Format = Literal["threefold", "safetensors", "torch", "dcp"]
 
 @dataclass(frozen=True)
 class Conversion:
-    """Request to convert a checkpoint, or a run's newest valid one, into a new folder `out`.
-
-    `out` is a run with one checkpoint if the format is `threefold`. `dtype` is a key of `DTYPES` for the weights.
-    `weights_only` leaves out optimizer state and random streams. `shard_bytes` limits the tensors of a file.
-    """
+    """Request to convert a checkpoint, or a run's newest valid one, into a new folder."""
 
     source: Path
-    out: Path
+    out: Path  # a run with one checkpoint if the format is `threefold`
     format: Format = "threefold"
-    dtype: str | None = None
-    weights_only: bool = False
-    shard_bytes: int = 5_000_000_000
+    dtype: str | None = None  # of the weights
+    weights_only: bool = False  # without optimizer state and random streams
+    shard_bytes: int = 5_000_000_000  # of the tensors of a file
     overwrite: bool = False
 
 
@@ -106,17 +102,9 @@ def _convert(request: Conversion, path: Path, warnings: tuple[str, ...], progres
             f"The weights are rounded to {request.dtype}, so a run that is resumed from {shown(request.out)} has other "
             "losses than one that is resumed from the original.",
         )
-    return ConvertedCheckpoint(
-        checkpoint=path,
-        step=manifest.facts.step,
-        tensors=len(written),
-        parameters=weights.elements,
-        bytes=sum(tensor.bytes for tensor in written.values()),
-        dtypes=weights.dtypes,
-        files=tuple(files),
-        others=tuple(texts),
-        warnings=warnings,
-    )
+    sizes = len(written), weights.elements, sum(tensor.bytes for tensor in written.values())
+    names = weights.dtypes, tuple(files), tuple(texts)
+    return ConvertedCheckpoint(path, manifest.facts.step, *sizes, *names, warnings)
 
 
 def _copy(manifest: Manifest, names: Sequence[str], folder: Path) -> None:
@@ -130,30 +118,19 @@ def _copy(manifest: Manifest, names: Sequence[str], folder: Path) -> None:
 
 
 class TensorSource:
-    """Reader of a checkpoint's tensors in the dtypes of the output; each part is checked against its checksum.
-
-    Floating-point weights become `dtype`, if one is given; optimizer state and other weights keep theirs. `planned` are
-    the tensors by name, in the dtypes of the output and the chunks of the checkpoint.
-    """
+    """Reader of a checkpoint's tensors, checked, with weights in another dtype: `planned` has shapes and dtypes."""
 
     def __init__(
         self, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None, progress: Progress
     ) -> None:
         self.folder, self._tensors, self._progress = folder, tensors, progress
-        self.planned = {
-            name: replace(tensor, dtype=dtype)
-            if dtype is not None and name.startswith(MODEL) and tensor.dtype.is_floating_point
-            else tensor
-            for name, tensor in tensors.items()
-        }
+        self.planned = dict(tensors)
+        for name, tensor in tensors.items():
+            if dtype is not None and name.startswith(MODEL) and tensor.dtype.is_floating_point:
+                self.planned[name] = replace(tensor, dtype=dtype)
 
     def read(self, name: str) -> Tensor:
-        """Read a whole tensor.
-
-        Raises:
-            DamagedCheckpoint: the tensor was changed since it was written.
-            UserError: the new dtype cannot represent some of its values.
-        """
+        """Read a whole tensor; DamagedCheckpoint if it was changed, UserError if a value does not fit the new dtype."""
         planned = self.planned[name]
         whole = torch.empty(planned.shape, dtype=planned.dtype)
         for chunk in planned.chunks:
@@ -241,11 +218,7 @@ def _write_run(
 
 
 def _write_safetensors(source: TensorSource, folder: Path, shard_bytes: int) -> list[str]:
-    """Write safetensors files and return their names; raise UserError if the format lacks a dtype.
-
-    model.safetensors has the weights, optimizer.safetensors the state as `NAME.STATE`; either may be several files with
-    an index.
-    """
+    """Write model and optimizer (state as `NAME.STATE`), each as a file or several with an index; return the names."""
     names = []
     for prefix, stem in ((MODEL, "model"), (OPTIMIZER, "optimizer")):
         planned = {name: tensor for name, tensor in source.planned.items() if name.startswith(prefix)}
@@ -264,10 +237,7 @@ def _write_safetensors(source: TensorSource, folder: Path, shard_bytes: int) -> 
 
 
 def _write_torch(source: TensorSource, folder: Path) -> list[str]:
-    """Write model.pt, a state dict, and optimizer.pt, a dict of states by weight, and return their names.
-
-    Both load with `weights_only=True`.
-    """
+    """Write model.pt, a state dict, and optimizer.pt, states by weight, which load with `weights_only=True`."""
     scratch, names = folder / "scratch", ["model.pt"]
     weights = source.mapped([name for name in source.planned if name.startswith(MODEL)], scratch)
     torch.save({name.removeprefix(MODEL): tensor for name, tensor in weights.items()}, folder / "model.pt")
@@ -290,30 +260,16 @@ def _write_dcp(source: TensorSource, folder: Path) -> list[str]:
     return sorted(path.name for path in set(folder.iterdir()) - before)
 
 
-_CODES: Final = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "C64",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-}
+_CODES: Final = (
+    {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
+    | {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
+    | {torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+)
 """Names of the dtypes in a safetensors header."""
 
 
 class Shards:
-    """Safetensors files of at most `limit` bytes each (but at least one tensor), with an index if there are several.
-
-    `tensors` are in the order of the files; their chunks are not used. ValueError at the end of the block, if a tensor
-    was not written. `names` are those of the files, which begin with `stem`.
-    """
+    """Safetensors files of at most `limit` bytes each (but at least one tensor), with an index if there are several."""
 
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], limit: int, stem: str = "model") -> None:
         self._open = ExitStack()

@@ -7,10 +7,7 @@ from threefold.errors import UserError
 
 
 class DamagedCheckpoint(UserError):
-    """Error for a checkpoint that is damaged or not Threefold's; an older one may still be valid.
-
-    `path` is its folder; `reason` is the damage, as a clause that names the file.
-    """
+    """Error for the folder of a damaged checkpoint, with the reason as a clause; an older one may still be valid."""
 
     def __init__(self, path: Path, reason: str) -> None:
         super().__init__(f"The checkpoint {path} cannot be used: {reason}.")

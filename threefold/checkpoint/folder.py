@@ -158,10 +158,7 @@ def remove(path: Path) -> None:
 
 
 def superfluous(steps: Sequence[int], keep: int, keep_every: int | None = None) -> list[int]:
-    """Return the steps of complete checkpoints that may be deleted, of all `steps`, oldest first.
-
-    The `keep` newest are kept (0 keeps all), and the multiples of `keep_every`.
-    """
+    """Return those of a run's `steps`, in order, but the `keep` newest (0: all) and multiples of `keep_every`."""
     return [step for step in steps[:-keep] if keep_every is None or step % keep_every] if keep else []
 
 
@@ -208,15 +205,12 @@ Found = TypeVar("Found")
 
 @dataclass(frozen=True)
 class SelectedCheckpoint:
-    """The newest valid checkpoint of a run, and its config.
-
-    `passed` are the folders of newer ones, which are damaged and were skipped; `warnings` tell the user.
-    """
+    """The newest valid checkpoint of a run, and its config."""
 
     checkpoint: Checkpoint
     config: Config
     warnings: tuple[str, ...] = ()
-    passed: tuple[Path, ...] = ()
+    passed: tuple[Path, ...] = ()  # folders of newer ones, which are damaged
     is_resumed: bool = False
 
 
@@ -281,11 +275,7 @@ def from_first(world: "Axis", find: Callable[[], Found]) -> Found:
 
 
 def check_files(path: Path) -> tuple[Manifest, dict[str, tuple[int, ...]]]:
-    """Check a checkpoint's files except its config and the bytes of its tensors.
-
-    Returns the manifest, and the shape of each tensor. DamagedCheckpoint if a file is missing or was changed, and
-    UserError if a later version of Threefold wrote the checkpoint.
-    """
+    """Check a checkpoint except its config and tensor bytes; return its manifest, and the shape of each tensor."""
     # Imports torch, which a run without checkpoints need not wait for.
     from threefold.checkpoint.index import read_index
 
@@ -301,10 +291,7 @@ def check_files(path: Path) -> tuple[Manifest, dict[str, tuple[int, ...]]]:
 
 
 def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
-    """Return a checkpoint and its config after checking everything but the bytes of its tensors.
-
-    If the config was changed, the reason of the DamagedCheckpoint also names its mismatch with the tensors.
-    """
+    """Return a checkpoint and its config after checking everything but the bytes of its tensors."""
     manifest, shapes = check_files(path)
     if LOOP in manifest.files:
         raise DamagedCheckpoint(path, f"saved by threefold.save, without a {CONFIG}: threefold.load opens it")

@@ -75,11 +75,7 @@ def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileReco
 
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
-    """Read the tensors of a checkpoint by name.
-
-    DamagedCheckpoint if the index is damaged, or its chunks do not cover each tensor exactly once, or are not inside
-    files of the folder.
-    """
+    """Read the tensors of a checkpoint by name; DamagedCheckpoint if their chunks are not whole or not in its files."""
     document = _document(folder)
     try:
         tensors = {

@@ -158,14 +158,11 @@ def write_manifest(folder: Path, facts: Facts) -> None:
     from threefold.checkpoint.index import read_data_files
 
     known = read_data_files(folder)
-    files = {
-        path.name: {
-            "bytes": path.stat().st_size,
-            "checksum": known[path.name].checksum if path.name in known else checksum(path),
-        }
-        for path in sorted(folder.iterdir())
-        if path.name != MANIFEST
-    }
+    files = {}
+    for path in sorted(folder.iterdir()):
+        if path.name != MANIFEST:
+            found = known[path.name].checksum if path.name in known else checksum(path)
+            files[path.name] = {"bytes": path.stat().st_size, "checksum": found}
     stored = dataclasses.asdict(facts)
     for name in ("anomalies", "evaluation_missed", "fingerprint"):
         if not stored[name]:  # so that earlier versions can read the manifest
@@ -181,16 +178,12 @@ _WRITER_FORMAT: Final = "threefold-writer"
 
 @dataclass(frozen=True)
 class WriterRecord:
-    """Record of the run that wrote a checkpoint; None for what is unknown.
+    """Record of the run that wrote a checkpoint; None for what is unknown."""
 
-    `layout` are the `parallel` settings that describe the run's layout, and `versions` those of the package and of
-    torch, by name. `weights_only` says that the optimizer state was left out on purpose.
-    """
-
-    layout: Mapping[str, Any] | None = None
+    layout: Mapping[str, Any] | None = None  # `parallel` settings
     saved: datetime | None = None
-    versions: Mapping[str, str] = field(default_factory=dict)
-    weights_only: bool = False
+    versions: Mapping[str, str] = field(default_factory=dict)  # of the package and of torch
+    weights_only: bool = False  # the optimizer state was left out on purpose
 
     @property
     def ranks(self) -> int | None:

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 
 
 class RemoteCheckpoints:
-    """Checkpoints at a remote address; methods raise UserError if it cannot be read or written.
-
-    Credentials and endpoints are found by `fsspec` and the package of the address's protocol.
-    """
+    """Checkpoints at an `fsspec` address; methods raise UserError if it cannot be read or written."""
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
@@ -196,10 +193,7 @@ class Mirror:
         self._thread.do(self._copy_next)
 
     def remove(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
-        """Delete the remote copy of a diverged model's checkpoint, after the current copy.
-
-        `progress` is called meanwhile, because the remote file system has its own timeouts.
-        """
+        """Delete the remote copy of a step after the current copy; `progress` is called while that takes its time."""
         while not self._thread.wait(0.5):
             progress()
         try:

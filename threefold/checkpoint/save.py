@@ -170,10 +170,7 @@ class BackgroundSaver:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def save(self, run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Path:
-        """Copy the tensors, start writing, and return the future folder; see `save_checkpoint` for the arguments.
-
-        `wait` must have returned the previous checkpoint.
-        """
+        """Copy the tensors, start writing once `wait` has returned the previous save, and return the future folder."""
         if self._world is None:
             self._world = self._mesh.background_axis()
         world, path, held = self._world, path_of(run_dir, facts.step), detached(tensors)
@@ -196,10 +193,7 @@ class BackgroundSaver:
         return path
 
     def _plan(self, tensors: dict[str, Tensor]) -> tuple[SavePlan, Metadata]:
-        """Return the parts that this rank writes, like `save_tensors`, and the metadata of the whole checkpoint.
-
-        Repeated only when a rank's tensors change. Collective over the world.
-        """
+        """Return this rank's parts and the metadata, planned anew when a rank's tensors change. Collective."""
         world, now = self._mesh.world, [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
         if self._share is None or any(world.gather_objects(now != self._shared)):
             planner = _planner_of(tensors, world.is_first)
@@ -242,10 +236,7 @@ class BackgroundSaver:
         return self._written is not None
 
     def wait(self) -> Written | None:
-        """Wait for the checkpoint being written and return its outcome once; None if there is none.
-
-        Meanwhile, the thread's writes count as progress of this rank.
-        """
+        """Wait for the save, whose writes count as this rank's progress, and return its outcome once, if any."""
         if self._world is not None:
             with self._mesh.world.waiting("gather"):  # for any rank's thread
                 seen = -1
@@ -285,11 +276,7 @@ def _planner_of(tensors: dict[str, Tensor], is_first: bool) -> DefaultSavePlanne
 
 
 def _write_share(plan: SavePlan, metadata: Metadata, copies: _Copies, folder: Path, world: Axis) -> None:
-    """Write the tensors of a checkpoint durably, each rank its share, into an empty folder that all ranks share.
-
-    Collective over `world`: all ranks, on a process group that nothing else uses meanwhile. If a rank cannot write,
-    every rank raises its OSError.
-    """
+    """Write each rank's share of the tensors, durably; OSError on every rank if one cannot. Collective over `world`."""
     writer = Writer(folder, world.heartbeat)
     written: list[WriteResult] | str
     try:

@@ -255,23 +255,15 @@ class CheckpointSummary:
             "files": dict(self.files),
         }
         if with_tensors:
-            found["tensors"] = {
-                name: {
-                    "shape": list(tensor.shape),
-                    "dtype": tensor.dtype_name,
-                    "bytes": tensor.bytes,
-                    "files": sorted({chunk.file for chunk in tensor.chunks}),
-                }
-                for name, tensor in self.matching(pattern).items()
-            }
+            found["tensors"] = tensors = {}
+            for name, tensor in self.matching(pattern).items():
+                size, files = tensor.bytes, sorted({chunk.file for chunk in tensor.chunks})
+                tensors[name] = {"shape": [*tensor.shape], "dtype": tensor.dtype_name, "bytes": size, "files": files}
         return found
 
 
 def choose(named: Named, damaged: Damaged | None = None) -> tuple[Path, tuple[str, ...]]:
-    """Return the named checkpoint or a run's newest valid one, and warnings about the ones skipped.
-
-    `damaged` are checkpoints of the run whose tensors were found damaged.
-    """
+    """Return the named checkpoint or a run's newest that is valid and not `damaged`, and warnings about skipped ones."""
     if named.checkpoint is not None:
         return named.checkpoint, ()
 
@@ -347,11 +339,7 @@ def to_verify(named: Named) -> list[Path]:
 
 
 def verify_checkpoint(path: Path, progress: Progress) -> VerifiedCheckpoint:
-    """Read a whole checkpoint and compare it with its checksums.
-
-    Raises:
-        DamagedCheckpoint: a file is missing or was changed; the reason names it and a tensor in it.
-    """
+    """Compare a whole checkpoint with its checksums; the DamagedCheckpoint names a file and a tensor in it."""
     from threefold.checkpoint.index import read_data_files, read_index
     from threefold.checkpoint.tensors import read_chunk
 

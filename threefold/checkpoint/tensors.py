@@ -75,11 +75,7 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis) -> No
 
 
 def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path, writer: StorageWriter | None = None) -> None:
-    """Write tensors to an empty `folder` outside any process group, reading pieces as they are written.
-
-    `writer` is of another format than Threefold's own. Raises OSError if the tensors cannot be written, and UserError
-    if a piece cannot be read.
-    """
+    """Write tensors to an empty `folder` outside any process group; OSError or, from a piece, UserError."""
     try:
         with _quiet():
             dcp.save(dict(tensors), storage_writer=writer or Writer(folder, Heartbeat()), no_dist=True)
@@ -139,10 +135,7 @@ class TensorPiece:
 
 
 class PiecedTensor(PiecewiseTensor):
-    """A tensor with only some of its pieces available, in torch.distributed.checkpoint's protocol for sharded tensors.
-
-    Each piece is stored as its own chunk, so loading a shard reads only the pieces that it overlaps.
-    """
+    """A tensor in pieces, each stored as a chunk, in torch.distributed.checkpoint's protocol for sharded tensors."""
 
     _whole: torch.Size
     _pieces: dict[torch.Size, TensorPiece]
@@ -164,15 +157,11 @@ class PiecedTensor(PiecewiseTensor):
         return [ChunkStorageMetadata(offsets, torch.Size(piece.sizes)) for offsets, piece in self._pieces.items()]
 
     def write_items(self, name: str) -> list[WriteItem]:
-        properties = TensorProperties(dtype=self.dtype)
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self._whole),
-            )
-            for chunk in self.chunks()
-        ]
+        properties, items = TensorProperties(dtype=self.dtype), []
+        for chunk in self.chunks():
+            data = TensorWriteData(chunk=chunk, properties=properties, size=self._whole)
+            items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return items
 
     def piece(self, index: MetadataIndex) -> Tensor:
         return self._pieces[cast(torch.Size, index.offset)].read()
@@ -282,14 +271,11 @@ class Reader(_Storage, StorageReader):
             self._tensors = read_index(self.folder)
         except DamagedCheckpoint as damage:
             self._damage = damage
-        entries: dict[str, Any] = {
-            name: TensorStorageMetadata(
-                TensorProperties(dtype=tensor.dtype),
-                torch.Size(tensor.shape),
-                [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks],
-            )
-            for name, tensor in self._tensors.items()
-        }
+        entries: dict[str, Any] = {}
+        for name, tensor in self._tensors.items():
+            boxes = [ChunkStorageMetadata(torch.Size(each.offsets), torch.Size(each.sizes)) for each in tensor.chunks]
+            properties = TensorProperties(dtype=tensor.dtype)
+            entries[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), boxes)
         return Metadata(entries)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -348,10 +334,7 @@ def read_chunk(
     chunk: TensorChunk,
     progress: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """Read a chunk of `tensor` from an open file into new memory; DamagedCheckpoint if it was changed.
-
-    `folder` is named in messages; `progress` is called for each block read.
-    """
+    """Read a chunk of `tensor` from an open file of `folder` into new memory; DamagedCheckpoint if it was changed."""
     held = torch.empty(chunk.sizes, dtype=tensor.dtype)
     _fill(file, folder, chunk, held, progress)
     return held

@@ -24,20 +24,16 @@ _CHUNK: Final = 1 << 22
 
 @dataclass(frozen=True)
 class TokenSummary:
-    """Statistics of token files: `longest` in tokens, `highest` the highest token and where it first occurs.
-
-    `common_end` is the token that most documents end with, among 10,000 spread over the files, and `common_share` the
-    share of these that end with it.
-    """
+    """Statistics of token files."""
 
     documents: int
     empty: int
-    longest: int
+    longest: int  # in tokens
     longest_document: int
     highest: int
-    highest_place: int
-    common_end: int
-    common_share: float
+    highest_place: int  # of the first
+    common_end: int  # the token that most documents end with, among 10,000 spread over the files
+    common_share: float  # of these that end with it
 
 
 def summarize(stored: StoredTokens, progress: Progress) -> TokenSummary:

@@ -19,15 +19,11 @@ ROLES: Final = ("system", "developer", "user", ASSISTANT, "tool")
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation to learn from, or to answer.
+    """A conversation to learn from, or to answer."""
 
-    `where` is its file and line, or an option, for messages about it. Turns of the assistant are learned from message
-    `first` on. `tools` is the line's description of tools, for the template.
-    """
-
-    where: str
+    where: str  # file and line, or an option, for messages about it
     messages: tuple[dict[str, Any], ...]
-    first: int = 0
+    first: int = 0  # message from which on the assistant's turns are learned
     tools: tuple[Any, ...] | None = None
 
 
@@ -130,22 +126,15 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Chat template in Jinja, and the special tokens, such as ("bos_token", "<s>"), that it may refer to.
-
-    `origin` is the file that it comes from, for messages.
-    """
+    """Chat template in Jinja, and the special tokens, such as ("bos_token", "<s>"), that it may refer to."""
 
     template: str
     special_tokens: tuple[tuple[str, str], ...] = ()
-    origin: str = "the chat template"
+    origin: str = "the chat template"  # its file, for messages
 
     @classmethod
     def beside(cls, tokenizer_file: Path) -> Self | None:
-        """Find the template in the folder of a tokenizer.json, as transformers does; None if there is none.
-
-        It is chat_template.jinja, else the `chat_template` of tokenizer_config.json or of chat_template.json; in a
-        checkpoint, the sidecar files of the same names.
-        """
+        """Find the template in the folder of a tokenizer.json or of a checkpoint, as transformers does, if any."""
         folder = tokenizer_file.parent
         for prefix in ("", _SIDECAR):
             if (jinja := folder / (prefix + JINJA_FILE)).is_file():
@@ -158,11 +147,7 @@ class ChatTemplate:
 
     @classmethod
     def read(cls, path: Path | None, tokenizer_file: Path) -> Self | None:
-        """Read the template from a .jinja file or `chat_template` in a .json file; UserError without one.
-
-        The special tokens are in the folder of `tokenizer_file`, if `path` does not have them. With None for `path`, it
-        is the template `beside` the tokenizer.
-        """
+        """Read the template from a .jinja or .json file; with None for `path`, the one `beside` the tokenizer."""
         if path is None:
             return cls.beside(tokenizer_file)
         if path.suffix != ".json":

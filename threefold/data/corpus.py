@@ -196,15 +196,11 @@ class StoredTokens:
 
 @dataclass(frozen=True)
 class Content:
-    """Data type and checksums of the content of one corpus of a run.
-
-    `documents` covers the document starts as little-endian int64, and everything else but the tokens; that of `tokens`,
-    little endian in their type, is None until all are read, if no file keeps it.
-    """
+    """Data type and checksums of the content of one corpus of a run."""
 
     dtype: Literal["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-    documents: str
-    tokens: str | None = None
+    documents: str  # of the document starts as little-endian int64, and of everything else but the tokens
+    tokens: str | None = None  # little endian in their type; None until all are read, if no file keeps it
     loss_mask: str | None = None
     __pydantic_config__: ClassVar[Any] = STRICT
 

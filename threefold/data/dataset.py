@@ -35,13 +35,10 @@ class NamedCorpus:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Dataset that a config names: one source, or several that share a vocabulary, in the config's order.
-
-    `settings` is the config's `data` section, which may not be resolved yet.
-    """
+    """Dataset that a config names: one source, or several that share a vocabulary, in the config's order."""
 
     sources: tuple[NamedCorpus, ...]
-    settings: DataConfig
+    settings: DataConfig  # which may not be resolved yet
 
     @property
     def vocab_size(self) -> int:
@@ -93,10 +90,7 @@ class Dataset:
         return parts[0].samples if len(parts) == 1 else MixedSamples(parts)
 
     def require_labels(self, name: str, samples: Samples) -> None:
-        """Check that the samples of each source have a label; those of one-token documents have none.
-
-        Samples are read until one has a label. A user's own dataset is not checked, as reading it may take long.
-        """
+        """Check that each source has a label, other than a user's own dataset, whose reading may take long."""
         for source, part in zip(self.sources, samples.parts, strict=True):
             size, read_together = len(part.samples), 64
             chunks = (np.arange(first, min(first + read_together, size)) for first in range(0, size, read_together))
@@ -112,16 +106,14 @@ class Dataset:
 
     def sizes(self) -> tuple[tuple[int, int], ...]:
         """Return the number of tokens and documents of each source; needs resolved settings. Raises like `samples`."""
-        length = self.settings.sequence_length
-        corpora = (
-            source.data if isinstance(source.data, OwnData) else _corpus(source.data, length) for source in self.sources
-        )
-        return tuple(
-            (len(data) * (1 if data.is_nested else length), len(data))
-            if isinstance(data, OwnData)
-            else (len(data.tokens), data.document_count)
-            for data in corpora
-        )
+        length, found = self.settings.sequence_length, list[tuple[int, int]]()
+        for source in self.sources:
+            if isinstance(data := source.data, OwnData):
+                found.append((len(data) * (1 if data.is_nested else length), len(data)))
+            else:
+                corpus = _corpus(data, length)
+                found.append((len(corpus.tokens), corpus.document_count))
+        return tuple(found)
 
     def contents(self) -> tuple[Corpus, ...]:
         """Return each source that has files; needs resolved settings. Raises like `samples`."""

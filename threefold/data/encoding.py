@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,8 +31,11 @@ _MARKED: Final = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLO
 Span = tuple[int, int]
 
 
-EncodedDocument = tuple[list[int], list[bool]]
-"""A document's token ids, and for each whether it counts for the loss."""
+class EncodedDocument(NamedTuple):
+    """A document's token ids, and for each whether it counts for the loss."""
+
+    ids: list[int]
+    counted: list[bool]
 
 
 class DocumentEncoder:
@@ -66,12 +69,12 @@ class DocumentEncoder:
         end = [] if self._eod is None else [self._eod]
         if isinstance(document, str):
             ids = self.text.encode(document) + end
-            return ids, [True] * len(ids)
+            return EncodedDocument(ids, [True] * len(ids))
         prompt, whole = len(document.prompt), document.prompt + document.completion
         encoding = self.text.tokenizer.encode(whole, add_special_tokens=False)
         ids = self.text.begun(encoding.ids)
         spans = [(0, 0)] * (len(ids) - len(encoding.ids)) + encoding.offsets
-        return ids + end, _within(spans, [(prompt, len(whole))]) + [True] * len(end)
+        return EncodedDocument(ids + end, _within(spans, [(prompt, len(whole))]) + [True] * len(end))
 
     def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
         """Encode a conversation for the assistant to continue. Raises like `encode`."""
@@ -121,7 +124,7 @@ class DocumentEncoder:
             raise UserError(
                 f"{chat.where} has no token of an answer, so there is nothing to learn; leave the line out."
             )
-        return ids, counted
+        return EncodedDocument(ids, counted)
 
     def _turn(self, ids: list[int], spans: list[Span], start: int, end: int) -> list[int]:
         """Return the tokens that overlap an answer and end in it, without whitespace after its last special token."""

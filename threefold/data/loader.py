@@ -93,10 +93,7 @@ class Loader:
         return isinstance(self.train, NestedSamples)
 
     def batch(self, step: int, following: int | None = None) -> Any:
-        """Return the training batch of `step` (from 0), independently of earlier reads; UserError for damaged files.
-
-        Meanwhile the batch of step `following` is prefetched, by default the next one.
-        """
+        """Return the training batch of `step` (from 0), and prefetch that of `following`, by default the next."""
         following = step + 1 if following is None else following
         ahead = self._ahead.pop(step, None)
         batch = self._read_train(step) if ahead is None else ahead.result()
@@ -134,10 +131,7 @@ class Loader:
         return len(self._heldout_samples().parts) > 1
 
     def eval_parts(self, limit: int | None = None) -> list[tuple[MixturePart, int]]:
-        """Return the held-out corpora, and the number of batches to evaluate of each if `limit` are allowed in total.
-
-        They share the batches by weight, but each gets at least one and at most as many as it has.
-        """
+        """Return the held-out corpora, and the number of batches of each that add up to about `limit`, by weight."""
         parts = self._heldout_samples().parts
         shares = [max(1, round(part.weight * limit)) if limit else None for part in parts]
         return [(part, self.eval_batch_count(share, part.samples)) for part, share in zip(parts, shares, strict=True)]

@@ -72,10 +72,7 @@ class PackedSamples(Samples):
         return np.searchsorted(self.files.documents, places, side="right") - 1
 
     def _ends(self, indices: Int64Array, tokens: Int64Array) -> NDArray[np.bool_]:
-        """Return whether each input token of the samples at `indices` ends its document: bool [rows, S].
-
-        An end is any end-of-document token; without such a token, the last token of each document.
-        """
+        """Return whether each input token ends its document, by the end-of-document token if there is one."""
         if self.files.eod is not None:
             return tokens == self.files.eod
         places = self._places(indices, self.sequence_length)
@@ -88,10 +85,7 @@ class PackedSamples(Samples):
 
 
 class Runs:
-    """Runs of consecutive numbers, concatenated into a stream: maps positions in the stream to the numbers there.
-
-    `bounds`, int64 [runs, 2], has the first number of each run, and one past its last.
-    """
+    """Map from positions in a stream of runs of numbers, int64 [runs, 2] from first to end, to the numbers."""
 
     def __init__(self, bounds: Int64Array) -> None:
         lengths = bounds[:, 1] - bounds[:, 0]

@@ -158,26 +158,18 @@ _CHUNK: Final = 1 << 22
 
 @dataclass(frozen=True)
 class ConvertedTokens:
-    """Number of tokens and documents written by a conversion.
-
-    Empty documents, which the new format cannot hold, are left out; `ended` are those that got an end-of-document
-    token, which the new format requires.
-    """
+    """Number of tokens and documents written by a conversion."""
 
     tokens: int
     documents: int
-    left_out: int = 0
-    ended: int = 0
+    left_out: int = 0  # empty documents, which the new format cannot hold
+    ended: int = 0  # documents that got an end-of-document token, which the new format requires
 
 
 def convert(
     source: Path, to: str, out: Path, tokenizer: Path | None, eod: str | None, overwrite: bool, progress: Progress
 ) -> ConvertedTokens:
-    """Convert token files of any system to another format, or to `threefold`, atomically; `out` may be a prefix.
-
-    For `threefold`, a tokenizer.json is needed if the source has none; `eod` is the name of the end-of-document token,
-    and None finds a usual one.
-    """
+    """Convert token files of any system to another format, or to `threefold`, atomically; `out` may be a prefix."""
     if to == THREEFOLD:
         return to_threefold(source, out, tokenizer, eod, overwrite, progress)
     formats = token_formats()

@@ -59,10 +59,7 @@ def document_counts(documents: int, split: str) -> dict[str, int]:
 
 
 def document_runs(documents: int, split: str, name: str) -> Int64Array:
-    """Return the documents of split `name`, in file order, as runs of consecutive numbers.
-
-    int64 [runs, 2]: first document of each run, and one past its last. No rows if the split is empty.
-    """
+    """Return the documents of split `name`, in file order, as runs of numbers: first and end, int64 [runs, 2]."""
     counts = document_counts(documents, split)
     largest = max(counts, key=lambda key: counts[key])
     if name != largest:
@@ -95,10 +92,7 @@ class Samples:
         raise NotImplementedError
 
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return inputs and labels, int64 [rows, S] each; ignored labels are -100. Raises UserError for damaged files.
-
-        `indices` is int64 [rows], here and below.
-        """
+        """Return inputs and labels of samples, int64 [rows, S] each; ignored labels are -100."""
         raise NotImplementedError
 
     def documents(self, indices: Int64Array) -> Int64Array:
@@ -110,17 +104,11 @@ class Samples:
         return np.zeros(len(indices), np.int64)
 
     def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
-        """Return the sample that a run reads as its n-th, for each n in `counters`: int64 [rows].
-
-        This is the sampler. The result depends on (seed, n) alone.
-        """
+        """Return the n-th sample of a run for each n in `counters`: the sampler, a function of (seed, n) alone."""
         return samples_at(counters, len(self), seed)
 
     def positions(self, indices: Int64Array) -> Int64Array | None:
-        """Return the position of each input token, int64 [rows, S], if positions restart with each document.
-
-        None if they always count from the start of the sample.
-        """
+        """Return the position of each input token, int64 [rows, S], if positions restart with each document."""
         return None
 
     @property
@@ -206,10 +194,7 @@ class Blend:
 
 
 class MixedSamples(Samples):
-    """Samples of one split of several corpora: the first corpus's, then the second's, and so on.
-
-    They are read in the order of a `Blend` of the weights, of which only the ratios matter.
-    """
+    """Samples of several corpora, one corpus after the other, which a run reads in the order of a `Blend`."""
 
     def __init__(self, parts: Sequence[MixturePart]) -> None:
         self.blend = Blend([part.weight for part in parts])
@@ -278,10 +263,7 @@ class MixedSamples(Samples):
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
-    """Return the samples of each corpus in a period: whole numbers in the ratios of the weights as written.
-
-    If these would be too large, they are rounded so that they sum to `LONGEST_PERIOD`.
-    """
+    """Return the samples of each corpus in a period of at most `LONGEST_PERIOD`, in the ratios of the weights."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(exact)
     parts = [weight / total for weight in exact]

@@ -35,14 +35,8 @@ def find_inputs(inputs: Iterable[Path]) -> list[Path]:
     for path in inputs:
         if path.is_dir():
             made_here = {meta.parent for meta in path.rglob(META_FILE) if (meta.parent / TOKENS_FILE).exists()}
-            inside = sorted(
-                file
-                for file in path.rglob("*")
-                if _kind(file)
-                and file.is_file()
-                and not file.name.startswith(".")
-                and made_here.isdisjoint(file.parents)
-            )
+            visible = (file for file in sorted(path.rglob("*")) if _kind(file) and not file.name.startswith("."))
+            inside = [file for file in visible if file.is_file() and made_here.isdisjoint(file.parents)]
             if not inside:
                 raise UserError(f"{path} holds no file to read; it needs {_KNOWN}")
             found += inside
@@ -260,10 +254,7 @@ def _explained(path: Path) -> Iterator[None]:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Content of a zstd file with any number of frames.
-
-    Truncation is an error here, whereas the library's own `stream_reader` treats it as the end.
-    """
+    """Content of zstd frames; truncation is an error, which the library's `stream_reader` takes for the end."""
 
     def __init__(self, file: io.BufferedReader) -> None:
         self._file, self._input, self._output = file, b"", memoryview(b"")

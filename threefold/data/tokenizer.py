@@ -16,15 +16,11 @@ SpecialTokens = Literal["parse", "text"]
 
 @dataclass(frozen=True)
 class TextRule:
-    """Rule for encoding text, beyond the tokenizer itself.
-
-    `beginning` are tokens put before each text (Llama's `<|begin_of_text|>`); most tokenizers have none. A rule is
-    assumed if nothing records it, as for token files of other systems.
-    """
+    """Rule for encoding text, beyond the tokenizer itself."""
 
     special_tokens: SpecialTokens = "parse"
-    beginning: tuple[int, ...] = ()
-    is_assumed: bool = False
+    beginning: tuple[int, ...] = ()  # put before each text (Llama's `<|begin_of_text|>`); most tokenizers have none
+    is_assumed: bool = False  # because nothing records it, as for token files of other systems
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, special_tokens: SpecialTokens | None = None) -> Self:
@@ -70,10 +66,7 @@ _END_NAMES: Final = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos
 
 
 def train_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
-    """Train a byte-level BPE (GPT-2's pre-tokenization) of at most `vocab_size` tokens; `<|endoftext|>` is token 0.
-
-    A small corpus may give fewer tokens, when no pair is left that occurs twice.
-    """
+    """Train a byte-level BPE (GPT-2's pre-tokenization) of at most `vocab_size` tokens, the first `<|endoftext|>`."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

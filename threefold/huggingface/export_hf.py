@@ -33,18 +33,14 @@ CONSTRUCTOR: Final = "model.json"
 
 @dataclass(frozen=True)
 class Export:
-    """Request to export the run folder `run` to a new folder `out`.
-
-    `shard_bytes` limits the tensors in one file. A `dtype` of None keeps the run's compute dtype, or each weight's
-    stored dtype if the run made no update. `model` and `trust_code` are as in `with_code`.
-    """
+    """Request to export the run folder `run` to a new folder `out`."""
 
     run: Path
     out: Path
-    shard_bytes: int = 5_000_000_000
-    dtype: str | None = None
+    shard_bytes: int = 5_000_000_000  # of the tensors in one file
+    dtype: str | None = None  # None for the run's compute dtype, or each weight's stored one if it made no update
     overwrite: bool = False
-    model: str | None = None
+    model: str | None = None  # with `trust_code`, as in `with_code`
     trust_code: bool = False
 
 
@@ -65,10 +61,7 @@ class Exported:
 
 
 def export_model(request: Export, progress: Progress) -> Exported:
-    """Write the newest good checkpoint of a run in the format of Hugging Face transformers, tensor by tensor.
-
-    A checkpoint that turns out to be damaged while it is read is skipped.
-    """
+    """Write a run's newest checkpoint that proves undamaged in the format of transformers, tensor by tensor."""
     return_freed_memory()
     damaged: dict[Path, str] = {}
     while True:

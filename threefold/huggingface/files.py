@@ -183,10 +183,7 @@ def check_tokenizer(text: str, path: Path, rows: int) -> None:
 
 
 def end_tokens(folder: Path, prefix: str = "") -> list[int]:
-    """Return the distinct tokens that end a text according to config.json and generation_config.json.
-
-    `prefix` is that of the file names: `PREFIX` in a checkpoint, none in a Hugging Face folder.
-    """
+    """Return the distinct tokens that end a text by config.json and generation_config.json, named with `prefix`."""
     found: list[Any] = []
     for path in (folder / f"{prefix}{name}" for name in (CONFIG, GENERATION)):
         named = read_json(path).get("eos_token_id") if os.path.lexists(path) else None
@@ -324,15 +321,8 @@ def write_model(
     tokens = {key: imported.get(key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     if tokens["eos_token_id"] is None:
         tokens["eos_token_id"] = eod
-    return {
-        "architectures": [kind.head],
-        "model_type": kind.name,
-        **kind.write(model),
-        **tokens,
-        "dtype": dtype,
-        "torch_dtype": dtype,
-        "use_cache": True,
-    }
+    head = {"architectures": [kind.head], "model_type": kind.name}
+    return {**head, **kind.write(model), **tokens, "dtype": dtype, "torch_dtype": dtype, "use_cache": True}
 
 
 def left_out(model: ModelConfig, kind: HuggingFaceType) -> tuple[str, ...]:

@@ -48,14 +48,11 @@ LONGEST_SAMPLE: Final = 2048
 
 @dataclass(frozen=True)
 class Import:
-    """Request to import the model in the folder `source` as a run at `out`.
-
-    `ignored` are keys of config.json to ignore; `allow_not_finite` accepts weights that are NaN or infinite.
-    """
+    """Request to import the model in the folder `source` as a run at `out`."""
 
     source: Path
     out: Path
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # keys of config.json
     overwrite: bool = False
     allow_not_finite: bool = False
 
@@ -73,10 +70,7 @@ class Imported:
 
 
 def import_model(request: Import, progress: Progress) -> Imported:
-    """Create a run whose checkpoint of step 0 has the weights of a Hugging Face model, without optimizer state.
-
-    At most one piece of a tensor is in memory at a time.
-    """
+    """Create a run whose checkpoint of step 0 has the weights of a Hugging Face model, a piece at a time in memory."""
     return_freed_memory()
     check_replaceable(request.out, [request.source], request.overwrite, listing=list_imported)
     values = read_json(request.source / THEIR_CONFIG)

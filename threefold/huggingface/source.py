@@ -20,10 +20,7 @@ _HUB_ID: Final = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 
 
 def check_import(name: str, out: Path, overwrite: bool) -> Path:
-    """Return the folder with a model: the one of this path, or else the hub's under this id, such as `gpt2`.
-
-    A model is fetched from the hub only if `huggingface_hub` is installed, into its cache.
-    """
+    """Return the folder of this path, or of the hub's model of this id, such as `gpt2`, fetched into its cache."""
     folder = Path(name)
     check_replaceable(out, [folder], overwrite, listing=list_imported)
     if not folder.exists() and _HUB_ID.fullmatch(name):

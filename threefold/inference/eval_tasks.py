@@ -130,14 +130,11 @@ def _score_tokens(model: Model, hidden: Tensor, labels: Tensor) -> tuple[Tensor,
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """Texts as int64 token ids, divided into context windows.
-
-    `masks` say which tokens are evaluated (bool, one mask per text); None evaluates all tokens of the windows.
-    """
+    """Texts as int64 token ids, divided into context windows."""
 
     texts: list[np.ndarray]
     windows: list[Window]
-    masks: list[np.ndarray] | None = None
+    masks: list[np.ndarray] | None = None  # which tokens are evaluated, one bool mask per text; None for all
 
     @property
     def counted(self) -> list[int]:

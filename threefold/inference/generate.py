@@ -40,10 +40,7 @@ class Sampling:
             raise UserError(f"--top-p is {self.top_p:g} but must be between 0 and 1; 1 samples from all tokens.")
 
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Sample a token for each row of `logits` [B, V]: int64 [B].
-
-        `uniform`, fp64 [B], is a random number in [0, 1) for each row.
-        """
+        """Sample a token for each row of `logits` [B, V] with `uniform` random numbers, fp64 [B]: int64 [B]."""
         if self.temperature == 0:
             return logits.argmax(-1)
         ordered, tokens = (logits.double() / self.temperature).sort(dim=-1, descending=True, stable=True)
@@ -65,18 +62,14 @@ def uniform(seed: int, sequence: str, position: int) -> float:
 
 @dataclass(frozen=True)
 class GenerationRequest:
-    """Settings of text generation; `max_new_tokens` is per prompt, and fewer if the document ends.
+    """Settings of text generation."""
 
-    `special_tokens` says how text of a prompt that spells a special token is read; None follows the training data of
-    the model. `show_special` keeps special tokens in the generated text.
-    """
-
-    max_new_tokens: int = 100
+    max_new_tokens: int = 100  # per prompt; fewer if the document ends
     sampling: Sampling = field(default_factory=Sampling)
     seed: int = 0
     batch_size: int = 16
-    special_tokens: SpecialTokens | None = None
-    show_special: bool = False
+    special_tokens: SpecialTokens | None = None  # in prompts; None follows the training data of the model
+    show_special: bool = False  # in the generated text
 
     def __post_init__(self) -> None:
         for option in ("max_new_tokens", "batch_size"):

@@ -24,11 +24,7 @@ def find_checkpoint(run: Path, damaged: Damaged | None = None) -> SelectedCheckp
 
 
 def check_run(run: Path, layout: Layout) -> Config | None:
-    """Return the config of a run's newest checkpoint, whose model supports a layout; the rest is checked when loading.
-
-    It is None if the config is damaged, so that an older checkpoint may be the one. The model of the user's own is not
-    checked.
-    """
+    """Return the config of a run's newest checkpoint, None if damaged; a built-in model must support the layout."""
     if (saved := newest(run)) is None:
         return find_checkpoint(run).config
     try:

@@ -41,17 +41,13 @@ from threefold.parallel.pipeline.stage import Stage, whole_parameters
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model on disk: its newest good checkpoint.
-
-    `warnings` name the damaged checkpoints that were skipped. For a user's own model, `model` is the file that makes
-    it; None uses the checkpoint's copy, if `trust_code` allows it to be executed.
-    """
+    """A trained model on disk: its newest good checkpoint."""
 
     checkpoint: Checkpoint
     config: Config
     warnings: tuple[str, ...] = ()
-    model: str | None = None
-    trust_code: bool = False
+    model: str | None = None  # file of a user's own model; None uses the checkpoint's copy
+    trust_code: bool = False  # that copy may be executed
 
     @classmethod
     def find(
@@ -73,10 +69,7 @@ class Trained:
         return self.config.model.architecture == OWN
 
     def documents(self, special_tokens: SpecialTokens | None = None) -> DocumentEncoder:
-        """Return the encoder of texts and conversations that fits the training data or an import's tokenizer.
-
-        `special_tokens` says how text that spells a special token is read; None follows the training data.
-        """
+        """Return the encoder that fits the training data, or an import's tokenizer, but for `special_tokens`."""
         tokenizer, facts = self.tokenizer(), self.checkpoint.facts
         rule = facts.rule or TextRule.of(tokenizer)
         if special_tokens is not None:
@@ -231,10 +224,7 @@ class Model:
             torch.set_num_threads(before)
 
     def whole_logits(self, hidden: Tensor) -> Tensor:
-        """Compute the logits [..., V] of all token ids from `hidden` [..., H] on the last stage.
-
-        They are gathered over the tp ranks: collective over the tp axis.
-        """
+        """Compute all logits [..., V] from `hidden` [..., H] on the last stage. Collective over the tp axis."""
         part, tp = self.logits(hidden), self.mesh.tp
         if tp.size > 1:
             widest = -(-self.trained.config.model.vocab_size // tp.size)  # the last shards may be narrower
@@ -275,10 +265,7 @@ class Cursor:
         self.used = max(positions) + 1
 
     def held(self, slots: int) -> Tensor:
-        """Return the position whose key is in each slot, int64 [B, slots]; negative for unused slots.
-
-        Position p is in slot p modulo `slots`, so later positions overwrite earlier ones.
-        """
+        """Return the position in each slot (p is in slot p modulo `slots`), int64 [B, slots]; negative in unused ones."""
         lasts = self.lasts.unsqueeze(1)
         return lasts - (lasts - torch.arange(slots, device=lasts.device)) % slots
 

@@ -44,19 +44,15 @@ LINES_FILE: Final = "lines.bin"
 
 @dataclass(frozen=True)
 class JsonLines:
-    """File with one JSON object per line: its text or its messages under `key`.
-
-    `given_eod` is put after each text; None uses the tokenizer's usual one. A `cache` of None is next to the file, or
-    the user's cache if that is not writable; a `chat_template` of None is found next to the tokenizer.
-    """
+    """File with one JSON object per line: its text or its messages under `key`."""
 
     path: Path
     tokenizer_file: Path
     key: str = "text"
-    given_eod: int | None = None
-    cache: Path | None = None
+    given_eod: int | None = None  # put after each text; None uses the tokenizer's usual one
+    cache: Path | None = None  # None uses one next to the file, or the user's cache if that is not writable
     special_tokens: SpecialTokens = "parse"
-    chat_template: Path | None = None
+    chat_template: Path | None = None  # None finds it next to the tokenizer
 
     @cached_property
     def holds_chat(self) -> bool:
@@ -100,10 +96,7 @@ class JsonLines:
             ) from None
 
     def corpus(self, sequence_length: int, progress: Progress) -> Corpus:
-        """Return the lines as tokens, from the cache or encoded now, on all cores if the file is large.
-
-        Conversations have any length, and a loss mask; texts are cut, see `encoded`.
-        """
+        """Return the lines as tokens, from the cache or encoded now: texts cut (`encoded`), conversations whole."""
         if not self.holds_chat:
             return self.encoded(sequence_length, progress)
         template = self.template
@@ -148,15 +141,9 @@ class JsonLines:
         usual = list(dict.fromkeys((beside, theirs, Path.home() / ".cache" / "threefold")))
         roots = usual if self.cache is None else [self.cache]
         content = content_hash(self.path, roots)
-        facts = {
-            "version": 2,  # incremented when the same file, tokenizer and length give another cache
-            "content": content,
-            "key": self.key,
-            "tokenizer": self.tokenizer_sha256,
-            "eod": self.eod,
-            "special_tokens": self.special_tokens,
-            **further,
-        }
+        version = 2  # incremented when the same file, tokenizer and length give another cache
+        given = {"key": self.key, "tokenizer": self.tokenizer_sha256, "eod": self.eod}
+        facts = {"version": version, "content": content, **given, "special_tokens": self.special_tokens, **further}
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
         return cached(roots, name, partial(self._encode, content, longest, progress))
 
@@ -246,10 +233,7 @@ def cached(roots: list[Path], name: str, write: Callable[[Path], None]) -> Path:
 
 
 def entry_checksums(folder: Path) -> dict[str, str] | None:
-    """Return the checksum of each file of an entry, by name; None if the entry is damaged.
-
-    Empty if an older version made the entry. Of the files themselves, only the sizes are checked.
-    """
+    """Return an entry's checksums by file, if the sizes are right; empty in old entries, None if damaged."""
     try:
         facts = read_json(folder / FACTS)
         files = facts.get("files") if isinstance(facts, dict) else None
@@ -294,10 +278,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def content_hash(path: Path, roots: list[Path]) -> str:
-    """Return the SHA-256 of a file, reading it only if it may have changed since it was last hashed.
-
-    The stored hash is searched in all `roots`; the first writable one stores it.
-    """
+    """Return the SHA-256 of a file, which is stored in one of `roots` and read again only if it may have changed."""
     require_file(path)  # first, as a loop of links would not resolve
     stamp = f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.hash"
     try:

@@ -127,14 +127,11 @@ def _unknown_keys(sample: Any) -> str:
 
 @dataclass(frozen=True, eq=False)
 class OwnSamples(Samples):
-    """Samples of one split of a dataset, each padded to `sequence_length` tokens.
-
-    `chosen`, int64 [samples], are their indices in the dataset `part`.
-    """
+    """Samples of one split of a dataset, each padded to `sequence_length` tokens."""
 
     data: OwnData
     part: Any
-    chosen: Int64Array
+    chosen: Int64Array  # [samples], their indices in `part`
     sequence_length: int
     _lengths: dict[int, int] = field(default_factory=dict)
     """Lengths of the samples that `labelled` read last."""
@@ -239,14 +236,11 @@ def _is_data_set(thing: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class NestedSamples(Samples):
-    """Samples of one split of a dataset, batched by `batch`, as by `torch.utils.data.DataLoader`.
-
-    `path` is the import path of the dataset `part`; `chosen`, int64 [samples], are the samples' indices in it.
-    """
+    """Samples of one split of a dataset, batched by `batch`, as by `torch.utils.data.DataLoader`."""
 
     path: str
     part: Any
-    chosen: Int64Array
+    chosen: Int64Array  # [samples], their indices in `part`
 
     def __len__(self) -> int:
         return len(self.chosen)

@@ -37,11 +37,7 @@ def read_npy(path: Path) -> Column:
 
 
 def read_npz(path: Path, names: tuple[str, ...]) -> dict[str, Column]:
-    """Read the arrays called `names` in a .npz file; missing ones are left out.
-
-    A member stored uncompressed, as by `np.savez`, stays in the file; a compressed one is unpacked into memory. Raises
-    UserError if the file is damaged or holds anything but one-dimensional integers under these names.
-    """
+    """Read the integer arrays called `names` in a .npz file, if it has them; compressed ones into memory."""
     with _explained(path), zipfile.ZipFile(path) as archive, path.open("rb") as file:
         members = {member.filename: member for member in archive.infolist()}
         # Of all members: a damaged name would make an array that is optional seem absent.

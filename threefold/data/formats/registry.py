@@ -63,11 +63,7 @@ def open_corpus(
     vocab_size: int | None = None,
     special_tokens: SpecialTokens | None = None,
 ) -> Corpus:
-    """Open the corpus at `path`: a folder of `threefold data prepare`, or token files of another system.
-
-    For such files, `eod` None uses the tokenizer's usual end-of-document token if the first and the last document end
-    with it, and `special_tokens` None means `parse`.
-    """
+    """Open the corpus at `path`: a folder of `threefold data prepare`, or token files of another system."""
     path = Path(path)
     if is_own(path):
         files = TokenFiles.open(path)
