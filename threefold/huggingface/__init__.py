@@ -1,1 +1,4 @@
-"""Import and export of Hugging Face models; each family's keys and names are in models/FAMILY/huggingface.py."""
+"""Import and export of Hugging Face models, tensor by tensor.
+
+Each family's config.json keys and tensor names are in threefold/models/FAMILY/huggingface.py.
+"""

@@ -265,7 +265,7 @@ class Cursor:
         self.used = max(positions) + 1
 
     def held(self, slots: int) -> Tensor:
-        """Return the position in each slot (p is in slot p modulo `slots`), int64 [B, slots]; negative in unused ones."""
+        """Return the position in each slot (p is in slot p modulo `slots`), int64 [B, slots]; negative if unused."""
         lasts = self.lasts.unsqueeze(1)
         return lasts - (lasts - torch.arange(slots, device=lasts.device)) % slots
 
