@@ -1,6 +1,7 @@
 """Resuming and warm starts: whether a run may continue from a checkpoint, and warnings about what will differ."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -73,14 +74,11 @@ def continues(run_dir: Path, resume: Resume) -> bool:
 
 def has_all_steps(run_dir: Path, steps: int) -> bool:
     """Return whether a run's newest checkpoint is that of its last step, with every byte intact."""
-    saved = newest(run_dir)
-    if saved is None or saved.step != steps:
-        return False
-    try:
-        check_whole(saved)
-    except DamagedCheckpoint:
-        return False
-    return True
+    with suppress(DamagedCheckpoint):
+        if (saved := newest(run_dir)) is not None and saved.step == steps:
+            check_whole(saved)
+            return True
+    return False
 
 
 def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = None) -> SelectedCheckpoint:

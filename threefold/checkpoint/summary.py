@@ -339,7 +339,7 @@ def to_verify(named: Named) -> list[Path]:
 
 
 def verify_checkpoint(path: Path, progress: Progress) -> VerifiedCheckpoint:
-    """Compare a checkpoint with its checksums; DamagedCheckpoint names a damaged file and a tensor in it."""
+    """Compare a checkpoint with its checksums; DamagedCheckpoint names a file and a tensor in it."""
     from threefold.checkpoint.index import read_data_files, read_index
     from threefold.checkpoint.tensors import read_chunk
 

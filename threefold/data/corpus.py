@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, ClassVar, Final, Literal, Self, overload
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Final, Literal, overload
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -42,22 +42,15 @@ def damaged(path: Path, remedy: str) -> str:
     return f"{shown(path)} is damaged (its checksum is not the one that was written); {remedy}"
 
 
-class DocumentWriter:
+class DocumentWriter(ExitStack):
     """Writer of documents into a folder: their tokens, start positions (file `starts`) and, if asked, loss mask."""
 
     def __init__(self, folder: Path, starts: str = DOCUMENTS_FILE, with_mask: bool = False) -> None:
+        super().__init__()
         self.tokens = self.documents = 0
         names = [TOKENS_FILE, starts, *([LOSS_MASK_FILE] if with_mask else [])]
-        with ExitStack() as files:
-            self._files = [files.enter_context((folder / name).open("wb")) for name in names]
-            self._open = files.pop_all()
+        self._files = [self.enter_context((folder / name).open("wb")) for name in names]
         self._files[1].write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._open.close()
 
     def write(
         self, tokens: NDArray[np.integer], lengths: NDArray[np.integer], counted: NDArray[np.uint8] | None = None

@@ -310,10 +310,6 @@ class CachedAttention(nn.Module):
         out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(2)
 
-    def keep(self, rows: Tensor) -> None:
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = self.keys[rows], self.values[rows]
-
 
 class Cache:
     """KV cache of all layers of a stage, and the cursor that they share."""
@@ -322,8 +318,10 @@ class Cache:
         self.cursor, self._attentions = cursor, attentions
 
     def keep(self, rows: Sequence[int], device: torch.device) -> None:
+        kept = torch.tensor(rows, device=device)
         for attention in self._attentions:
-            attention.keep(torch.tensor(rows, device=device))
+            if attention.keys is not None and attention.values is not None:
+                attention.keys, attention.values = attention.keys[kept], attention.values[kept]
 
     @property
     def nbytes(self) -> int:

@@ -124,10 +124,8 @@ class Meta:
                 raise UserError(damaged(path, _PREPARE_AGAIN))
             del facts["checksum"]
         try:
-            if version == VERSION and "checksums" not in facts:
-                raise WrongFact("checksums", facts, "missing")
-            if version != VERSION and "checksums" in facts:
-                raise WrongFact("checksums", facts, "unexpected_keyword_argument")
+            if (version == VERSION) != ("checksums" in facts):
+                raise WrongFact("checksums", facts, "missing" if version == VERSION else "unexpected_keyword_argument")
             meta = parse_facts(cls, facts)
             if version == VERSION and not CHECKED <= meta.checksums.keys() <= CHECKED | CHAT_FILES:
                 raise WrongFact("checksums", facts)
