@@ -197,8 +197,7 @@ def prune(
         shutil.rmtree(partial)
 
 
-Damaged = Mapping[Path, str]
-"""Reasons why checkpoints could not be loaded, by folder."""
+Damaged = Mapping[Path, str]  # reasons why checkpoints could not be loaded, by folder
 
 Found = TypeVar("Found")
 

@@ -29,8 +29,7 @@ from threefold.files import STRICT, WrongFact, parse_facts, parse_json, read_jso
 from threefold.output import sync, write_durably
 
 MANIFEST: Final = "checkpoint.json"
-PARTIAL: Final = ".partial"
-"""Suffix of the folder of an incomplete checkpoint."""
+PARTIAL: Final = ".partial"  # suffix of the folder of an incomplete checkpoint
 REPLACED: Final = ".replaced"
 """Suffix of a complete checkpoint being replaced; it counts until the new one has its name."""
 FORMAT: Final = "threefold-checkpoint"

@@ -31,8 +31,7 @@ from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
 from threefold.files import read_text, shown
 
-_FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")
-"""Prefixes of settings that change no result."""
+_FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")  # prefixes of settings that change no result
 _FREE_KEYS = frozenset(
     f"{section}.{name}"
     for section, names in (
@@ -48,8 +47,7 @@ _FREE_KEYS = frozenset(
     )
     for name in names.split()
 )
-_ROUNDING = "parallel.gradient_compression"
-"""Setting under `_FREE` that changes rounding, and so the results slightly."""
+_ROUNDING = "parallel.gradient_compression"  # setting under `_FREE` that changes rounding, and so the results slightly
 SHAPES = frozenset(
     f"model.{name}"
     for name in (
@@ -63,8 +61,7 @@ SHAPES = frozenset(
 _ORDER = ("train.seed", "data.sequence_length", "data.split", "data.mixture")
 _BATCH = "train.global_batch_size"
 
-Resume = bool | Literal["auto"]
-"""Whether a run resumes from its own checkpoint; "auto" resumes if there is one."""
+Resume = bool | Literal["auto"]  # whether a run resumes from its own checkpoint; "auto" resumes if there is one
 
 
 def continues(run_dir: Path, resume: Resume) -> bool:

@@ -93,14 +93,12 @@ def put_in_place(partial: Path, path: Path) -> None:
     of a loop that always saves the same step.
     """
     replaced = path.with_name(path.name + REPLACED)
-    if path.exists():
-        if exchange_paths(partial, path):  # now the partial one is the old one
-            replaced = partial
-        else:
+    if path.exists() and exchange_paths(partial, path):
+        replaced = partial  # now the old one
+    else:
+        if path.exists():
             remove(replaced)
             path.rename(replaced)
-            partial.rename(path)
-    else:
         partial.rename(path)
     sync(path.parent)
     remove(replaced)

@@ -45,8 +45,7 @@ if TYPE_CHECKING:  # importing torch takes longer than finding a checkpoint
     from threefold.checkpoint.index import StoredTensor
 
 _STEP = re.compile(r"step_(\d{8,})([.].*)?")
-_DEPTH: Final = 3
-"""Levels of folders searched for a run, below the given folder and above it."""
+_DEPTH: Final = 3  # levels of folders searched for a run, below the given folder and above it
 
 
 @dataclass(frozen=True)
@@ -263,7 +262,7 @@ class CheckpointSummary:
 
 
 def choose(named: Named, damaged: Damaged | None = None) -> tuple[Path, tuple[str, ...]]:
-    """Return the named checkpoint or a run's newest that is valid and not `damaged`, and warnings about skipped ones."""
+    """Return the named checkpoint or a run's newest valid one that is not `damaged`, and warnings of skipped ones."""
     if named.checkpoint is not None:
         return named.checkpoint, ()
 

@@ -54,11 +54,9 @@ from threefold.torch_private.distributed import PiecewiseTensor, StridedPlacemen
 
 _BLOCK: Final = 4 << 20
 """Bytes hashed and moved at a time, few enough to still be in the processor's cache for the second use."""
-_AHEAD: Final = 32 << 20
-"""Bytes after which writeback starts, so that little is left to wait for at the end."""
+_AHEAD: Final = 32 << 20  # bytes after which writeback starts, so that little is left to wait for at the end
 
-ALIGNMENT: Final = 64
-"""Alignment in bytes of tensors that share one piece of memory or a mapped file."""
+ALIGNMENT: Final = 64  # alignment in bytes of tensors that share one piece of memory or a mapped file
 
 
 def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis) -> None:

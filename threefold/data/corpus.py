@@ -164,8 +164,7 @@ def load_column(path: Path, dtype: DTypeLike, count: int, offset: int = 0) -> ND
     return np.asarray(np.memmap(path, dtype=dtype, mode="r", offset=offset, shape=(count,)))
 
 
-TokenArray = NDArray[np.integer] | StoredArray
-"""Token ids, in memory or in a file that is read on indexing."""
+TokenArray = NDArray[np.integer] | StoredArray  # token ids, in memory or in a file that is read on indexing
 
 
 @dataclass(frozen=True, eq=False)

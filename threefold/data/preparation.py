@@ -150,10 +150,8 @@ def _complete(
     ).write(folder / META_FILE)
 
 
-THREEFOLD: Final = "threefold"
-"""Name of this program's own token format."""
-_CHUNK: Final = 1 << 22
-"""Tokens that are processed at once; a longer document is one piece."""
+THREEFOLD: Final = "threefold"  # name of this program's own token format
+_CHUNK: Final = 1 << 22  # tokens that are processed at once; a longer document is one piece
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,7 @@ class TextRule:
         return cls(special_tokens or "parse", beginning_of(tokenizer))
 
 
-BEFORE_RULES: Final = TextRule("text", ())
-"""Rule of token files, caches and checkpoints that record none."""
+BEFORE_RULES: Final = TextRule("text", ())  # rule of token files, caches and checkpoints that record none
 
 
 def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:

@@ -218,10 +218,8 @@ def imported_config(checkpoint: Path) -> dict[str, Any]:
     return read_json(path) if path.is_file() else {}
 
 
-BOX_BYTES: Final = 16 << 20
-"""Maximum bytes that are read at once and stored as one piece."""
-SMALL: Final = 1 << 18
-"""Bytes up to which a tensor is stored as one piece."""
+BOX_BYTES: Final = 16 << 20  # maximum bytes that are read at once and stored as one piece
+SMALL: Final = 1 << 18  # bytes up to which a tensor is stored as one piece
 BOXES: Final = 8
 """Minimum number of pieces of a larger tensor, so that each of as many ranks can read only its own shard."""
 

@@ -42,8 +42,7 @@ from threefold.models.huggingface import HuggingFaceType, SourceRows, WeightMap
 from threefold.models.sharding import ModelPlan
 from threefold.output import Progress, check_replaceable, staged_directory, write_durably
 
-LONGEST_SAMPLE: Final = 2048
-"""Largest data.sequence_length that the config of an imported run proposes, in tokens."""
+LONGEST_SAMPLE: Final = 2048  # largest data.sequence_length that the config of an imported run proposes, in tokens
 
 
 @dataclass(frozen=True)

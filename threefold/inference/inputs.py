@@ -14,8 +14,7 @@ from threefold.errors import UserError
 from threefold.models.family import model_plan
 from threefold.models.sharding import ModelPlan, check_tensor_axis
 
-Prompt = str | Chat
-"""Text to continue, or a conversation to answer."""
+Prompt = str | Chat  # text to continue, or a conversation to answer
 
 
 def find_checkpoint(run: Path, damaged: Damaged | None = None) -> SelectedCheckpoint:

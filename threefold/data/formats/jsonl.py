@@ -134,12 +134,9 @@ class JsonLines:
     def _cached(self, further: dict[str, Any], longest: int | None, progress: Progress) -> Path:
         """Return the cache folder with the lines as tokens, cut to `longest`; `further` are inputs of the cache key."""
         # A new cache goes to the first that is writable. Earlier versions used the last one, ignoring XDG_CACHE_HOME.
-        beside, theirs = (
-            self.path.with_name(self.path.name + CACHE_ENDING),
-            user_cache_path("threefold", appauthor=False),
-        )
-        usual = list(dict.fromkeys((beside, theirs, Path.home() / ".cache" / "threefold")))
-        roots = usual if self.cache is None else [self.cache]
+        beside = self.path.with_name(self.path.name + CACHE_ENDING)
+        homes = user_cache_path("threefold", appauthor=False), Path.home() / ".cache" / "threefold"
+        roots = list(dict.fromkeys((beside, *homes))) if self.cache is None else [self.cache]
         content = content_hash(self.path, roots)
         version = 2  # incremented when the same file, tokenizer and length give another cache
         given = {"key": self.key, "tokenizer": self.tokenizer_sha256, "eod": self.eod}
@@ -195,8 +192,7 @@ class EncodedLines(Corpus):
         return Content(dtype, checksum_of(rest.encode()) if known else "", tokens)
 
 
-CACHE_ENDING: Final = ".cache"
-"""Suffix of a file's name for the folder with its cache."""
+CACHE_ENDING: Final = ".cache"  # suffix of a file's name for the folder with its cache
 FACTS: Final = "meta.json"
 """File written last, with the size and checksum of every other file of the folder, and its own checksum."""
 

@@ -48,8 +48,7 @@ _PREPARE_AGAIN: Final = "prepare the data again"
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 Positive = Annotated[int, Field(gt=0, lt=1 << 60)]
 
-CHECKED: Final = frozenset({TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE})
-"""Files whose checksums meta.json always has."""
+CHECKED: Final = frozenset({TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE})  # files whose checksums meta.json always has
 CHAT_FILES: Final = frozenset({LOSS_MASK_FILE, "chat_template.jinja", "tokenizer_config.json"})
 """Further files of folders with conversations."""
 
