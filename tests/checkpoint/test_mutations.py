@@ -10,7 +10,7 @@ import pytest
 from tests.support.mistakes import Patch, patched
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, same, train_rank
-from threefold.checkpoint.folder import Checkpoint
+from threefold.checkpoint.manifest import Checkpoint
 from threefold.data.loader import Loader
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train import run as entry_point

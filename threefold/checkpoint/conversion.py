@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, path_of
 from threefold.checkpoint.index import INDEX, StoredTensor, TensorChunk, index_text, read_data_files, read_index
-from threefold.checkpoint.manifest import WRITER, Manifest, read_manifest, read_writer, write_manifest
+from threefold.checkpoint.manifest import WRITER, Checkpoint, read_manifest, read_writer, write_manifest
 from threefold.checkpoint.summary import choose, group_of, locate, saved_at
 from threefold.checkpoint.tensors import ALIGNMENT, PiecedTensor, TensorPiece, read_chunk, save_tensors_alone
 from threefold.dtypes import DTYPES
@@ -78,17 +78,17 @@ def convert_checkpoint(request: Conversion, progress: Progress) -> ConvertedChec
 
 
 def _convert(request: Conversion, path: Path, warnings: tuple[str, ...], progress: Progress) -> ConvertedCheckpoint:
-    manifest, index = read_manifest(path), read_index(path)
+    checkpoint, index = read_manifest(path), read_index(path)
     kept = {name: tensor for name, tensor in index.items() if not request.weights_only or name.startswith(MODEL)}
     source = TensorSource(path, kept, DTYPES[request.dtype] if request.dtype else None, progress)
     progress.phase("Converting", sum(tensor.bytes for tensor in kept.values()))
     data = {chunk.file for each in index.values() for chunk in each.chunks}
-    texts = sorted(manifest.files.keys() - data - {INDEX, WRITER})
+    texts = sorted(checkpoint.files.keys() - data - {INDEX, WRITER})
     with staged_directory(request.out, inputs=[request.source], overwrite=request.overwrite) as staged:
         if request.format == "threefold":
-            files = _write_run(request, manifest, source, texts, staged)
+            files = _write_run(request, checkpoint, source, texts, staged)
         else:
-            _copy(manifest, texts, staged)
+            _copy(checkpoint, texts, staged)
             if request.format == "safetensors":
                 files = _write_safetensors(source, staged, request.shard_bytes)
             else:
@@ -104,16 +104,16 @@ def _convert(request: Conversion, path: Path, warnings: tuple[str, ...], progres
         )
     sizes = len(written), weights.elements, sum(tensor.bytes for tensor in written.values())
     names = weights.dtypes, tuple(files), tuple(texts)
-    return ConvertedCheckpoint(path, manifest.facts.step, *sizes, *names, warnings)
+    return ConvertedCheckpoint(path, checkpoint.facts.step, *sizes, *names, warnings)
 
 
-def _copy(manifest: Manifest, names: Sequence[str], folder: Path) -> None:
+def _copy(checkpoint: Checkpoint, names: Sequence[str], folder: Path) -> None:
     for name in names:
-        manifest.check_content(name)
+        checkpoint.check_content(name)
         try:
-            text = (manifest.folder / name).read_text(encoding="utf-8")
+            text = (checkpoint.path / name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{shown(manifest.folder / name)} cannot be read ({error}); restore it.") from None
+            raise UserError(f"{shown(checkpoint.path / name)} cannot be read ({error}); restore it.") from None
         write_durably(folder / name, text)
 
 
@@ -184,11 +184,11 @@ class TensorSource:
 
 
 def _write_run(
-    request: Conversion, manifest: Manifest, source: TensorSource, texts: Sequence[str], run: Path
+    request: Conversion, checkpoint: Checkpoint, source: TensorSource, texts: Sequence[str], run: Path
 ) -> list[str]:
-    folder = path_of(run, manifest.facts.step)
+    folder = path_of(run, checkpoint.facts.step)
     folder.mkdir(parents=True)
-    _copy(manifest, texts, folder)
+    _copy(checkpoint, texts, folder)
     tensors: dict[str, StoredTensor] = {}
     files = {}
     for number, share in enumerate(in_shares(source.planned, request.shard_bytes)):
@@ -205,12 +205,12 @@ def _write_run(
         (part / INDEX).unlink()
         part.rmdir()
     write_durably(folder / INDEX, index_text(tensors, files))
-    record = read_writer(manifest.folder)
+    record = read_writer(checkpoint.path)
     weights_only = record.weights_only or request.weights_only
-    record = replace(record, saved=saved_at(manifest.folder, record), weights_only=weights_only)
+    record = replace(record, saved=saved_at(checkpoint.path, record), weights_only=weights_only)
     if record.layout is not None or weights_only:
         write_durably(folder / WRITER, record.text)
-    facts = manifest.facts if request.dtype is None else replace(manifest.facts, fingerprint=None)
+    facts = checkpoint.facts if request.dtype is None else replace(checkpoint.facts, fingerprint=None)
     write_manifest(folder, facts)
     if (folder / CONFIG).exists():
         write_durably(run / CONFIG, (folder / CONFIG).read_text(encoding="utf-8"))

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 import yaml
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.manifest import PARTIAL, REPLACED, Facts, Manifest, read_manifest
+from threefold.checkpoint.manifest import PARTIAL, REPLACED, Checkpoint, read_manifest
 from threefold.config import Config, load_config, resolve
 from threefold.config.model import OWN
 from threefold.config.schedules import is_own_schedule
@@ -53,22 +53,6 @@ _NAME = re.compile(rf"step_(\d{{8,}})({re.escape(REPLACED)})?")
 _ANY = re.compile(rf"step_(\d{{8,}})(\.old)?({'|'.join(map(re.escape, (PARTIAL, REPLACED, DIVERGED)))})?")
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A complete checkpoint: its folder and its facts."""
-
-    path: Path
-    facts: Facts
-
-    @property
-    def step(self) -> int:
-        return self.facts.step
-
-    @property
-    def run_dir(self) -> Path:
-        return self.path.parent.parent
-
-
 def path_of(run_dir: Path, step: int) -> Path:
     """Return the folder of the checkpoint after `step` updates."""
     return run_dir / FOLDER / f"step_{step:08d}"
@@ -88,11 +72,11 @@ def complete(run_dir: Path) -> list[Checkpoint]:
     found = []
     for path in folders(run_dir):
         try:
-            manifest = read_manifest(path)
-            manifest.check_sizes()
+            checkpoint = read_manifest(path)
+            checkpoint.check_sizes()
         except DamagedCheckpoint:
             continue
-        found.append(Checkpoint(path, manifest.facts))
+        found.append(checkpoint)
     return found
 
 
@@ -254,9 +238,8 @@ def _listed(passed: Mapping[Path, str]) -> str:
 
 def check_whole(checkpoint: Checkpoint) -> None:
     """Read all files and compare them with their checksums; raise DamagedCheckpoint if one was changed."""
-    manifest = read_manifest(checkpoint.path)
-    for name in sorted(manifest.files):
-        manifest.check_content(name)
+    for name in sorted(checkpoint.files):
+        checkpoint.check_content(name)
 
 
 def from_first(world: "Axis", find: Callable[[], Found]) -> Found:
@@ -273,34 +256,34 @@ def from_first(world: "Axis", find: Callable[[], Found]) -> Found:
     return cast(Found, found)
 
 
-def check_files(path: Path) -> tuple[Manifest, dict[str, tuple[int, ...]]]:
+def check_files(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, ...]]]:
     """Check a checkpoint except its config and tensor bytes; return its manifest, and the shape of each tensor."""
     # Imports torch, which a run without checkpoints need not wait for.
     from threefold.checkpoint.index import read_index
 
-    manifest = read_manifest(path)
-    manifest.check_sizes()
+    checkpoint = read_manifest(path)
+    checkpoint.check_sizes()
     index = read_index(path)
     data = {chunk.file for tensor in index.values() for chunk in tensor.chunks}
-    if unknown := data - manifest.files.keys():
+    if unknown := data - checkpoint.files.keys():
         raise DamagedCheckpoint(path, f"its tensors are in {min(unknown)}, which its manifest does not name")
-    for name in sorted(manifest.files.keys() - data - {CONFIG}):
-        manifest.check_content(name)
-    return manifest, {name: tensor.shape for name, tensor in index.items()}
+    for name in sorted(checkpoint.files.keys() - data - {CONFIG}):
+        checkpoint.check_content(name)
+    return checkpoint, {name: tensor.shape for name, tensor in index.items()}
 
 
 def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
     """Return a checkpoint and its config after checking everything but the bytes of its tensors."""
-    manifest, shapes = check_files(path)
-    if LOOP in manifest.files:
+    checkpoint, shapes = check_files(path)
+    if LOOP in checkpoint.files:
         raise DamagedCheckpoint(path, f"saved by threefold.save, without a {CONFIG}: threefold.load opens it")
-    if CONFIG not in manifest.files:
+    if CONFIG not in checkpoint.files:
         raise DamagedCheckpoint(path, f"its manifest does not name {CONFIG}")
     from threefold.checkpoint.index import model_mismatch
 
     reasons = []
     try:
-        manifest.check_content(CONFIG)
+        checkpoint.check_content(CONFIG)
     except DamagedCheckpoint as damage:
         reasons.append(damage.reason)
     try:
@@ -312,7 +295,7 @@ def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
         reasons.append(unusable.reason)
     if reasons:
         raise DamagedCheckpoint(path, ", and ".join(reasons))
-    return Checkpoint(path, manifest.facts), config
+    return checkpoint, config
 
 
 def usable_config(path: Path, *, with_code: bool = False) -> Config:

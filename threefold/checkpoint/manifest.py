@@ -89,31 +89,41 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    folder: Path
+class Checkpoint:
+    """A checkpoint's folder, and the facts and the files in its manifest."""
+
+    path: Path
     facts: Facts
     files: Mapping[str, FileRecord]
+
+    @property
+    def step(self) -> int:
+        return self.facts.step
+
+    @property
+    def run_dir(self) -> Path:
+        return self.path.parent.parent
 
     def check_sizes(self) -> None:
         for name, file in self.files.items():
             try:
-                size = require_file(self.folder / name)
+                size = require_file(self.path / name)
             except UserError:
-                raise DamagedCheckpoint(self.folder, f"its {shown(name)} is missing or no file") from None
+                raise DamagedCheckpoint(self.path, f"its {shown(name)} is missing or no file") from None
             if size != file.bytes:
                 raise DamagedCheckpoint(
-                    self.folder, f"its {shown(name)} has {size:,} bytes and was written with {file.bytes:,}"
+                    self.path, f"its {shown(name)} has {size:,} bytes and was written with {file.bytes:,}"
                 )
 
     def check_content(self, name: str) -> None:
         try:
-            if checksum(self.folder / name) != self.files[name].checksum:
-                raise DamagedCheckpoint(self.folder, f"its {shown(name)} {CHANGED}")
+            if checksum(self.path / name) != self.files[name].checksum:
+                raise DamagedCheckpoint(self.path, f"its {shown(name)} {CHANGED}")
         except OSError as error:
-            raise DamagedCheckpoint(self.folder, f"its {shown(name)} cannot be read ({error.strerror})") from None
+            raise DamagedCheckpoint(self.path, f"its {shown(name)} cannot be read ({error.strerror})") from None
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Checkpoint:
     """Read checkpoint.json and no other file; UserError if a later version of Threefold wrote it."""
     try:
         text = read_text(folder / MANIFEST)
@@ -149,7 +159,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise WrongFact("step", document)
     except WrongFact as wrong:
         raise DamagedCheckpoint(folder, f"its {MANIFEST} has no usable {shown(wrong.name)}") from None
-    return Manifest(folder, facts, files)
+    return Checkpoint(folder, facts, files)
 
 
 def write_manifest(folder: Path, facts: Facts) -> None:

@@ -11,7 +11,6 @@ from tokenizers import Tokenizer
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import (
     TOKENIZER,
-    Checkpoint,
     Damaged,
     SelectedCheckpoint,
     check_whole,
@@ -20,7 +19,7 @@ from threefold.checkpoint.folder import (
     newest,
     select_checkpoint,
 )
-from threefold.checkpoint.manifest import read_writer
+from threefold.checkpoint.manifest import Checkpoint, read_writer
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.resolve import is_derived

@@ -29,8 +29,8 @@ from threefold.checkpoint.manifest import (
     MANIFEST,
     PARTIAL,
     VERSION,
+    Checkpoint,
     Facts,
-    Manifest,
     WriterRecord,
     read_manifest,
     read_writer,
@@ -194,7 +194,7 @@ def saved_at(path: Path, writer: WriterRecord) -> datetime | None:
     return None
 
 
-def check(path: Path) -> Manifest:
+def check(path: Path) -> Checkpoint:
     """Check all of a run's or custom loop's checkpoint but tensor bytes; raise DamagedCheckpoint if it fails."""
     manifest = read_manifest(path)
     (check_files if LOOP in manifest.files else inspect_checkpoint)(path)
@@ -269,8 +269,8 @@ def choose(named: Named, damaged: Damaged | None = None) -> tuple[Path, tuple[st
     def missing(none: str) -> str:
         return f"{shown(named.run)} has {none}; give a run that has one."
 
-    manifest, warnings, _ = newest_valid(named.run, check, missing, damaged)
-    return manifest.folder, warnings
+    checkpoint, warnings, _ = newest_valid(named.run, check, missing, damaged)
+    return checkpoint.path, warnings
 
 
 def summarize_checkpoint(path: Path, warnings: tuple[str, ...] = ()) -> CheckpointSummary:

@@ -14,8 +14,9 @@ from torch.nn import functional as F
 
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
-from threefold.checkpoint.folder import TOKENIZER, Checkpoint, Damaged, from_first
+from threefold.checkpoint.folder import TOKENIZER, Damaged, from_first
 from threefold.checkpoint.index import require_match
+from threefold.checkpoint.manifest import Checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.axis import local_part
 from threefold.comm.layout import Layout

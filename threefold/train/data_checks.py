@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from threefold.checkpoint.folder import Checkpoint
+from threefold.checkpoint.manifest import Checkpoint
 from threefold.checkpoint.resume import other_text
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, Checkpoint, complete, model_files, prune
-from threefold.checkpoint.manifest import WRITER, AnomalyFacts, Facts, read_manifest, record_of
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, complete, model_files, prune
+from threefold.checkpoint.manifest import WRITER, AnomalyFacts, Checkpoint, Facts, read_manifest, record_of
 from threefold.checkpoint.remote import Mirror, RemoteCheckpoints
 from threefold.checkpoint.save import BackgroundSaver, Written, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
@@ -353,7 +353,7 @@ class Checkpoints:
     def load(self, path: Path) -> Facts:
         """Load one of the run's checkpoints and return its facts; raise a `UserError` on every rank if that fails."""
         try:
-            checkpoint = Checkpoint(path, read_manifest(path).facts)
+            checkpoint = read_manifest(path)
             restore_engine(self.engine, checkpoint)
         except DamagedCheckpoint as damage:
             raise UserError(

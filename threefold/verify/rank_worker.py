@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from threefold.checkpoint.errors import MODEL
-from threefold.checkpoint.folder import CONFIG, Checkpoint, path_of
-from threefold.checkpoint.manifest import Facts, read_manifest
+from threefold.checkpoint.folder import CONFIG, path_of
+from threefold.checkpoint.manifest import Checkpoint, Facts, read_manifest
 from threefold.checkpoint.resume import consumed_by
 from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
@@ -320,5 +320,4 @@ def _is_exported(source: ModelSource, config: Config) -> bool:
 
 
 def _checkpoint(folder: Path) -> Checkpoint:
-    path = path_of(folder, _STEPS[_SAVED] + 1)
-    return Checkpoint(path, read_manifest(path).facts)
+    return read_manifest(path_of(folder, _STEPS[_SAVED] + 1))
