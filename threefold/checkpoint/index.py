@@ -108,13 +108,11 @@ def _document(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
         text = read_text(path, limit=2 << 30)  # enough for some ten million chunks
-        if not is_intact(text):
-            raise DamagedCheckpoint(folder, f"its {INDEX} {CHANGED}")
-        document = parse_json(text, str(path))
-    except DamagedCheckpoint:
-        raise
+        document = parse_json(text, str(path)) if (intact := is_intact(text)) else None
     except UserError as error:
         raise DamagedCheckpoint(folder, str(error).removesuffix(".")) from None
+    if not intact:
+        raise DamagedCheckpoint(folder, f"its {INDEX} {CHANGED}")
     if not isinstance(document, dict) or document.get("format") != FORMAT or document.get("version") != VERSION:
         raise DamagedCheckpoint(folder, f"its {INDEX} is not of version {VERSION} of the format {FORMAT}")
     return document

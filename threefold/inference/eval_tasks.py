@@ -270,8 +270,7 @@ class LastWord:
         ]
 
 
-EvalTask = Perplexity | LastWord
-"""A way to evaluate a model on texts; its fields are what the metrics depend on, besides the model and the texts."""
+EvalTask = Perplexity | LastWord  # their fields are what the metrics depend on, besides the model and the texts
 
 
 def _exp(loss: float) -> float:

@@ -20,15 +20,12 @@ from threefold.random.rng import stream_key
 
 @dataclass(frozen=True)
 class Sampling:
-    """Settings for sampling the next token.
+    """Settings for sampling the next token."""
 
-    The logits are divided by `temperature`; 0 is greedy decoding. `top_k` is the number of most likely tokens to sample
-    from (0 or None for all). `top_p` is the nucleus threshold: sample from the smallest set of most likely tokens with
-    at least this total probability, after `top_k` (Holtzman et al., arXiv 1904.09751); 0, 1 or None for all.
-    """
-
-    temperature: float = 0.8
-    top_k: int | None = None
+    temperature: float = 0.8  # divisor of the logits; 0 is greedy decoding
+    top_k: int | None = None  # sample from the k most likely tokens; 0 or None for all
+    # Nucleus: sample from the smallest set of most likely tokens with at least this total probability, after `top_k`
+    # (Holtzman et al., arXiv 1904.09751); 0, 1 or None for all.
     top_p: float | None = None
 
     def __post_init__(self) -> None:

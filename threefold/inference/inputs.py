@@ -114,11 +114,7 @@ def require_texts(path: Path) -> None:
 
 
 def read_texts(path: Path, key: str) -> list[Document]:
-    """Read the non-blank texts to evaluate from a file.
-
-    JSON lines (.jsonl or .json) hold one text per line under `key`, or conversations, or prompts with completions. A
-    .txt file is divided into documents.
-    """
+    """Read the non-blank texts to evaluate: documents of a .txt file, or JSON lines with texts under `key` or chats."""
     require_texts(path)
     (found,) = find_inputs([path])
     if not (texts := list(SourceReader(found, key, lambda _: None))):

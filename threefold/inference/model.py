@@ -160,8 +160,8 @@ class Model:
     def context(self) -> int:
         """Context length of generation in tokens: the sequence length of training.
 
-        With dynamic RoPE scaling it is at most the length up to which the angles do not depend on the sequence length,
-        because cached keys would have other angles.
+        With dynamic RoPE scaling at most the length up to which angles are fixed, as cached keys would have other
+        angles.
         """
         config = self.trained.config
         if config.model.rope_scaling == "dynamic":
