@@ -86,7 +86,7 @@ def test_each_flipped_bit_of_a_cache_is_found(tmp_path: Path, tokenizer: Path) -
     path = tmp_path / "lines.jsonl"
     path.write_text("".join(json.dumps({"text": "w5 w7 w9"}) + "\n" for _ in range(200)))
     lines = JsonLines(path, tokenizer)
-    entry = lines.encoded(16, SILENT).folder
+    entry = lines.encoded(16, SILENT).files[0].parent
     assert problems(path) == problems(entry) == problems(entry.parent) == []
     whole = lines.encoded(16, SILENT).tokens[:]
     for file, bit in flips(entry):
@@ -108,7 +108,7 @@ def test_each_flipped_bit_of_the_hash_of_encoded_lines_is_found(tmp_path: Path, 
     path.write_text(json.dumps({"text": "w5 w7 w9"}) + "\n")
     os.utime(path, (1e9, 1e9))  # or the file may still change, and no hash is kept
     lines = JsonLines(path, tokenizer)
-    (stamp,) = lines.encoded(16, SILENT).folder.parent.glob("*.hash")
+    (stamp,) = lines.encoded(16, SILENT).files[0].parent.parent.glob("*.hash")
     assert stamp in [one.path for one in audit(path, None, SILENT)]
     content = stamp.read_bytes()
     for bit in range(0, 8 * len(content), len(content)):

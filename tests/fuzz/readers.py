@@ -62,7 +62,7 @@ def tokens(folder: Path) -> str:
 def cache(folder: Path, lines: Path, tokenizer: Path) -> str:
     """The cache of a file of JSON lines, as a run reads it and checks it in the background."""
     encoded = JsonLines(lines, tokenizer, cache=folder).encoded(LENGTH, SILENT)
-    _refuse(audit(encoded.folder, None, SILENT))
+    _refuse(audit(encoded.files[0].parent, None, SILENT))
     samples = PaddedSamples.open(encoded, "train", "1,0,0", LENGTH)
     return digest(*samples.labelled(np.arange(len(samples))))
 

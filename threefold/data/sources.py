@@ -20,8 +20,6 @@ from threefold.errors import UserError
 _KINDS: Final = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
 _KNOWN: Final = ".jsonl, .json, .txt, one of these and .gz or .zst, or .parquet"
 
-# Ends a document of a plain-text file when alone on a line, as in other public corpora.
-DOCUMENT_END: Final = "<|endoftext|>"
 # Characters after which a long text is cut at the next blank line, or after 4 times as many at the next line, so that
 # a single big file can be held in memory and divided into splits.
 _TEXT_DOCUMENT: Final = 65_536

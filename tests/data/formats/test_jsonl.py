@@ -64,7 +64,7 @@ def row(ids: list[int], length: int) -> tuple[list[int], list[int]]:
 
 
 def test_a_token_outside_the_vocabulary_is_named(lines: JsonLines) -> None:
-    file = lines.encoded(LENGTH, SILENT).folder / TOKENS_FILE
+    file = lines.encoded(LENGTH, SILENT).files[0].parent / TOKENS_FILE
     tokens = np.fromfile(file, dtype="<u2")
     tokens[len(FILLED[0]) + 2] = 7  # of the second line with text: b, c and the end
     tokens.tofile(file)
@@ -220,12 +220,12 @@ def test_the_users_cache_follows_xdg_and_earlier_entries_are_read(
     lines.path.with_name("texts.jsonl.cache").write_text("a file stands where the cache would be")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    earlier = lines.encoded(LENGTH, SILENT).folder
+    earlier = lines.encoded(LENGTH, SILENT).files[0].parent
     assert earlier.parent == tmp_path / "home/.cache/threefold"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
-    assert lines.encoded(LENGTH, SILENT).folder == earlier
+    assert lines.encoded(LENGTH, SILENT).files[0].parent == earlier
     shutil.rmtree(tmp_path / "home")
-    assert lines.encoded(LENGTH, SILENT).folder == tmp_path / "xdg/threefold" / earlier.name
+    assert lines.encoded(LENGTH, SILENT).files[0].parent == tmp_path / "xdg/threefold" / earlier.name
 
 
 @pytest.mark.parametrize(

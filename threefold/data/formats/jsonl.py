@@ -175,10 +175,6 @@ class JsonLines:
 class EncodedLines(Corpus):
     """Lines of text as tokens, in a folder of the cache, each cut to one token more than a sample holds."""
 
-    @property
-    def folder(self) -> Path:
-        return self.files[0].parent
-
     def document_of(self, place: int) -> str:
         return super().document_of(place).replace("document", "line") + " with text"
 
