@@ -47,13 +47,10 @@ _ELSEWHERE = {
 
 
 def problem(config: Config, key: str, rule: str, value: Any = _UNSET) -> UserError:
-    """Build the error for a setting that breaks a rule.
+    """Build the error for a setting `section.name` that breaks a rule.
 
-    Args:
-        config: config with the setting; knows the line that set it.
-        key: the setting as `section.name`.
-        rule: the rule and the nearest value that works; follows 'but' in the sentence.
-        value: the setting's value if it is a default that `config` does not hold yet.
+    The rule, with the nearest value that works, follows 'but' in the sentence. `value` is a default that `config`,
+    which knows the line that set the setting, does not hold yet.
     """
     section, name = key.split(".")
     value = getattr(getattr(config, section), name) if value is _UNSET else value
@@ -64,13 +61,7 @@ def problem(config: Config, key: str, rule: str, value: Any = _UNSET) -> UserErr
 
 
 def nearest_setting(key: str, known: Sequence[str], sections: Sequence[str]) -> str:
-    """Return the setting most likely meant by an unknown key; a section if the name of a section was misspelt.
-
-    Args:
-        key: `section.name`, or a name alone.
-        known: all settings, as `section.name`.
-        sections: names of the sections.
-    """
+    """Return the setting most likely meant by an unknown key; a section if the name of a section was misspelt."""
     section, _, name = key.rpartition(".")
     if section not in sections:
         close = get_close_matches(section or name, sections, n=1)
@@ -124,9 +115,6 @@ def recorded_settings(path: Path) -> dict[str, dict[str, Any]]:
     """Return the settings that a run's config.yaml records by section, without checking them.
 
     Derived settings, which are comments in the file (`Config.to_yaml_as_given`), are among them.
-
-    Raises:
-        UserError: unreadable file, or bad YAML.
     """
     lines = read_text(path, "the config ", LARGEST_DOCUMENT).split("\n")
     # A comment that begins a derived setting ends its first column with `#`.
@@ -149,16 +137,10 @@ def config_of(
     origins: Mapping[str, str] | None = None,
     derived: Collection[str] = (),
 ) -> Config:
-    """Make a config from plain values by section.
+    """Make a config from plain values by section; raise a `UserError` for an unknown key, or a wrong type or value.
 
-    Args:
-        sections: settings by section.
-        overrides: as in `load_config`.
-        origins: where each setting was set before, for error messages; None without a file.
-        derived: settings, as `section.key`, that follow from others.
-
-    Raises:
-        UserError: unknown key, wrong type or impossible value.
+    `origins` says where each setting was set before, for error messages; `derived` settings (`section.key`) follow from
+    others.
     """
     values = {name: dict(settings) for name, settings in sections.items()}
     places = {f"{name}.{key}": "" for name, settings in sections.items() for key in settings}
@@ -344,12 +326,8 @@ def parse_value(text: str, where: str) -> Any:
 def read_document(path: Path, called: str = "the config ") -> tuple[Any, dict[tuple[str, ...], int]]:
     """Read the values of a YAML file, and the line (from 1) of each key by its path of names.
 
-    Args:
-        path: path of the file.
-        called: description of the file for error messages, written before its path.
-
-    Raises:
-        UserError: the file cannot be read, is not YAML, holds more than plain values, or sets a key twice.
+    Raise a `UserError` that begins with `called` and the path if it cannot be read, is not YAML, holds more than plain
+    values, or sets a key twice.
     """
     value, keys = _parse(read_text(path, called, LARGEST_DOCUMENT), shown(path))
     lines: dict[tuple[str, ...], int] = {}

@@ -17,12 +17,7 @@ from threefold.plugins import Registry
 
 
 def split_model_file(text: str, setting: str = "--model") -> tuple[Path, str]:
-    """Split `FILE.py[:NAME]` into the resolved path and the name, which is empty if not given.
-
-    Args:
-        text: the value to split.
-        setting: option or setting that has this value, for the error if there is no such file.
-    """
+    """Split `FILE.py[:NAME]` into the resolved path and the name; the error for a missing file names `setting`."""
     file, _, name = text.partition(":")
     if not Path(file).is_file():
         raise UserError(
@@ -34,11 +29,7 @@ def split_model_file(text: str, setting: str = "--model") -> tuple[Path, str]:
 def is_made_from_section(file: Path, name: str) -> bool:
     """Return whether a file's `make_model` builds the model from the `model` section, whatever its architecture.
 
-    A class called `name` in the file takes precedence.
-
-    Args:
-        file: Python file; parsed but not executed, and may be invalid Python.
-        name: name given after the file; may be empty.
+    A class called `name` in the file takes precedence. The file is parsed but not executed, and may be invalid.
     """
     try:
         body = ast.parse(file.read_bytes()).body

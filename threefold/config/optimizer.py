@@ -15,12 +15,10 @@ from threefold.plugins import Registry
 
 
 class OptimizerRow(NamedTuple):
-    """Built-in optimizer.
+    """Built-in optimizer: its `UpdateRule` as `module:attribute`, and the settings of `HYPER_PARAMETERS` that it reads.
 
-    Attributes:
-        implementation: `module:attribute` of its `UpdateRule`.
-        reads: the settings of `HYPER_PARAMETERS` that it reads, and their defaults (None: the section's default).
-        states: (section, whether a weight is a hidden matrix) → number of state tensors of the weight's shape.
+    These come with their defaults (None: the section's). `states` maps the section and whether a weight is a hidden
+    matrix to the number of state tensors of the weight's shape.
     """
 
     implementation: str
@@ -107,8 +105,7 @@ class OptimizerConfig(Section):
 def hyper_parameters(name: str) -> Mapping[str, Any]:
     """Return the settings of `HYPER_PARAMETERS` that an optimizer reads, with their defaults (None: the section's).
 
-    Raises:
-        UserError: the optimizer belongs to another package and cannot be imported.
+    Raise a `UserError` if the optimizer belongs to another package and cannot be imported.
     """
     if name in BUILT_IN:
         return BUILT_IN[name].reads

@@ -156,14 +156,10 @@ Settings = dict[str, Any]
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """Feature that can be switched on.
+    """Feature that can be switched on by `settings`.
 
-    Attributes:
-        name, title: short name in the tables, and description.
-        group: heading of the feature in the page.
-        settings: settings that switch the feature on.
-        needs: minimum settings that the feature requires; another feature may require larger ones.
-        part_of: other names under which rules refer to the feature: its kind, and features that it needs.
+    It `needs` some settings at least; another feature may require larger ones. Rules refer to it by its name, its kind
+    and the features that it needs (`part_of`). `group` is its heading in the page.
     """
 
     name: str
@@ -286,12 +282,7 @@ _BASE: dict[str, Settings] = {
 
 
 def config_with(features: Iterable[Feature], further: Settings | None = None) -> Config:
-    """Return a small resolved config with these features; raise a `UserError` if they cannot be combined.
-
-    Args:
-        features: features to switch on.
-        further: settings that override those of the features.
-    """
+    """Return a small resolved config with these features and `further` settings; raise a `UserError` if they conflict."""
     chosen = tuple(features)
     settings: Settings = {}
     for feature in chosen:

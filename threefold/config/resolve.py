@@ -30,21 +30,14 @@ ENOUGH_TOKENS = 1024
 def resolve(
     config: Config, vocab_size: int, largest_micro_batch: int | None = None, samples: int | None = None
 ) -> Config:
-    """Fill every setting that is not given, and check that the settings are compatible.
+    """Fill every setting that is not given, and check that the settings are compatible; raise a `UserError` if not.
 
-    With `train.epochs`, each epoch reads every sample, and samples of the next epoch fill up the last step, so their
-    order does not depend on where a run ends.
+    Resolving twice changes nothing. With `train.epochs`, each epoch reads every sample, and samples of the next epoch
+    fill up the last step, so their order does not depend on where a run ends. If the number of training `samples` is
+    not known yet, the run has the maximum number of steps.
 
-    Args:
-        config: config as given, or already resolved (resolving twice changes nothing).
-        vocab_size: vocabulary size of the data's tokenizer.
-        largest_micro_batch: sequences that fit into a rank's memory, used if no setting determines the micro-batch
-            size; None for the default of a CPU.
-        samples: number of training samples, for `train.epochs`; None if it is not known yet, which gives the maximum
-            number of steps.
-
-    Raises:
-        UserError: settings are incompatible; the message names the nearest value that works.
+    `vocab_size` is that of the data's tokenizer. If no setting determines the micro-batch size, it is at most
+    `largest_micro_batch`, the sequences that fit into a rank's memory; None for the default of a CPU.
     """
     given = {f"{section}.{key}" for section, values in config.sections().items() for key in values}
     steps, derived = config.train.max_steps, set(config.derived)
@@ -99,13 +92,7 @@ def check_settings(config: Config) -> None:
 def default_largest(
     vocab_size: int, sequence_length: int, parallel: ParallelConfig, chunk_given: bool, device: str = "cpu"
 ) -> int:
-    """Return the largest default micro-batch in sequences, at least 1, regardless of memory.
-
-    Args:
-        vocab_size, sequence_length, parallel: settings of the resolved config.
-        chunk_given: whether `train.loss_chunk_size` is given.
-        device: `cpu` or `cuda`.
-    """
+    """Return the largest default micro-batch in sequences, at least 1, regardless of memory."""
     columns, of_sequence = _of_rank(vocab_size, sequence_length, parallel)
     tokens = LARGEST_TOKENS[device]
     if device == "cpu" and not chunk_given:
@@ -120,12 +107,7 @@ def _of_rank(vocab_size: int, sequence_length: int, parallel: ParallelConfig) ->
 
 
 def with_micro_batch(config: Config, size: int) -> Config:
-    """Return the config with another default micro-batch size, and everything derived from it.
-
-    Args:
-        config: resolved config whose micro-batch size is not given.
-        size: another default, such as that of another machine.
-    """
+    """Return a resolved config with another default micro-batch size, and everything derived from it."""
     given = config.sections()
     for key in ("micro_batch_size", "gradient_accumulation_steps", "loss_chunk_size"):
         if f"train.{key}" in config.derived:
@@ -150,11 +132,7 @@ def is_derived(config: Config, key: str) -> bool:
 
 
 def logits_chunk(tokens: int, columns: int, device: str, pp: int) -> int:
-    """Return the loss chunk size for a micro-batch's tokens and the logits' columns on a rank; 0 if all fit.
-
-    Args:
-        device: value of `train.device`; `auto` counts as a CPU.
-    """
+    """Return the loss chunk size for a micro-batch's tokens and the logits' columns on a rank; 0 if all fit."""
     device = "cuda" if device == "cuda" else "cpu"
     limit = KEPT_LOGITS if device == "cuda" and pp == 1 else LARGEST_LOGITS[device]
     return 0 if 4 * tokens * columns <= limit else max(1, LARGEST_LOGITS[device] // (4 * tokens))

@@ -15,13 +15,9 @@ from threefold.config.section import divisors, nearest_divisor, nearest_multiple
 
 @dataclass(frozen=True)
 class Rule:
-    """Two features that cannot be combined.
+    """Two features of `reference.FEATURES` that cannot be combined: a resolved config that does is `broken`.
 
-    Attributes:
-        first, second: names of the features in `compatibility.FEATURES`.
-        key: setting that the error is about, as `section.name`.
-        broken: returns whether a resolved config breaks the rule.
-        reason: text after 'but' in the error: why not, and what to use instead; `{config}` fields are filled in.
+    The error is about the setting `key`; `reason` follows 'but' in it, with `{config}` fields filled in.
     """
 
     first: str
@@ -78,17 +74,11 @@ class BatchSizes(NamedTuple):
 
 
 def batch_sizes(config: Config, largest: int) -> BatchSizes:
-    """Derive the batch sizes that were not given.
+    """Derive the batch sizes that were not given; raise a `UserError` if they disagree or do not divide each other.
 
     The global batch size is never derived from the layout alone, because a different dp would then train a different
-    model: it defaults to 32, and a layout that does not divide it is refused.
-
-    Args:
-        config: config as given.
-        largest: limit on the sequences of a micro-batch if its size is not given.
-
-    Raises:
-        UserError: the given sizes disagree, or one does not divide the other.
+    model: it defaults to 32, and a layout that does not divide it is refused. A micro-batch whose size is not given has
+    at most `largest` sequences.
     """
     train, dp = config.train, config.parallel.dp
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps

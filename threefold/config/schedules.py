@@ -28,12 +28,10 @@ _EXAMPLE: Final = "such as 0F2, the forward pass of micro-batch 2 on stage 0"
 
 
 class Action(NamedTuple):
-    """Pass of one micro-batch through one stage.
+    """Pass of one micro-batch of the step through one stage of the whole pipeline.
 
-    Attributes:
-        stage: number of the stage in the whole pipeline.
-        kind: `F` forward, `B` full backward, `I` backward for the input only, `W` the weight gradients deferred by `I`.
-        micro_batch: number of the micro-batch in the step.
+    The kind is `F` forward, `B` full backward, `I` backward for the input only, or `W` the weight gradients deferred by
+    `I`.
     """
 
     stage: int
@@ -51,10 +49,7 @@ Orders = tuple[tuple[Action, ...], ...]
 class StuckError(ValueError):
     """Deadlock of a schedule: ranks wait for each other, or for an action that no rank has.
 
-    Attributes:
-        rank: the first rank that cannot continue.
-        action: its next action.
-        missing: the result that the action waits for.
+    The first rank that cannot continue waits before `action` for the result `missing`.
     """
 
     def __init__(self, rank: int, action: Action, missing: Action) -> None:
@@ -76,13 +71,9 @@ def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action, 
     """Yield all actions in an order that respects dependencies and the order within each rank, in linear time.
 
     A forward pass depends on the forward pass of the previous stage; a backward pass on the forward pass of its own
-    stage and the backward pass of the next stage; weight gradients on the backward pass of their own stage.
-
-    Returns:
-        the rank of each action, the action, and the index of the neighboring stage's action that it depends on, or -1.
-
-    Raises:
-        StuckError: no rank can continue.
+    stage and the backward pass of the next stage; weight gradients on the backward pass of their own stage. Beside the
+    rank and the action comes the index of the neighboring stage's action that it depends on, or -1. Raises `StuckError`
+    if no rank can continue.
     """
     stages = stage_count(orders)
     count = 1 + max((action.micro_batch for order in orders for action in order), default=0)
@@ -126,14 +117,7 @@ def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action, 
 
 
 def read_schedule_file(path: str) -> Orders:
-    """Read the actions of a CSV file, and check that every stage is complete, on one rank, and can run to its end.
-
-    Args:
-        path: path relative to the working directory.
-
-    Raises:
-        UserError: the file cannot be read, or the first rule that its actions break.
-    """
+    """Read the actions of a CSV file; raise a `UserError` if it is unreadable, or for the first rule that they break."""
     rules = _Rules(shown(path), "line", first=1)
     lines = read_text(Path(path), "the pipeline schedule ", LARGEST_FILE).rstrip().splitlines()
     if not lines:
@@ -247,14 +231,10 @@ SENDS_UNDER_WAY: Final = 4
 
 
 class Schedule(ABC):
-    """Order in which the ranks of a pipeline compute the micro-batches of a step.
+    """Order in which the ranks of a pipeline compute the micro-batches of a step, by its name in `parallel.schedule`.
 
-    Attributes:
-        name: name in `parallel.schedule`.
-        stages_per_rank: number of stages of each rank; None if `parallel.stage_chunks` sets it.
-        defers_weight_gradients: whether backward passes defer weight gradients.
-        ranks: number of pipeline ranks that the schedule requires; None for any.
-        micro_batches: number of micro-batches that the schedule requires; None if `accepts` decides.
+    `stages_per_rank` is None if `parallel.stage_chunks` sets it, `ranks` if any number works, and `micro_batches` if
+    `accepts` decides.
     """
 
     name: str
@@ -300,12 +280,7 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class MicroBatchRule:
-    """Numbers of micro-batches that a schedule works with.
-
-    Attributes:
-        accepts: (pp, micro-batches) → whether the schedule works with them.
-        sentence: requirement of the schedule, as text that follows its name; `{pp}` and `{rounds}` are filled in.
-    """
+    """Numbers of micro-batches that a schedule works with, and the sentence that follows its name where it does not."""
 
     accepts: Callable[[int, int], bool]
     sentence: str
@@ -325,12 +300,9 @@ TWO_FOR_EACH_RANK: Final = MicroBatchRule(
 class TorchSchedule(Schedule):
     """Schedule with a class in `torch.distributed.pipelining`.
 
-    Attributes:
-        name, stages_per_rank, defers_weight_gradients: as for `Schedule`.
-        torch_class: name of the class.
-        shape: `loop` (stage n on rank n modulo pp), or `v` (the second half of the stages returns from the last rank).
-        rule: rule for the number of micro-batches.
-        passes: (pp, rank, stages per rank) → peak passes of micro-batches whose activations a rank holds; None for all.
+    The shape is `loop` (stage n on rank n modulo pp) or `v` (the second half of the stages returns from the last rank).
+    `passes` maps (pp, rank, stages per rank) to the peak passes of micro-batches whose activations a rank holds; None
+    for all.
     """
 
     name: str
@@ -557,8 +529,7 @@ def is_own_schedule(name: str) -> bool:
 def schedule_name(given: str) -> str:
     """Return the name in `SCHEDULES` for a name or torch class, in any case; paths of custom schedules are unchanged.
 
-    Raises:
-        ValueError: unknown schedule; the message lists the known ones.
+    Raise a `ValueError` that lists the known ones for any other name.
     """
     if is_own_schedule(given):
         return given
@@ -572,12 +543,7 @@ def schedule_name(given: str) -> str:
 
 
 def find_schedule(name: str) -> Schedule:
-    """Return the schedule that `parallel.schedule` names.
-
-    Raises:
-        UserError: a file cannot be read or breaks a rule, or a function cannot be imported.
-        ValueError: unknown schedule.
-    """
+    """Return the schedule that `parallel.schedule` names; raise a `UserError` for a bad file or function of your own."""
     if is_python_schedule(name):
         return _of_python(name, load_path(name, "parallel.schedule"))
     if is_own_schedule(name):

@@ -39,11 +39,7 @@ ON_SPIKE: Final = Registry("train.on_spike", "threefold.fault_policies", _FAULT_
 
 
 def check_fault_policies(on_nan: str, on_spike: str) -> None:
-    """Check before any process starts that policies of other packages are functions.
-
-    Raises:
-        UserError: one cannot be imported, or cannot be called.
-    """
+    """Check before any process starts that policies of other packages are functions; raise a `UserError` if not."""
     for registry, name in ((ON_NAN, on_nan), (ON_SPIKE, on_spike)):
         if name not in _FAULT_POLICIES and not callable(found := registry.load(name)):
             raise UserError(
@@ -374,9 +370,7 @@ class Config(Section):
     def to_yaml_as_given(self, resolved: Iterable[str] = (), kept: Iterable[str] = ()) -> str:
         """Format the config as YAML with derived settings in comments, so that reading it derives them again.
 
-        Args:
-            resolved: sections that are stored with every setting filled.
-            kept: derived settings, as `section.key`, that are stored as if given.
+        Sections of `resolved` are stored with every setting filled, derived settings of `kept` as if given.
         """
         derived = self._derived - frozenset(kept)
         text = ""

@@ -72,15 +72,11 @@ _SYSTEMS: Final = {
 
 
 class Converted(NamedTuple):
-    """Converted config.
+    """Converted config, with our settings that are not the default.
 
-    Attributes:
-        kind: system of the file.
-        evidence: how the system was detected; empty if the caller gave it.
-        sections: our settings that are not the default.
-        notes: foreign settings without an exact counterpart.
-        invalid: why the converted config is invalid, in one sentence; empty if it is valid.
-        unset: settings of ours that a run needs but the file does not give → what to set.
+    `evidence` says how the system was detected (empty if the caller gave it), `notes` are foreign settings without an
+    exact counterpart, `invalid` says in one sentence why the config is invalid (empty if it is valid), and `unset` maps
+    settings that a run needs but the file does not give to what to set.
     """
 
     kind: Kind
@@ -102,15 +98,10 @@ class Converted(NamedTuple):
 
 
 def convert(path: Path, kind: Kind | None = None, world_size: int | None = None) -> Converted:
-    """Convert a config file of another system.
+    """Convert a config file of another system; raise a `UserError` if it cannot be read, or a value in it is invalid.
 
-    Args:
-        path: path of the file.
-        kind: system of the file; detected from its content if not given.
-        world_size: number of ranks, from which `parallel.dp` follows if the file does not set it.
-
-    Raises:
-        UserError: the file cannot be read, or a value in it is invalid.
+    The system is detected from the content if `kind` is None. From `world_size`, the number of ranks, follows
+    `parallel.dp` if the file does not set it.
     """
     try:
         return _converted(path, kind, world_size)

@@ -100,10 +100,7 @@ def read(path: Path) -> KeyMapping:
     """Read the settings of a config file as `name` or `name.key`, and the names that other settings use.
 
     Settings are assignments, including those inside `CONFIG = dict(…)`, and in a script models and optimizers made in
-    functions.
-
-    Raises:
-        UserError: the file is not Python, or sets nothing.
+    functions. Raises a `UserError` if the file is not Python, or sets nothing.
     """
     text = foreign_text(path)
     reader = _Reader()

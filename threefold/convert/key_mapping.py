@@ -21,12 +21,10 @@ NOT_KNOWN = "unknown to this converter"
 
 
 class Same(NamedTuple):
-    """Foreign setting with an equivalent among our settings.
+    """Foreign setting with an equivalent `section.key` among ours.
 
-    Attributes:
-        theirs, ours: foreign key, and our key as `section.key`.
-        kind: converter of the value; raises ValueError that states the required kind of value.
-        default: foreign default; None if ours is equal, or if there is none.
+    `kind` converts the value, or raises a ValueError that states the required kind. `default` is the foreign one; None
+    if ours is equal, or if there is none.
     """
 
     theirs: str
@@ -44,12 +42,9 @@ def alike(section: str, kind: Callable[[Any], Any], names: str, default: Any = N
 
 
 class Unmapped(NamedTuple):
-    """Foreign setting without an exact counterpart, which is reported to the user.
+    """Foreign setting without an exact counterpart, reported to the user with its replacement or why there is none.
 
-    Attributes:
-        key, value: foreign key and value.
-        reason: replacement that is used, or why there is none.
-        unsupported: whether the setting is unknown, or leaving it out changes the training.
+    It is `unsupported` if it is unknown, or if leaving it out changes the training.
     """
 
     key: str
@@ -59,16 +54,9 @@ class Unmapped(NamedTuple):
 
 
 class KeyMapping:
-    """Foreign settings that are not mapped yet, our settings so far, and notes.
+    """Foreign settings that are not mapped yet, our settings so far by `section.key`, and notes.
 
-    Args:
-        path: the foreign file, for messages.
-        given: foreign settings, without those that are None.
-        notes: notes from reading the file.
-
-    Attributes:
-        spelled: key → its spelling in the file, if different.
-        settings: our settings as `section.key`.
+    `spelled` maps a key to its spelling in the file, if different.
     """
 
     def __init__(self, path: Path, given: Mapping[str, Any] | None = None, notes: Iterable[Unmapped] = ()) -> None:
@@ -129,12 +117,7 @@ class KeyMapping:
             self.note(key, value, f"optimizer.name is {name}; {rest}")
 
     def put_activation(self, key: str, known: Mapping[str, str]) -> None:
-        """Set the activation function of a GPT.
-
-        Args:
-            key: foreign key; its value is a name, with or without a module, such as `nn.functional.gelu`.
-            known: foreign name → name in `model.activation`.
-        """
+        """Set the activation function of a GPT from a name, with or without a module, such as `nn.functional.gelu`."""
         name = self.take(key, text)
         if name is None:
             return
@@ -174,9 +157,7 @@ class KeyMapping:
     def leave(self, reasons: Mapping[str, str], unsupported: Mapping[str, str] | None = None) -> None:
         """Add a note for every remaining setting, with the reason whose patterns match it first.
 
-        Args:
-            reasons: reason → patterns of the settings that need no counterpart.
-            unsupported: reason → patterns of the settings that change the training and have no counterpart.
+        Those of `reasons` need no counterpart; those of `unsupported` change the training and have none.
         """
 
         def reason_of(key: str, table: Mapping[str, str]) -> str:

@@ -19,14 +19,10 @@ _VARIABLE: Final = re.compile(r"\$\{?([A-Za-z_]\w*|\d+)")
 
 
 class Launch(NamedTuple):
-    """Training command of a script.
+    """Training command of a script: its Python file or module (empty if the text has only flags), and its flags.
 
-    Attributes:
-        script: Python file or module; empty if the text has only flags.
-        flags: name without dashes → True, a text or a list of texts. A text with `$` is not set in the file.
-        world: number of ranks; None if it is not given.
-        notes: decisions about parts of the script, for the user.
-        unread: words that belong to no flag.
+    Flags are names without dashes → True, a text or a list of texts; a text with `$` is not set in the file. `world` is
+    the number of ranks, if given; `unread` are words that belong to no flag.
     """
 
     script: str
@@ -43,17 +39,10 @@ def launch_of(
     renamed: Mapping[str, str] = MappingProxyType({}),
     several: Collection[str] = (),
 ) -> Launch:
-    """Find the last training command of a script, or the flags of a text.
+    """Find the last training command of a script, or the flags of a text; raise a `UserError` if there is none.
 
-    Args:
-        text: content of the file.
-        path: path of the file.
-        switches: flags without a value; words after them do not belong to them.
-        renamed: short option → flag.
-        several: flags that may be repeated; their values are lists.
-
-    Raises:
-        UserError: the file is not a shell script, has no flags, or needs a file that does not exist.
+    `switches` are flags without a value, so that words after them do not belong to them; the values of `several` flags,
+    which may be repeated, are lists; `renamed` maps short options to flags.
     """
     script = Script(text, path)
     notes = [Unmapped(f"line {line}, {what}", "a branch", reason) for line, what, reason in script.remarks]

@@ -200,8 +200,7 @@ _OTHER_FLAGS: Final = {
 def read(path: Path) -> KeyMapping:
     """Read the flags, without dashes, of a script or a YAML with `MODEL_ARGS`, and `world-size` if it is known.
 
-    Raises:
-        UserError: the file cannot be read, has no flags, or trains a model that is not a decoder-only transformer.
+    Raises a `UserError` if the file has no flags, or trains a model that is not a decoder-only transformer.
     """
     text = foreign_text(path)
     is_yaml = re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE)

@@ -242,11 +242,7 @@ IMPLIED = {
 
 
 def read(path: Path) -> KeyMapping:
-    """Read the settings of a Fleet YAML with its base files, or of a script with Fleet's flags.
-
-    Raises:
-        UserError: not YAML, not a mapping, a missing or circular base file; or no flags.
-    """
+    """Read the settings of a Fleet YAML with its base files, or of a script with Fleet's flags."""
     text = foreign_text(path)
     if _SCRIPT.search(text) and (text.startswith("#!") or not _SECTION.search(text)):
         return _read_flags(path)

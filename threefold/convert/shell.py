@@ -43,20 +43,11 @@ class _Ended(Exception):
 
 
 class Script:
-    """Script, interpreted without arguments in an empty environment.
+    """Script, interpreted without arguments in an empty environment; files that it reads are looked up beside `path`.
 
-    Args:
-        text: content of the script.
-        path: path of the script; files that it reads are looked up beside it.
-
-    Attributes:
-        scope: variables at its end.
-        commands: commands that it starts, in order.
-        remarks: (line, what, reason) of each decision about a part that depends on facts outside the script.
-        missing: (line, name) of each file that the script reads and that does not exist.
-
-    Raises:
-        UserError: the text cannot be parsed as a shell script, or does not end.
+    `scope` has the variables at its end, `commands` what it starts, in order. `remarks` are (line, what, reason) of
+    each decision about a part that depends on facts outside the script, `missing` (line, name) of each file that it
+    reads and that does not exist. Raises a `UserError` for a text that is no shell script, or does not end.
     """
 
     def __init__(self, text: str, path: Path) -> None:
@@ -311,10 +302,7 @@ _OF_FILES: Final = ("-f", "-d", "-e", "-s", "-r", "-x", "-w", "-h", "-L")
 def holds(condition: "Node", scope: Scope, assumed: list[str]) -> bool | None:
     """Return the truth of a condition, or None if it depends on the result of a command.
 
-    Args:
-        condition: command, of which several in braces are decided by the last one.
-        scope: variables of the script.
-        assumed: receives the names that affect the result but that the script does not set; they count as empty.
+    `assumed` receives the names that affect the result but that the script does not set; they count as empty.
     """
     parts = condition.named_children
     if condition.type in ("compound_statement", "subshell") and condition.children[0].type != "((" and parts:

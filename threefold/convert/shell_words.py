@@ -113,12 +113,9 @@ def _nodes(node: "Node") -> Iterator["Node"]:
 
 @dataclass
 class Scope:
-    """Variables of a script.
+    """Variables of a script, each a list of items, as a text is an array of one item in bash.
 
-    Attributes:
-        variables: name → its items; a text is an array of one item, as in bash.
-        positional: positional parameters, from `$1`.
-        unset: names that were used but never set, in order of use.
+    `positional` parameters are from `$1`; `unset` are names that were used but never set, in order of use.
     """
 
     where: str
@@ -147,9 +144,7 @@ class Scope:
 class Expander:
     """Expansion of shell words with the variables of a script.
 
-    Args:
-        scope: variables of the script.
-        empty: whether unset variables are empty, as in a test; otherwise they stay as written, as `$NAME`.
+    Unset variables are `empty`, as in a test, or stay as written, as `$NAME`.
     """
 
     def __init__(self, scope: Scope, empty: bool = False) -> None:

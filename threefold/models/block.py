@@ -53,8 +53,7 @@ class WeightShape(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixture:
-    """Mixture of experts: total number of experts, experts per token, and the inner features of one expert and of the
-    shared expert (0 for none)."""
+    """Mixture of experts, with the inner features of one expert and of the shared expert (0 for none)."""
 
     count: int
     per_token: int
@@ -66,16 +65,7 @@ class Mixture:
 class BlockShape:
     """Transformer block of the whole model.
 
-    Attributes:
-        hidden, heads, key_heads, head_dim: features of the residual stream, and heads with their features.
-        ffn: inner features of the feed-forward network; unused with `experts`.
-        gated, rms, biased: whether it has a gated feed-forward network, RMSNorm, and biases in all linear layers.
-        norms: norms of the residual stream; with 1, a half block has none.
-        rotary, qk_norm: whether it has rotary embeddings, and QK-norm.
-        activation: activation function of a feed-forward network that is not gated.
-        hidden_dropout, attention_dropout: whether their rate is above zero.
-        window: sliding attention window in positions; 0 for none.
-        experts: mixture of experts, which replaces the feed-forward network.
+    `ffn` is unused with `experts`; if `norms` is 1, a half block has none; `window` is in positions, 0 for none.
     """
 
     hidden: int
@@ -105,16 +95,7 @@ _PER_MULTIPLY_ADD: Final = 6
 
 
 class ModelDescription:
-    """Weights and blocks of a model.
-
-    Args:
-        config: resolved model config.
-        sequence_length: tokens per sample.
-
-    Attributes:
-        plan: layers of the model and the rule of each weight.
-        weights: weights of each layer, in order.
-    """
+    """Weights of each layer, in order, and blocks of a model, made from its resolved config and the tokens of a sample."""
 
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         self.plan = model_plan(config, sequence_length)
@@ -123,10 +104,9 @@ class ModelDescription:
 
     @cached_property
     def blocks(self) -> tuple[BlockShape, ...]:
-        """Descriptions of the layers between the first and the last; blocks with equal descriptions cost the same.
+        """Layers between the first and the last; raises `UnknownBlock` for one that the planner has no formulas for.
 
-        Raises:
-            UnknownBlock: a block is not made of attention and a feed-forward network or mixture of experts.
+        Blocks with equal descriptions cost the same.
         """
         return tuple(self._described(layer, number) for number, layer in enumerate(self.plan.layers[1:-1]))
 
@@ -269,12 +249,7 @@ def _role(weight: WeightShape) -> str:
 
 
 def describe_model(config: ModelConfig, sequence_length: int) -> ModelDescription:
-    """Return the description of a model, cached unless its code is the user's own.
-
-    Args:
-        config: resolved model config.
-        sequence_length: tokens per sample.
-    """
+    """Return the description of a model of a resolved config, cached unless its code is the user's own."""
     if config.architecture == OWN:  # the file may change
         return ModelDescription(config, sequence_length)
     return _remembered(config.architecture, config.model_dump_json(exclude_none=True), sequence_length)

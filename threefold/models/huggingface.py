@@ -45,11 +45,7 @@ def shortened(text: str) -> str:
 
 
 class ConfigJson:
-    """Keys of a config.json, with a record of those that have been read.
-
-    `values` is the content of the file, `defaults` are the values of keys that it lacks, and `where` names it in
-    messages.
-    """
+    """Keys of a config.json, with a record of those that have been read; `where` names the file in messages."""
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
         self._values, self._defaults, self._where = values, defaults, where
@@ -229,14 +225,7 @@ def _plain(spelled: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class SourceRows:
-    """Rows of a tensor in the files.
-
-    Attributes:
-        name: name of the tensor.
-        rows: number of its rows in each group of the parameter's rows.
-        start: first row.
-        index: index of the matrix, if the tensor is a stack of matrices.
-    """
+    """Some `rows` of a tensor for each group of a parameter's rows, from row `start`, of matrix `index` of a stack."""
 
     name: str
     rows: int = 1
@@ -248,14 +237,8 @@ class SourceRows:
 class WeightMap:
     """Map from tensors in the files to a parameter, or to one expert's matrix of a stacked parameter.
 
-    The rows of the parameter form groups, each with some rows of every source in order.
-
-    Attributes:
-        name: name of the parameter.
-        shape: shape of the parameter; for one expert's matrix, without the dim of the stack.
-        sources: rows that make up a group.
-        transposed: whether the files hold the transpose, [in, out].
-        expert: index of the expert, if the parameter is a stack.
+    The rows of the parameter form groups, each with some rows of every source in order. `shape` is that of one matrix
+    of a stack; `transposed` files hold [in, out]; `expert` is the index in the stack.
     """
 
     name: str
@@ -291,12 +274,9 @@ def interleaved(name: str, shape: Sequence[int], sources: Sequence[SourceRows], 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names of the tensors that are copied unchanged.
+    """Names of the tensors that are copied unchanged: parameter → tensor.
 
-    Attributes:
-        outside: parameter outside the blocks → tensor.
-        in_block: parameter → tensor, both by their names within the block.
-        block: prefix of the names of a block's tensors; `{}` stands for its number.
+    Those `in_block` are names within a block, whose number stands for `{}` in the prefix `block`.
     """
 
     outside: Mapping[str, str]
@@ -308,13 +288,8 @@ class TensorNames:
 class HuggingFaceType(ABC):
     """A `model_type` of Hugging Face: its config.json and the names of its tensors.
 
-    Attributes:
-        name: the model_type.
-        architecture: family that it belongs to.
-        head: class of transformers that includes a language-model head.
-        names: names of the tensors that are copied unchanged.
-        prefix: prefix of all tensor names except the head's.
-        defaults: values of keys that a config.json lacks, as in transformers.
+    `head` is the class of transformers with a language-model head, `prefix` that of all tensor names but the head's,
+    and `defaults` are the values of keys that a config.json lacks, as in transformers.
     """
 
     name: str
@@ -349,13 +324,8 @@ class HuggingFaceType(ABC):
     ) -> list[WeightMap]:
         """Map a parameter of a block that the files do not hold unchanged.
 
-        Args:
-            name: name of the parameter.
-            in_block: its name within the block.
-            block: prefix of the names of the block's tensors.
-            model: resolved `model` section.
-            shapes: shapes of all parameters, by name.
-            present: names in the files; empty when writing.
+        `block` is the prefix of the names of the block's tensors; `present` are the names in the files, empty when
+        writing.
         """
         raise ValueError(f"{type(self).__name__} has no tensor for {name}")
 

@@ -123,12 +123,7 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 
 
 class TermSums:
-    """Terms of a loss over the micro-batches of one pass, given the terms' counts in the global batch.
-
-    Attributes:
-        terms: each term of each micro-batch, by name.
-        weighted: each term of each micro-batch, times the term's weight.
-    """
+    """Each term of a loss and micro-batch of one pass, plain and weighted, given the counts in the global batch."""
 
     def __init__(self, loss: LossFunction, counts: Mapping[str, float]) -> None:
         self.loss, self.counts = loss, counts

@@ -273,11 +273,8 @@ def explaining_passes(roots: Iterable[nn.Module], tp: int = 1) -> Iterator[None]
     """Explain common errors of forward and backward passes within the block in one sentence, as a UserError.
 
     These are an in-place operation on a tensor that the backward pass needs, a loss without a graph, a tensor without
-    values, and sizes of a rank's shards that do not match.
-
-    Args:
-        roots: modules that hold their submodules under the names of the whole model.
-        tp: ranks of the tensor axis that shard them.
+    values, and sizes of a rank's shards of `tp` that do not match. `roots` hold their submodules under the names of the
+    whole model.
     """
     try:
         yield

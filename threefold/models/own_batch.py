@@ -31,14 +31,7 @@ class LayerInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSignature:
-    """Parameters of a layer's `forward`.
-
-    Attributes:
-        layer: name of the layer in the model.
-        names: parameters that may be passed by name, without `self` and `samples`.
-        required: names of those without a default.
-        takes_samples: whether there is a parameter `samples`, for dropout keys (`SampleInfo`).
-    """
+    """Parameters of a layer's `forward`: those passed by name, those without a default, and whether it has `samples`."""
 
     layer: str
     names: tuple[str, ...]

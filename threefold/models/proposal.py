@@ -35,11 +35,9 @@ _HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan derived from classes and names.
+    """A plan that the modules' names suggest, and the reason for each undecided module or parameter, by pattern.
 
-    Attributes:
-        plan: plan that the modules' names suggest, with undecided modules replicated.
-        undecided: pattern of a module or bare parameter to the reason why it is undecided.
+    Undecided modules are replicated.
     """
 
     plan: Plan

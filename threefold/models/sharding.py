@@ -140,12 +140,7 @@ HEADS: Final = "heads"
 
 
 class Cut(NamedTuple):
-    """Sharding of a parameter along one axis.
-
-    Attributes:
-        axis: axis of the mesh, `tp` or `ep`.
-        dim: dim of the parameter that the ranks of the axis divide among them.
-    """
+    """Sharding of a parameter: the ranks of `axis` (`tp` or `ep`) divide its dim `dim` among them."""
 
     axis: str
     dim: int
@@ -155,13 +150,10 @@ class Cut(NamedTuple):
 class Unit:
     """Run of indices that stays on one rank: a sharded dim consists of `count` units, one after another.
 
-    Attributes:
-        setting: setting of the config that counts the units; the size of the axis must divide it.
-        count: value of the setting.
-        parts: consecutive parts of a unit, as (name, indices of the dim): queries, keys and values of a GQA group, or a
-            gate and the feature that it gates.
-        repeated: parts that several ranks hold whole if the axis has a multiple of `count` ranks, which then divide the
-            other parts of a unit among them: keys and values of a GQA group. Empty if a unit is on one rank only.
+    `setting` of the config counts the units; the size of the axis must divide it. `parts` of a unit, as (name, indices
+    of the dim), are queries, keys and values of a GQA group, or a gate and the feature that it gates. Several ranks
+    hold the `repeated` parts whole if the axis has a multiple of `count` ranks, which then divide the other parts of a
+    unit among them: keys and values of a GQA group.
     """
 
     setting: str
@@ -331,9 +323,7 @@ class TokenRouting(Split):
 class OverExperts(Split):
     """`Experts`, divided over the expert axis, with each expert sharded over the tensor axis.
 
-    Args:
-        experts: experts, as a unit; None if there may be any number.
-        inner: inner features of each expert, as a unit of `gate_up`; None if they may be cut anywhere.
+    `experts` and `inner`, the inner features of each expert, are units; None if they may be cut anywhere.
     """
 
     parameters = {"gate_up": (Cut("ep", 0), Cut("tp", 1)), "down": (Cut("ep", 0), Cut("tp", 2))}  # noqa: RUF012

@@ -145,11 +145,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
-        """Return a function that makes the model of a resolved config, and the model's sharding plan.
-
-        Raises:
-            UserError: there is no such model, or it lacks a required part.
-        """
+        """Return a function that makes the model of a resolved config, and its sharding plan; raise UserError if none."""
 
     def describe(self, config: Config) -> str:
         """Return the name of the model for output."""
@@ -195,14 +191,9 @@ class ConfigSource(ModelSource):
 class FileSource(ModelSource):
     """Model and plan in a Python file.
 
-    Either the file has the functions `make_model(config)` and `plan(config)`, where `config` is the `model` section. Or
-    `name` is a class or function that makes the model, and the plan is its attribute `plan` or the file's variable
-    `plan`. A function or variable `loss` is the model's loss.
-
-    Attributes:
-        path: path of the file.
-        name: name of the model's class or of a function that makes it; in a file with `make_model`, the name of
-        the plan instead.
+    Either the file has the functions `make_model(config)` and `plan(config)`, where `config` is the `model` section;
+    then `name` is that of the plan. Or `name` is a class or function that makes the model, and the plan is its
+    attribute `plan` or the file's variable `plan`. A function or variable `loss` is the model's loss.
     """
 
     path: Path
@@ -314,10 +305,7 @@ class FileSource(ModelSource):
 class ObjectSource(ModelSource):
     """Model and plan as objects of this program; workers import the class again from its module.
 
-    Attributes:
-        model: class of the model, or a function that makes it.
-        plan: plan of the model; None for the class's attribute `plan`.
-        own_loss: `loss(output, batch)`; None for the class's attribute `loss`, or if the last layer returns the loss.
+    The class may have `plan` and `loss` as attributes in place of `plan` and `own_loss`.
     """
 
     model: Callable[..., nn.Module]
@@ -360,17 +348,10 @@ class ObjectSource(ModelSource):
 def as_source(
     model: "str | Callable[..., nn.Module]", plan: Any = None, loss: Callable[..., Any] | None = None
 ) -> ModelSource:
-    """Return the source of a model given in Python.
+    """Return the source of a model given in Python; raise UserError for anything else, such as a constructed model.
 
-    Args:
-        model: class, function that makes the model, or `"FILE.py:NAME"`; or a plan that also makes the model, with a
-            method `build`.
-        plan: plan of the model; None if the class or the file has it.
-        loss: `loss(output, batch)`; None if the class or the file has it as `loss`, or if the last layer returns the
-            loss.
-
-    Raises:
-        UserError: it is something else, such as a model that is already constructed.
+    `model` is a class, a function that makes the model, or `"FILE.py:NAME"`; or a plan that also makes the model, with
+    a method `build`. The class or the file may have `plan` and `loss`, or the last layer return the loss.
     """
     if isinstance(model, str):
         for name, given in (("plan", plan), ("loss", loss)):

@@ -43,15 +43,9 @@ def _compiled(function: Callable[_In, _Out]) -> Callable[_In, _Out]:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, at_once: int = LOGITS_AT_ONCE) -> Tensor:
-    """Compute `F.cross_entropy(..., reduction="none")`, in fp32 at least.
+    """Compute `F.cross_entropy(..., reduction="none")` of [T, V] and int64 [T] in fp32 at least; zero for labels -100.
 
-    Args:
-        logits: [T, V].
-        labels: int64 [T], -100 to ignore a token.
-        at_once: logits processed at once on a CPU; changes no result.
-
-    Returns:
-        [T], zero for ignored labels; in fp32, or fp64 for fp64 logits.
+    A CPU processes `at_once` logits at once, which changes no result.
     """
     if torch.compiler.is_compiling() and logits.device.type != "cpu":
         wide = logits if logits.itemsize >= 4 else logits.float()
@@ -61,12 +55,10 @@ def cross_entropy(logits: Tensor, labels: Tensor, at_once: int = LOGITS_AT_ONCE)
 
 
 def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LOGITS_AT_ONCE) -> tuple[Tensor, Tensor]:
-    """Return each row's maximum (at least `least`) and Σ exp(logit − maximum), in one pass over memory.
+    """Return each row's maximum (at least `least` [T]) and Σ exp(logit − maximum), in one pass over memory.
 
-    Args:
-        logits: [T, V], V > 0.
-        least: [T], in the dtype to compute in; the results [T] are in fp32 at least.
-        at_once: logits processed at once on a CPU; `COMPILED` for one compiled kernel.
+    `logits` are [T, V], V > 0, computed in the dtype of `least`, fp32 at least; `at_once` is `COMPILED` for one
+    compiled kernel.
     """
     wide = torch.promote_types(logits.dtype, torch.float32)
     if at_once == COMPILED and not torch.compiler.is_compiling():
@@ -88,10 +80,7 @@ def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LO
 def sum_of_exponentials(logits: Tensor, top: Tensor, pieces: int, at_once: int = LOGITS_AT_ONCE) -> Tensor:
     """Return Σ exp(logit − top) of each row of an exact run, as the tree sum of `pieces` equal runs of columns.
 
-    Args:
-        logits: [T, V], V divisible by `pieces`.
-        top: [T], in the dtype to compute in.
-        at_once: logits processed at once on a CPU.
+    `logits` are [T, V]; `top` [T] is in the dtype to compute in.
     """
     buffer = top.new_empty(_rows_at_once(logits, at_once), logits.shape[1])
     sums, shift = top.new_empty(pieces, len(logits)), top.unsqueeze(1)
@@ -104,13 +93,10 @@ def sum_of_exponentials(logits: Tensor, top: Tensor, pieces: int, at_once: int =
 def scaled_exponentials(
     logits: Tensor, top: Tensor, factor: Tensor, column: Tensor, added: Tensor, at_once: int = LOGITS_AT_ONCE
 ) -> Tensor:
-    """Compute exp(logit − top) · factor in each row, plus `added` at `column`, rounded once: [T, V].
+    """Compute exp(logit − top) · factor in each row, plus `added` at `column` in [0, V), rounded once: [T, V].
 
-    Args:
-        logits: [T, V], V > 0; the result has their dtype.
-        top, factor, added: [T], in the dtype to compute in.
-        column: int64 [T], in [0, V).
-        at_once: logits processed at once on a CPU; `COMPILED` for one compiled kernel.
+    `top`, `factor` and `added` [T] are in the dtype to compute in, the result in that of `logits`. `at_once` is
+    `COMPILED` for one compiled kernel.
     """
     if at_once == COMPILED and not torch.compiler.is_compiling():
         return _compiled(scaled_exponentials)(logits, top, factor, column, added)
@@ -175,18 +161,10 @@ class _CrossEntropy(torch.autograd.Function):
 def chunked_cross_entropy(
     x: Tensor, weight: Tensor, labels: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE, keep: bool = False
 ) -> Tensor:
-    """Compute the cross-entropy of `F.linear(x, weight)`, with `chunk` columns of the logits in memory at once.
+    """Compute `cross_entropy` of `F.linear(x, weight)`, with `chunk` columns of the logits in memory at once.
 
-    Args:
-        x: [..., H].
-        weight: [V, H].
-        labels: int64 [...], -100 to ignore a token.
-        chunk: columns of the logits in memory at once, at least 1.
-        at_once: logits processed at once on a CPU.
-        keep: whether to keep the logits for the backward pass, which otherwise computes them again.
-
-    Returns:
-        [...], zero for ignored labels; in fp32, or fp64 for fp64 inputs.
+    `x` is [..., H], `weight` [V, H], `labels` and the result [...]. With `keep`, the backward pass does not compute the
+    logits again.
     """
     flat = labels.flatten()
     top, total, target = logit_sums(x.flatten(0, -2), weight, flat, chunk, at_once, keep)
@@ -199,15 +177,8 @@ def logit_sums(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the maximum, Σ exp(logit − maximum), and the logit at `column`, of each row of `x @ weight.T`.
 
-    The three results [T] are in fp32 at least; the maximum is a constant to autograd.
-
-    Args:
-        x: [T, H].
-        weight: [V, H], V may be 0.
-        column: int64 [T]; outside of [0, V), the logit is returned as zero.
-        chunk: columns of the logits in memory at once, at least 1.
-        at_once: logits processed at once on a CPU.
-        keep: see `chunked_cross_entropy`.
+    The three results [T] are in fp32 at least; the maximum is a constant to autograd. V may be 0; for a column int64
+    [T] outside of [0, V), the logit is zero. `chunk`, `at_once` and `keep` are those of `chunked_cross_entropy`.
     """
     keep = keep and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     out: tuple[Tensor, Tensor, Tensor] = _LogitSums.apply(x, weight, column, chunk, at_once, keep)

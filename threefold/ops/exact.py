@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from math import frexp, gcd, isfinite, ldexp, nan
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,17 +43,12 @@ from threefold.torch_private.runtime import UninterceptedFunction, layer_norm_gr
 
 @dataclass(frozen=True)
 class Grain:
-    """Finest pieces of the sums of an exact run; an axis of a layout must divide its number of pieces.
+    """Finest pieces of the sums of an exact run, all powers of two; an axis of a layout must divide their number.
 
-    All numbers are powers of two.
-
-    Attributes:
-        samples: groups of neighboring leaves of the global batch, at least as many as replicas.
-        tensor: pieces of the features that tensor parallelism cuts: heads, inner features and vocabulary.
-        positions: pieces of the rows of a context piece that sequence parallelism cuts.
-        context: pieces of a sequence that context parallelism cuts, each a chunk and its mirror image
-            (`context_parts`).
-        leaf: neighboring samples that run at once, and whose gradient is one sum over their positions.
+    `samples` are groups of neighboring leaves of the global batch, at least as many as replicas. `tensor` counts pieces
+    of heads, inner features and vocabulary, `positions` of the rows of a context piece that sequence parallelism cuts,
+    and `context` of a sequence, each a chunk and its mirror image (`context_parts`). The `leaf` neighboring samples run
+    at once, and their gradient is one sum over their positions.
     """
 
     samples: int
@@ -67,15 +62,11 @@ class Grain:
 class RowSum:
     """Sum of the rows of a leaf's sequences, of which this rank holds some, for gradients of norms and biases.
 
-    It is a sum over pieces of each context piece, then over the context pieces of this rank. `parallel.gradients` sums
-    over context ranks.
-
-    Args:
-        pieces: pieces of a context piece that this rank holds; with `gather`, of all context pieces together.
-        over_ranks: sums a tensor over the ranks that share the sequence, in a tree; None if this rank holds all of it.
-        context: context pieces that this rank, or the ranks of `gather` together, hold.
-        gather: concatenates a tensor along its first dim over ranks that share several context pieces, none of which
-            one of them holds whole; None for no such ranks.
+    It is a sum over `pieces` of each context piece, then over the `context` pieces of this rank. `parallel.gradients`
+    sums over context ranks. `over_ranks` sums a tensor in a tree over the ranks that share the sequence; None if this
+    rank holds all of it. `gather` concatenates a tensor along its first dim over ranks that share several context
+    pieces, none of which one of them holds whole; then `pieces` counts those of all context pieces together, and
+    `context` is that of these ranks.
     """
 
     pieces: int = 1
@@ -128,7 +119,7 @@ def _runs_summed(x: Tensor, runs: int) -> Tensor:
     count = x.shape[:-1].numel() // (samples * runs)
     if samples * count < 2:
         return widened(x).reshape(runs, count, x.shape[-1]).sum(1)
-    left = min(_ADDED_AT_ONCE, count if samples > 1 else count // 2)
+    left = min(128, count if samples > 1 else count // 2)  # rows added to others at once: their sum stays in the cache
     of_samples = x.reshape(samples, runs, count, x.shape[-1]).unbind()
     at_once = zip(*(sample.split(left, 1) for sample in of_samples), strict=True)
     first, second, *others = (part for parts in at_once for part in parts)
@@ -142,18 +133,11 @@ def _runs_summed(x: Tensor, runs: int) -> Tensor:
     return total[:, 0]
 
 
-_ADDED_AT_ONCE: Final = 128
-"""Maximum number of rows that are added to others at once: their sum stays in the cache."""
-
-
 class Pieces(NamedTuple):
-    """Pieces of a `Grain` that one rank holds.
+    """Pieces of a `Grain` that one rank holds: of the features of a tensor-parallel layer, and sums of rows.
 
-    Attributes:
-        features: pieces of the features of a tensor-parallel layer.
-        rows: sum of the rows of a sequence, as sharded between tensor-parallel layers.
-        all_rows: sum of the rows of a sequence that this rank holds whole.
-        heads: sum of the rows of this rank's heads, one head after another, for weights that all heads share.
+    `rows` sums those of a sequence as sharded between tensor-parallel layers, `all_rows` those of one that this rank
+    holds whole, `heads` those of this rank's heads, one head after another, for weights that all heads share.
     """
 
     features: int
@@ -171,19 +155,12 @@ def linear(
     rows: RowSum | None = None,
     weight_rows: RowSum | None = None,
 ) -> Tensor:
-    """Compute `F.linear` with the sums that a layout may cut in pieces.
+    """Compute `F.linear` of `x` [..., in], `weight` [out, in], `bias` [out] with sums in pieces that a layout may cut.
 
-    Like `kernels.linear`, it defers the gradients of a `DeferrableWeight` whose store is open.
-
-    Args:
-        x: [..., in].
-        weight: [out, in].
-        bias: [out].
-        inner: pieces of the sum over the input features, in the output (of a row-parallel layer).
-        outer: pieces of the sum over the output features, in the gradient of `x` (of a column-parallel layer).
-        rows: sum of the rows of `x`, for the bias's gradient, whose context pieces the weight's gradient has too.
-        weight_rows: sum of the rows for the weight's gradient; None for one product over the rows of each context piece
-            that this rank holds.
+    The output sums over `inner` pieces of the input features (of a row-parallel layer), the gradient of `x` over
+    `outer` pieces of the output features (of a column-parallel one). `rows` sums those of `x` for the bias's gradient,
+    whose context pieces the weight's gradient has too, unless `weight_rows` sums the latter. Like `kernels.linear`, it
+    defers the gradients of a `DeferrableWeight` whose store is open.
     """
     rows = rows or RowSum()
     sums = rows, weight_rows or RowSum(context=rows.context)
@@ -216,11 +193,11 @@ class _Linear(UninterceptedFunction):
         x, weight = ctx.saved_tensors
         flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        leaf, bias = ctx.leaves
+        (leaf, bias), rows = ctx.leaves, ctx.rows
         return (
             product(flat, weight.t(), ctx.outer).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
             defer_or_compute(ctx.store, leaf, wants_weight, partial(_weight_gradient, ctx.weight_rows, flat, x)),
-            defer_or_compute(ctx.store, bias, wants_bias, partial(_sum_of, ctx.rows, grad)),
+            defer_or_compute(ctx.store, bias, wants_bias, lambda: rows(grad)[0]),
             None,
             None,
             None,
@@ -233,10 +210,6 @@ def _weight_gradient(rows: RowSum, grad: Tensor, x: Tensor) -> Tensor:
     parts = zip(context_parts(grad, rows.context, 0), context_parts(x, rows.context, 0), strict=True)
     total = tree_sum(product(one.t(), other.t(), rows.pieces) for one, other in parts)
     return total if rows.over_ranks is None else rows.over_ranks(total)
-
-
-def _sum_of(sum_rows: RowSum, rows: Tensor) -> Tensor:
-    return sum_rows(rows)[0]
 
 
 def add_bias(x: Tensor, bias: Tensor, rows: RowSum) -> Tensor:
@@ -260,10 +233,7 @@ class _AddBias(UninterceptedFunction):
 def embedding(ids: Tensor, table: Tensor, rows: RowSum, own: range) -> Tensor:
     """Look up rows of `table` [V, H] at `ids` int64 [B, S], the same id several times or on several ranks: [B, S, H].
 
-    Args:
-        rows: sum of the positions, for the table's gradient.
-        own: rows of the table's gradient that this rank keeps, of those that the ranks of `rows` hold together; the
-            others are zero.
+    `rows` sums the positions for the table's gradient, of which this rank keeps the rows `own`; its others are zero.
     """
     out: Tensor = _Embedding.apply(ids, table, rows, own)
     return out
@@ -419,23 +389,15 @@ def row_norms(gradient: Tensor, width: int) -> Tensor:
     return norms[:1] if single else norms
 
 
-_DIGITS = 3
-_DIGIT_BITS = 22
-"""Bits of a digit: the sum of 2^30 of them is exact in fp64."""
+_DIGITS, _DIGIT_BITS = 3, 22  # the sum of 2^30 digits is exact in fp64
 
 
 def order_free_digits(values: Tensor, top: Tensor) -> Tensor:
     """Return three numbers whose sums over any number of tensors do not depend on the order of the additions.
 
-    Each value is cut into digits of a fixed-point number below 2^exponent(top), whose sums are integers and exact
-    (Demmel and Nguyen, "Parallel reproducible summation", IEEE Trans. Comput. 64 (2015), with two passes).
-
-    Args:
-        values: fp64 [n], of magnitude `top` at most.
-        top: fp64 scalar, the largest magnitude on any rank.
-
-    Returns:
-        fp64 [3], for `from_digits`.
+    Each of `values` fp64 [n] is cut into digits of a fixed-point number below 2^exponent(top), whose sums are integers
+    and exact (Demmel and Nguyen, "Parallel reproducible summation", IEEE Trans. Comput. 64 (2015), with two passes);
+    `top` is the largest magnitude on any rank. The result fp64 [3] is for `from_digits`.
     """
     rest = torch.ldexp(values, -torch.frexp(top).exponent)
     digits = []

@@ -28,14 +28,7 @@ _LONGEST_KEPT: Final = 512  # keys up to which the backward pass keeps the atten
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: HeadDrop | None = None) -> Tensor:
-    """Compute `ops.attention.attention`, optionally with dropout of the attention weights: [B, Q, heads · d].
-
-    Args:
-        q: [B, Q, heads, d].
-        k, v: [B, K, key-value heads, d], K ≥ Q; each key-value head serves a group of neighboring heads of `q` (GQA).
-        mask: attention mask; of its documents, those of the first K positions count.
-        drop: dropout of the attention weights.
-    """
+    """Compute `ops.tiles.attention`, optionally with dropout of the attention weights: [B, Q, heads · d]."""
     mask = mask.within(k.shape[1])
     out: Tensor = _ExactAttention.apply(q, k, v, mask.documents, mask.window, drop)
     return out
@@ -81,14 +74,11 @@ def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Iterator[Til
 def _tile_gradients(
     part: TileInputs, upper: Tensor, along: Tensor, drop: HeadDrop | None, kept: Iterator[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the queries before scaling, and of keys and values, of one tile.
+    """Return the gradients of the queries before scaling, and of keys and values, of one tile with scaled queries.
 
-    Args:
-        part: the tile, with scaled queries.
-        upper: gradient of the tile's output [b, heads, Q, d].
-        along: `upper` times the tile's output, summed over d: [b, heads, Q, 1].
-        drop: dropout of the attention weights.
-        kept: attention weights of the forward pass, run by run; those that it lacks are computed again.
+    `upper` is the gradient of the tile's output [b, heads, Q, d], `along` that times the output, summed over d: [b,
+    heads, Q, 1]. `kept` has the attention weights of the forward pass, run by run; those that it lacks are computed
+    again.
     """
     scale = part.q.shape[-1] ** -0.5
     to_q, to_k, to_v = torch.empty_like(part.q), torch.empty_like(part.k), torch.empty_like(part.v)

@@ -26,17 +26,12 @@ AddGradient = Callable[[Tensor], None]
 def grouped_linear(
     x: Tensor, weight: Tensor, counts: list[int], inner: int = 1, outer: int = 1, add: AddGradient | None = None
 ) -> Tensor:
-    """Apply a separate linear layer to each group of rows: [n, out].
+    """Apply a linear layer of `weight` [experts, out, in] to each group of rows of `x` [n, in]: [n, out].
 
-    Like `kernels.linear`, it defers the gradient of a `DeferrableWeight` whose store is open: that of all senders if
-    there are several.
-
-    Args:
-        x: [n, in], sorted by sender (a rank with its own sample), then expert.
-        weight: [experts, out, in].
-        counts: number of rows of each group, a multiple of the number of experts.
-        inner, outer: pieces of the sums over the input and the output features, as for `exact.linear`.
-        add: takes the weight's gradients if there are several senders; it then has none from autograd.
+    The groups are sorted by sender (a rank with its own sample), then expert; `counts` has the rows of each. `inner`
+    and `outer` are those of `exact.linear`. If there are several senders, `add` takes the weight's gradients, and
+    autograd gives it none. Like `kernels.linear`, it defers the gradient of a `DeferrableWeight` whose store is open:
+    that of all senders if there are several.
     """
     out: Tensor = _GroupedLinear.apply(x, weight, counts, inner, outer, add, gradient_store(weight))
     return out

@@ -25,10 +25,8 @@ _PART: Final = 1 << 15
 class ExactArithmetic(TorchFunctionMode):
     """Replaces torch's functions by those of exact runs, while it is entered: for forward passes and recomputations.
 
-    Args:
-        rows: sum of the rows of a sequence, as sharded between tensor-parallel layers.
-        over_context: sums a scalar over the ranks that share a sequence's tokens, in a tree, and leaves its gradient
-            as it is; None if this rank has all tokens.
+    `rows` sums those of a sequence, as sharded between tensor-parallel layers. `over_context` sums a scalar over the
+    ranks that share a sequence's tokens, in a tree, and leaves its gradient as it is; None if this rank has all tokens.
     """
 
     def __init__(self, rows: RowSum, over_context: Callable[[Tensor], Tensor] | None = None) -> None:
@@ -38,12 +36,11 @@ class ExactArithmetic(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func in _SUMS:
+        if func in (torch.sum, Tensor.sum):
             return _of_sum(self._rows, self._over_context, *args, **(kwargs or {}))
-        replacement = _REPLACED.get(func)
-        if replacement is None:
-            return func(*args, **(kwargs or {}))
-        return replacement(self._rows, *args, **(kwargs or {}))
+        if (replacement := _REPLACED.get(func)) is not None:
+            return replacement(self._rows, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 def _of_layer_norm(
@@ -193,19 +190,13 @@ class _Softmax(UninterceptedFunction):
         return widened(grad).sub(last_dim_summed(weights * grad)).mul_(weights).to(out.dtype)
 
 
-_SUMS: Final = (torch.sum, Tensor.sum)
 _REPLACED: Final[dict[Callable[..., Any], Callable[..., Tensor]]] = {
     F.gelu: lambda _, *args, **options: gelu(*args, **options),
     F.silu: lambda _, *args, **options: silu(*args, **options),
-    F.sigmoid: lambda _, x: sigmoid(x),
-    torch.sigmoid: lambda _, x: sigmoid(x),
-    Tensor.sigmoid: lambda _, x: sigmoid(x),
+    **dict.fromkeys((F.sigmoid, torch.sigmoid, Tensor.sigmoid), lambda _, x: sigmoid(x)),
     F.layer_norm: _of_layer_norm,
     F.rms_norm: _of_rms_norm,
-    F.softmax: _of_softmax,
-    torch.softmax: _of_softmax,
-    Tensor.softmax: _of_softmax,
-    torch.logsumexp: _of_logsumexp,
-    Tensor.logsumexp: _of_logsumexp,
+    **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _of_softmax),
+    **dict.fromkeys((torch.logsumexp, Tensor.logsumexp), _of_logsumexp),
 }
 """Function of torch → its replacement, called with the sum of rows and the function's arguments."""

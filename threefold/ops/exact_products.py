@@ -10,6 +10,15 @@ from torch.nn import functional as F
 
 from threefold.torch_private.tensors import onednn_linear
 
+_SMALL: Final = 1 << 20
+"""Maximum number of elements of the pieces of a product that are computed together. Fewer leave a piece too little work
+for two threads; more do not fit the cache."""
+_CHAIN: Final = 128
+"""Longest sum of a batch of products in fp32: up to about this length, the kernels of MKL and oneDNN add up the terms
+one by one in their order, so that their bits are the same."""
+_VECTOR: Final = 16
+"""Elements of a vector, or several vectors: sizes that are not multiples of it have different bits at their ends."""
+
 
 def tree_sum(parts: Iterable[Tensor]) -> Tensor:
     """Sum tensors of one shape in a balanced binary tree, in place in the first of each pair.
@@ -60,11 +69,6 @@ def product(a: Tensor, b: Tensor, pieces: int = 1) -> Tensor:
     return tree_sum(_whole_product(*each) for each in parts)
 
 
-_SMALL: Final = 1 << 20
-"""Maximum number of elements of the pieces of a product that are computed together. Fewer leave a piece too little work
-for two threads; more do not fit the cache."""
-
-
 def products(a: Tensor, b: Tensor) -> Tensor:
     """Compute `a @ b.mT` of `a` [n, m, k] and `b` [n, p, k]: [n, m, p], as a tree sum over runs of k.
 
@@ -75,16 +79,8 @@ def products(a: Tensor, b: Tensor) -> Tensor:
     return tree_sum(_products(*each) for each in zip(a.split(_CHAIN, 2), b.split(_CHAIN, 2), strict=True))
 
 
-_CHAIN: Final = 128
-"""Longest sum of a batch of products in fp32: up to about this length, the kernels of MKL and oneDNN add up the terms
-one by one in their order, so that their bits are the same."""
-_VECTOR: Final = 16
-"""Elements of a vector, or several vectors: sizes that are not multiples of it have different bits at their ends."""
-
-
 def _products(a: Tensor, b: Tensor) -> Tensor:
-    together = _batch_of_products(a, b)
-    if together is not None:
+    if (together := _batch_of_products(a, b)) is not None:
         return together
     found = [_whole_product(one, other) for one, other in zip(a.unbind(), b.unbind(), strict=True)]
     return torch.stack(found) if len(found) > 1 else found[0].unsqueeze(0)
@@ -153,11 +149,8 @@ def _batch_has_bits_of_products(
 ) -> bool:
     """Return whether a batch has the bits of single products on this machine, tried once with drawn numbers.
 
-    Args:
-        sizes: n, m, k and p of `products`.
-        turned: whether `a` and `b` are transposed in memory.
-        dtype: dtype of both.
-        threads: number of threads, for which the answer holds.
+    `sizes` are n, m, k and p of `products`; `turned` says whether `a` and `b` are transposed in memory. The answer
+    holds for the current number of `threads`.
     """
     count, rows, inner, columns = sizes
     draws = torch.Generator().manual_seed(0)

@@ -10,21 +10,18 @@ way for any content of the rest of its row, unless it is below 2⁻¹³ of the r
 parallelism cuts, each with a scale for its own part, are rounded as whole ones: the layout stays a performance choice.
 """
 
-from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_store, product
+from threefold.ops.kernels import LinearFunction, gradient_store, product
 
 _EXPONENT: Final = 23  # bits of fp32 below the exponent
 _TOP: Final = 7  # the largest of a scaled row is in [2⁷, 2⁸); e4m3 ends at 448
 _NOT_FINITE: Final = 255  # biased exponent of infinity and NaN
 _LEAST: Final = _TOP + 1  # biased exponent below which a row's largest is scaled no further: the scale would overflow
-_ALIGNED: Final = 16  # float8 products need dims of multiples of this
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -36,7 +33,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     store = gradient_store(weight)
     if store is not None and torch.compiler.is_compiling():
         raise NotImplementedError("compiled float8 products cannot defer the gradients of their weights")
-    out: Tensor = _Linear.apply(x, weight, bias, store)
+    out: Tensor = LinearFunction.apply(x, weight, bias, store, scaled_product)
     return out
 
 
@@ -55,7 +52,9 @@ def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:
 def scaled_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `F.linear(a, b, bias)` of the rounded rows of `a` [m, k] and `b` [n, k]: [m, n], in their dtype."""
     (left, of_left), (right, of_right) = rounded(a), rounded(b)
-    if _product_serves(a, b):
+    (m, k), n = a.shape, len(b)
+    fits = m > 0 < n * k and k % 16 == 0 == n % 16  # float8 products need dims of multiples of 16
+    if a.is_cuda and a.dtype == torch.bfloat16 and fits and _gpu_has_float8():
         row_wise = F.ScalingType.RowWise
         return F.scaled_mm(
             left, right.contiguous().t(), of_left, row_wise, of_right.t(), row_wise, bias=bias, output_dtype=a.dtype
@@ -64,36 +63,6 @@ def scaled_product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     return product(left.to(a.dtype) * of_left.to(a.dtype), right.to(a.dtype) * of_right.to(a.dtype), bias)
 
 
-def _product_serves(a: Tensor, b: Tensor) -> bool:
-    """Return whether the device has float8 products, of these sizes and this dtype."""
-    (m, k), n = a.shape, len(b)
-    whole = m > 0 < n * k and k % _ALIGNED == 0 == n % _ALIGNED
-    return a.is_cuda and a.dtype == torch.bfloat16 and whole and _gpu_has_float8()
-
-
 @torch.compiler.assume_constant_result
 def _gpu_has_float8() -> bool:
     return torch.cuda.get_device_capability() >= (8, 9)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: GradientStore | None) -> Tensor:
-        flat = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(flat, weight)
-        ctx.store, ctx.leaves = store, (None, None) if store is None else (weight, bias)  # as in `kernels`
-        return scaled_product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
-        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
-        leaf, bias = ctx.leaves
-        return (
-            scaled_product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
-            defer_or_compute(ctx.store, leaf, wants_weight, partial(product, flat.t(), x.t())),
-            defer_or_compute(ctx.store, bias, wants_bias, partial(flat.sum, 0)),
-            None,
-        )

@@ -21,8 +21,6 @@ from threefold.host import processor_vendor
 from threefold.torch_private.runtime import Handle, operator
 from threefold.torch_private.tensors import onednn_linear
 
-_LONGEST_MATERIALISED = 512  # tokens; above it, the memory of the attention matrices is worth saving
-
 _MKL_IS_FAST: Final = torch.backends.mkl.is_available() and processor_vendor() == "GenuineIntel"
 """Whether to use torch's own fp32 products. By processor rather than measurement, so that ranks and restarts agree."""
 
@@ -39,8 +37,7 @@ class GradientStore(Protocol):
 class DeferrableWeight(nn.Parameter):
     """Weight whose gradients the layers below defer to a store while it is open; shares the memory of `data`.
 
-    Attributes:
-        handle: weak reference to the weight, for operators of compiled code.
+    `handle` is a weak reference to it, for operators of compiled code.
     """
 
     store: GradientStore
@@ -89,7 +86,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     else:
         own = store is not None or _onednn_serves(x, weight)
     if own:
-        out = _Linear.apply(x, weight, bias, store)
+        out = LinearFunction.apply(x, weight, bias, store, product)
         return out
     return F.linear(x, weight, bias)
 
@@ -105,10 +102,8 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
 class AttentionMask(NamedTuple):
     """Attention mask in addition to the causal one: a sliding window and documents.
 
-    Attributes:
-        window: number of positions, including its own, that a token attends to; 0 for all.
-        documents: int64 [B, n], document of each position from the first, which confines a token's attention; None for
-            no documents. On the host wherever the model is, so that reading their bounds waits for no device.
+    A token attends to `window` positions, including its own (0: all), of its own document, int64 [B, n] from the first
+    position. Documents are on the host wherever the model is, so that reading their bounds waits for no device.
     """
 
     window: int = 0
@@ -125,14 +120,14 @@ class AttentionMask(NamedTuple):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend from the last Q of K positions to all positions up to their own: [B, Q, heads · d].
-
-    Args:
-        q: [B, Q, heads, d].
-        k, v: [B, K, key-value heads, d], K ≥ Q; each key-value head serves a group of neighboring heads of `q` (GQA).
-    """
+    """Attend from the last Q of K positions to all positions up to their own, as `ops.tiles.attention` does."""
     if plain_attention_serves(k):
-        return _plain_attention(q, serve_heads(k, q.shape[2]), serve_heads(v, q.shape[2]))
+        (batch, queries, heads, width), keys = q.shape, k.shape[1]
+        k, v = serve_heads(k, heads), serve_heads(v, heads)
+        q, k, v = (each.transpose(1, 2).reshape(batch * heads, -1, width) for each in (q, k, v))
+        bias = torch.full((queries, keys), -torch.inf, dtype=q.dtype).triu_(1 + keys - queries)
+        out = torch.baddbmm(bias, q, k.mT, alpha=width**-0.5).softmax(-1) @ v
+        return out.view(batch, heads, queries, width).transpose(1, 2).flatten(2)
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     if q.shape[2] == k.shape[2]:
@@ -166,17 +161,11 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
 
 
 def plain_attention_serves(k: Tensor) -> bool:
-    """Return whether causal attention to keys [B, K, heads, d] uses plain products, which keep attention weights."""
-    return k.dtype == torch.bfloat16 and k.device.type == "cpu" and k.shape[1] <= _LONGEST_MATERIALISED
+    """Return whether causal attention to keys [B, K, heads, d] uses plain products, which keep attention weights.
 
-
-def _plain_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    batch, queries, heads, width = q.shape
-    keys = k.shape[1]
-    q, k, v = (each.transpose(1, 2).reshape(batch * heads, -1, width) for each in (q, k, v))
-    bias = torch.full((queries, keys), -torch.inf, dtype=q.dtype).triu_(1 + keys - queries)
-    out = torch.baddbmm(bias, q, k.mT, alpha=width**-0.5).softmax(-1) @ v
-    return out.view(batch, heads, queries, width).transpose(1, 2).flatten(2)
+    Above 512 keys, the memory of the weights is worth saving.
+    """
+    return k.dtype == torch.bfloat16 and k.device.type == "cpu" and k.shape[1] <= 512
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -215,32 +204,43 @@ class _WideEmbedding(torch.autograd.Function):
         return None, torch.zeros(ctx.shape, dtype=ctx.dtype).index_copy_(0, used, sums.to(ctx.dtype))
 
 
-class _Linear(torch.autograd.Function):
+class LinearFunction(torch.autograd.Function):
+    """`F.linear` by products `multiply`, with a weight's gradient by `product`; deferred to a store if there is one."""
+
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, store: GradientStore | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        store: GradientStore | None,
+        multiply: Callable[..., Tensor],
+    ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
+        ctx.multiply = multiply
         # A saved tensor may come back as another one (recomputation detaches it); the store needs the leaf itself.
         ctx.store, ctx.leaves = store, (None, None) if store is None else (weight, bias)
-        return product(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
+        return multiply(flat, weight, bias).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])  # -1 is ambiguous without features
-        wants_x, wants_weight, wants_bias, _ = ctx.needs_input_grad
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
         leaf, bias = ctx.leaves
         return (
-            product(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
+            ctx.multiply(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
             defer_or_compute(ctx.store, leaf, wants_weight, partial(product, flat.t(), x.t())),
             defer_or_compute(ctx.store, bias, wants_bias, partial(flat.sum, 0)),
+            None,
             None,
         )
 
 
 class _CompiledDeferredLinear(torch.autograd.Function):
-    """`_Linear` with a store, for compiled code: an operator finds the store through the handles of the weights."""
+    """`LinearFunction` with a store, for compiled code: an operator finds the store through the weights' handles."""
 
     @staticmethod
     def forward(
@@ -285,11 +285,6 @@ def gelu_tanh(x: Tensor) -> Tensor:
     # On a CPU, compiled code computes σ in less than half the time of tanh.
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (wide * torch.sigmoid(wide * (_LINEAR + _CUBIC * wide * wide))).to(x.dtype)
-
-
-def squared_relu(x: Tensor) -> Tensor:
-    """Compute max(0, x)² (So et al., Primer, arXiv 2109.08668)."""
-    return F.relu(x).square()
 
 
 def quick_gelu(x: Tensor) -> Tensor:
@@ -342,7 +337,7 @@ ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu": F.gelu,
     "quick_gelu": quick_gelu,
     "relu": F.relu,
-    "relu2": squared_relu,
+    "relu2": lambda x: F.relu(x).square(),  # So et al., Primer, arXiv 2109.08668
     "silu": F.silu,
 }
 """Activation functions by their names in `model.activation`."""

@@ -1,28 +1,35 @@
-"""Torch's functions that a user's own model calls, in the arithmetic of exact runs (`ops.exact`).
+"""Replacements of torch's functions that a user's own model calls, in the arithmetic of exact runs (`ops.exact`).
 
-Each computes the same as torch's function of the same name, by operations whose bits depend on no shape that a layout
-decides: products of oneDNN, sums in a tree, and arithmetic of elements. Arguments that none of them handles are left to
-torch's own (`ops.own_arithmetic`).
+They compute the same by operations whose bits depend on no shape that a layout decides: products of oneDNN, sums in a
+tree, and arithmetic of elements.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
-from typing import Any
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.exact import last_dim_summed, widened
-from threefold.ops.exact_functions import softmax as last_dim_softmax
+from threefold.ops import exact, exact_functions
+from threefold.ops.exact import RowSum, last_dim_summed, widened
 from threefold.ops.exact_products import product, sum_dim
+
+Replacement: TypeAlias = Callable[..., Any]
+"""Returns a function's result, or NotImplemented to leave these arguments to torch."""
+
+
+def grads(x: Any) -> bool:
+    """Return whether a value is a tensor that needs a gradient."""
+    return isinstance(x, Tensor) and x.requires_grad and torch.is_grad_enabled()
 
 
 def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
     """Compute `x.expand(shape)`; the gradient is a tree sum over the repeated dims."""
     if tuple(x.shape) == tuple(shape):
         return x
-    if not (x.requires_grad and torch.is_grad_enabled()):
+    if not grads(x):
         return x.expand(shape)
     out: Tensor = _Expand.apply(x, torch.Size(shape))
     return out
@@ -42,6 +49,12 @@ class _Expand(torch.autograd.Function):
         return _summed(grad, dims).view(ctx.shape), None
 
 
+def _expanded(x: Tensor, *sizes: Any, implicit: bool = False) -> Tensor:
+    shape = sizes[0] if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
+    lead = len(shape) - x.dim()
+    return expand(x, [x.shape[at - lead] if size == -1 else size for at, size in enumerate(shape)])
+
+
 def _summed(x: Tensor, dims: Sequence[int]) -> Tensor:
     """Sum over dims, as a tree, in fp32 at least."""
     kept = [dim for dim in range(x.dim()) if dim not in dims]
@@ -50,10 +63,11 @@ def _summed(x: Tensor, dims: Sequence[int]) -> Tensor:
     return sum_dim(rows, 0).to(x.dtype)
 
 
-def total(x: Tensor, dims: Iterable[int] | None = None, keepdim: bool = False) -> Tensor:
-    """Compute `x.sum(dims, keepdim)` of floats."""
-    chosen = range(x.dim()) if dims is None else sorted({dim % max(1, x.dim()) for dim in dims})
-    out: Tensor = _Total.apply(x, tuple(chosen)) if x.dim() else x.clone()
+def total(x: Tensor, dim: int | Sequence[int] | None = None, keepdim: bool = False) -> Tensor:
+    """Compute `x.sum(dim, keepdim)` of floats."""
+    dims = (dim,) if isinstance(dim, int) else dim or range(x.dim())
+    chosen = tuple(sorted({each % max(1, x.dim()) for each in dims}))
+    out: Tensor = _Total.apply(x, chosen) if x.dim() else x.clone()
     if keepdim:
         out = out.reshape([1 if dim in chosen else size for dim, size in enumerate(x.shape)])
     return out
@@ -69,6 +83,19 @@ class _Total(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.reshape(ctx.kept).expand(ctx.shape), None
+
+
+def _sum(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    x = input if dtype is None else input.to(dtype)
+    if not x.is_floating_point():
+        return torch.sum(x) if dim is None else torch.sum(x, dim, keepdim)
+    return total(x, dim, keepdim)
+
+
+def _mean(input: Tensor, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    x = input if dtype is None else input.to(dtype)
+    found = total(x, dim, keepdim)
+    return found / (x.numel() // max(1, found.numel()))
 
 
 def matmul(a: Tensor, b: Tensor) -> Tensor:
@@ -108,15 +135,35 @@ def _stacked(a: Tensor, b: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.stack(found) if found else a.new_empty(shape)
 
 
-def softmax(x: Tensor, dim: int) -> Tensor:
-    """Compute `x.softmax(dim)`."""
-    return last_dim_softmax(x.movedim(dim, -1).contiguous()).movedim(-1, dim)
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    return exact.linear(x, weight, bias)
 
 
-def log_softmax(x: Tensor, dim: int) -> Tensor:
-    """Compute `x.log_softmax(dim)`, in fp32 at least."""
-    out: Tensor = _LogSoftmax.apply(x.movedim(dim, -1).contiguous())
-    return out.movedim(-1, dim)
+def _layer_norm(
+    x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    flat = x.flatten(-len(shape))
+    weight, bias = (None if each is None else each.flatten() for each in (weight, bias))
+    return exact.layer_norm(flat, weight, bias, eps, RowSum()).view(x.shape)
+
+
+def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
+    weight = None if weight is None else weight.flatten()
+    return exact.rms_norm(x.flatten(-len(shape)), weight, eps, RowSum()).view(x.shape)
+
+
+def _softmax_by(compute: Callable[[Tensor], Tensor]) -> Replacement:
+    """Return the replacement that computes over the last dim, in fp32 at least."""
+
+    def replaced(
+        input: Tensor, dim: int | None = None, *args: Any, dtype: torch.dtype | None = None, _stacklevel: int = 3
+    ) -> Any:
+        if dim is None or args or not input.dim():
+            return NotImplemented
+        x = input if dtype is None else input.to(dtype)
+        return compute(x.movedim(dim, -1).contiguous()).movedim(-1, dim)
+
+    return replaced
 
 
 class _LogSoftmax(torch.autograd.Function):
@@ -135,16 +182,39 @@ class _LogSoftmax(torch.autograd.Function):
         return wide.sub(out.exp().mul_(last_dim_summed(wide))).to(grad.dtype)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, ignored: int, reduction: str) -> Tensor:
-    """Compute `F.cross_entropy` of labels int64, with the classes in dim 1 (dim 0 of a vector)."""
-    return nll_loss(log_softmax(logits, min(1, logits.dim() - 1)), labels, ignored, reduction)
+_log_softmax = _softmax_by(_LogSoftmax.apply)
 
 
-def nll_loss(log_probabilities: Tensor, labels: Tensor, ignored: int, reduction: str) -> Tensor:
-    """Compute `F.nll_loss` of labels int64."""
-    by_class = log_probabilities.movedim(min(1, log_probabilities.dim() - 1), -1)
-    hidden = labels == ignored
-    picked = by_class.gather(-1, labels.masked_fill(hidden, 0).unsqueeze(-1)).squeeze(-1)
+def _cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    if target.is_floating_point() or weight is not None or label_smoothing:
+        return NotImplemented
+    log_probabilities = _log_softmax(input, min(1, input.dim() - 1))
+    return _nll_loss(log_probabilities, target, weight, size_average, ignore_index, reduce, reduction)
+
+
+def _nll_loss(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: Any = None,
+    ignore_index: int = -100,
+    reduce: Any = None,
+    reduction: str = "mean",
+) -> Any:
+    if weight is not None or size_average is not None or reduce is not None:
+        return NotImplemented
+    by_class = input.movedim(min(1, input.dim() - 1), -1)  # dim 0 of a vector
+    hidden = target == ignore_index
+    picked = by_class.gather(-1, target.masked_fill(hidden, 0).unsqueeze(-1)).squeeze(-1)
     losses = picked.neg().masked_fill(hidden, 0)
     if reduction == "none":
         return losses
@@ -152,28 +222,88 @@ def nll_loss(log_probabilities: Tensor, labels: Tensor, ignored: int, reduction:
     return found / (~hidden).sum().to(found.dtype) if reduction == "mean" else found
 
 
-def reduced(losses: Tensor, reduction: str) -> Tensor:
-    """Reduce the losses of elements as the functions of torch with a `reduction` do."""
-    if reduction == "none":
-        return losses
-    return total(losses) / losses.numel() if reduction == "mean" else total(losses)
+def _loss_of(losses: Callable[[Tensor], Tensor]) -> Replacement:
+    def replaced(
+        input: Tensor,
+        target: Tensor,
+        size_average: Any = None,
+        reduce: Any = None,
+        reduction: str = "mean",
+        weight: Tensor | None = None,
+    ) -> Any:
+        if size_average is not None or reduce is not None or weight is not None or input.shape != target.shape:
+            return NotImplemented
+        found = losses(input - target)
+        if reduction == "none":
+            return found
+        return total(found) / found.numel() if reduction == "mean" else total(found)
+
+    return replaced
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, grouped: bool
-) -> Tensor:
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
     """Compute `F.scaled_dot_product_attention` without dropout; it keeps the attention weights."""
-    if grouped:
-        k, v = (_serve(each, q.shape[-3]) for each in (k, v))
-    scores = matmul(q * (q.shape[-1] ** -0.5 if scale is None else scale), k.mT)
+    if dropout_p or grads(attn_mask):
+        return NotImplemented
+    if enable_gqa:
+        served = query.shape[-3] // key.shape[-3]
+        key, value = (
+            expand(x.unsqueeze(-3), (*x.shape[:-2], served, *x.shape[-2:])).flatten(-4, -3) for x in (key, value)
+        )
+    scores = matmul(query * (query.shape[-1] ** -0.5 if scale is None else scale), key.mT)
     if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    return matmul(last_dim_softmax(scores), v)
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is not None:
+        is_bool = attn_mask.dtype == torch.bool
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if is_bool else scores + attn_mask
+    return matmul(exact_functions.softmax(scores), value)
 
 
-def _serve(x: Tensor, heads: int) -> Tensor:
-    groups = x.shape[-3]
-    repeated = expand(x.unsqueeze(-3), (*x.shape[:-2], heads // groups, *x.shape[-2:]))
-    return repeated.flatten(-4, -3)
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+    return NotImplemented if training and p else input
+
+
+def _power(x: Any, exponent: Any) -> Any:
+    if isinstance(exponent, int | float) and exponent in (1, 2, 3):
+        return torch.pow(x, exponent)
+    return torch.sqrt(x) if isinstance(exponent, int | float) and exponent == 0.5 else NotImplemented
+
+
+def _of_elements(compute: Callable[..., Tensor]) -> Replacement:
+    return lambda input, *args, **options: compute(input, *args, **options)
+
+
+REPLACED: Final[dict[str, Replacement]] = {
+    "linear": _linear,
+    **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm", "mv"), matmul),
+    "layer_norm": _layer_norm,
+    "rms_norm": _rms_norm,
+    "softmax": _softmax_by(exact_functions.softmax),
+    "log_softmax": _log_softmax,
+    "sum": _sum,
+    "mean": _mean,
+    "cross_entropy": _cross_entropy,
+    "nll_loss": _nll_loss,
+    "mse_loss": _loss_of(torch.square),
+    "l1_loss": _loss_of(torch.abs),
+    "scaled_dot_product_attention": _attention,
+    **dict.fromkeys(("expand", "broadcast_to"), _expanded),
+    "expand_as": lambda x, other: expand(x, other.shape),
+    "gelu": _of_elements(exact_functions.gelu),
+    "silu": _of_elements(exact_functions.silu),
+    "sigmoid": _of_elements(exact_functions.sigmoid),
+    "rsqrt": lambda x: torch.sqrt(x).reciprocal(),
+    **dict.fromkeys(("pow", "__pow__"), _power),
+    "dropout": _dropout,
+    "relu": lambda input, inplace=False: torch.relu_(input) if inplace else torch.relu(input),
+}
+"""Function by its name in torch → its replacement."""

@@ -1,9 +1,10 @@
-"""Causal attention that computes only the nonzero parts, if a window or documents hide keys.
+"""Causal attention of the last positions of a sequence, optionally within a sliding window and within documents.
 
-The parts are computed tile by tile, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135): neither the
-attention matrix nor a mask of its size ever exists. On a GPU, torch's fused kernel for sequences of different lengths
-does the same (`varlen_attention`). Compiled code calls all of it as one operator, because the tiles depend on the
-documents, which differ from batch to batch.
+Without either, torch's kernels or plain products compute it (`ops.kernels`). Otherwise only the nonzero parts are
+computed, tile by tile, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135): neither the attention
+matrix nor a mask of its size ever exists. On a GPU, torch's fused kernel for sequences of different lengths does the
+same (`varlen_attention`). Compiled code calls all of it as one operator, because the tiles depend on the documents,
+which differ from batch to batch.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,28 +18,39 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.kernels import AttentionMask, serve_heads
+from threefold.ops.kernels import AttentionMask, causal_attention, plain_attention_serves, serve_heads
 from threefold.torch_private.runtime import cpu_attention, cpu_attention_backward, operator, softmax_gradient
 
 Ids: TypeAlias = npt.NDArray[np.int64]
 _LONGEST_QUERIES: Final = 256
 """Maximum number of queries in a tile bounded by a window, or with keys before its first query: with more, a larger
 part of the tile is masked; with fewer, a call computes too little."""
-
-
 _SHORTEST_QUERIES: Final = 64
 """Maximum number of queries for which neighboring documents share a tile, and minimum for a tile of a small window."""
+_ALL_BEFORE: Final = AttentionMask()
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = _ALL_BEFORE) -> Tensor:
+    """Attend from the last Q of K positions to the visible ones up to their own: [B, Q, heads · d].
+
+    `q` is [B, Q, heads, d]; `k` and `v` [B, K, key-value heads, d], each head for a group of neighboring heads of `q`
+    (GQA). Of the mask's documents, those of the first K positions count.
+    """
+    # The first queries of a window see everything before them; they are computed like the others, unless they are
+    # alone.
+    whole, windowed, mask = q.shape[1] == k.shape[1], mask.window > 0, mask.within(k.shape[1])
+    if mask.hides_nothing and (whole or (not windowed and (q.is_cuda or plain_attention_serves(k)))):
+        return causal_attention(q, k, v)
+    if varlen_serves(q) and (lengths := varlen_lengths(q, k, mask)) is not None:
+        return varlen_attention(q, k, v, lengths)
+    return tiled_attention(q, k, v, mask)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Some queries, and every key that any of them attends to.
+    """Some queries, and every key that any of them attends to, as positions in sequences with equal masks.
 
-    Attributes:
-        rows: samples, which have equal masks.
-        queries, keys: positions in the sequence.
-        window: window of the `AttentionMask`.
-        ids: int64, document of each position of the sequence, if the tile has several documents; else None.
+    `ids` int64 is the document of each position of the sequence, if the tile has several documents; else None.
     """
 
     rows: slice
@@ -84,12 +96,8 @@ class Tile:
 def tiles(rows: int, queries: range, keys: range, mask: AttentionMask, longest: int | None = None) -> Iterator[Tile]:
     """Yield tiles that together contain every pair of a query and a key that it attends to, each once.
 
-    Args:
-        rows: B.
-        queries, keys: local positions of the sequence.
-        mask: attention mask.
-        longest: maximum number of queries in a tile that is only causal; None for no limit, as fused kernels skip
-            masked blocks.
+    `queries` and `keys` are local positions. A tile that is only causal has at most `longest` queries; None for no
+    limit, as fused kernels skip masked blocks.
     """
     if mask.documents is None:
         whole = np.array([0, max(queries.stop, keys.stop)])
@@ -118,10 +126,8 @@ def document_bounds(rows: int, keys: int, documents: Tensor | None) -> Iterator[
 class _Runs(NamedTuple):
     """Documents of a sample, as runs of positions; no token attends out of its run.
 
-    Attributes:
-        bounds: start of each run, and the end of the last.
-        ids: document of each position; None for one document.
-        mixed: indices of the runs that several documents share.
+    `bounds` are the starts of the runs and the end of the last, `ids` the document of each position (None: one), and
+    `mixed` the indices of the runs that several documents share.
     """
 
     bounds: Ids
@@ -173,14 +179,9 @@ Index = tuple[slice, slice]
 class TileInputs:
     """A tile of the attention of the last Q of K positions.
 
-    Attributes:
-        tile: the tile.
-        at_queries: index of the tile in a tensor [B, Q, …].
-        at_keys: index of the tile in a tensor [B, K, …].
-        q: [b, heads, queries, d].
-        k, v: [b, key-value heads, keys, d].
-        bias: [queries, keys], −∞ for masked keys and 0 elsewhere; None if none is masked, or if a fused kernel needs
-            only `tile.is_causal`.
+    It is at `at_queries` in tensors [B, Q, …] and at `at_keys` in [B, K, …]; `q` is [b, heads, queries, d], `k` and `v`
+    [b, key-value heads, keys, d]. `bias` [queries, keys] is −∞ for masked keys and 0 elsewhere; None if none is masked,
+    or if a fused kernel needs only `tile.is_causal`.
     """
 
     tile: Tile
@@ -199,14 +200,10 @@ class TileInputs:
 def tile_inputs(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, shortest_fused: int | None
 ) -> Iterator[TileInputs]:
-    """Yield tiles that together contain every pair of a query and a key that it attends to, each once.
+    """Yield the inputs of `tiles` of `q` [B, Q, heads, d], and `k` and `v` [B, K, key-value heads, d].
 
-    Args:
-        q: [B, Q, heads, d].
-        k, v: [B, K, key-value heads, d].
-        mask: attention mask.
-        shortest_fused: minimum number of keys of a tile for a fused kernel, whose tiles may be long and need no bias if
-            causal; None without a fused kernel.
+    A fused kernel, whose tiles may be long and need no bias if causal, takes tiles of `shortest_fused` keys at least;
+    None without one.
     """
     first, end = k.shape[1] - q.shape[1], k.shape[1]
     alike: dict[tuple[int, int, int], Tensor] = {}
@@ -217,16 +214,13 @@ def tile_inputs(
         bias = None
         if not (tile.is_full or (fused and tile.is_causal)):
             bias = alike.get(tile.shape) if tile.ids is None else None
-            bias = _bias(tile, q) if bias is None else bias
+            if bias is None:
+                hidden = tile.hidden(q.device)
+                bias = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
             if tile.ids is None:
                 alike[tile.shape] = bias
         of_q, of_k, of_v = (each.transpose(1, 2) for each in (q[at_queries], k[at_keys], v[at_keys]))
         yield TileInputs(tile, at_queries, at_keys, of_q, of_k, of_v, bias)
-
-
-def _bias(tile: Tile, q: Tensor) -> Tensor:
-    hidden = tile.hidden(q.device)
-    return torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, -torch.inf)
 
 
 class TileGradients:
@@ -261,13 +255,9 @@ Drop = Callable[[Tensor], Tensor]
 
 
 def plain_tile(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: Drop | None = None) -> Tensor:
-    """Compute softmax(Q·Kᵀ/√d + bias)·V, [B, heads, Q, d].
+    """Compute softmax(Q·Kᵀ/√d + bias)·V, [B, heads, Q, d], of `q` [B, heads, Q, d] and `bias` [Q, K].
 
-    Args:
-        q: [B, heads, Q, d].
-        k, v: [B, key-value heads, K, d]; each key-value head serves a group of neighboring heads of `q` (GQA).
-        bias: [Q, K]; None for no bias.
-        drop: dropout of the attention weights.
+    `k` and `v` are [B, key-value heads, K, d], each head for a group of neighboring heads of `q` (GQA).
     """
     k, v = (serve_heads(each, q.shape[1], 1) for each in (k, v))
     weights = _weights(q, k, bias)
@@ -311,7 +301,7 @@ _LONGEST_PLAIN: Final = 512  # keys of a bf16 tile; above it, torch's fused kern
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """Compute `ops.attention.attention` tile by tile: [B, Q, heads · d]."""
+    """Compute `ops.tiles.attention` tile by tile: [B, Q, heads · d]."""
     out: Tensor = _TiledAttention.apply(q, k, v, mask.documents, mask.window)
     return out
 
@@ -395,20 +385,8 @@ def _is_fused(part: TileInputs) -> bool:
     return shortest is not None and len(part.tile.keys) >= shortest
 
 
-_DTYPES: Final = (torch.bfloat16, torch.float16)
-_WIDEST_HEAD: Final = 256
-_HEAD_MULTIPLE: Final = 8
-_CAPABILITY: Final = (8, 0)  # Ampere
-
-
 class Lengths(NamedTuple):
-    """Documents of all samples, concatenated.
-
-    Attributes:
-        queries, keys: int32 [documents + 1], offsets of the queries and keys of each document, and the end of the last.
-        most_queries, most_keys: longest document, in queries and in keys.
-        window: window of the `AttentionMask`.
-    """
+    """Documents of all samples, concatenated: int32 [documents + 1] offsets of queries and keys, and the longest."""
 
     queries: Tensor
     keys: Tensor
@@ -419,10 +397,9 @@ class Lengths(NamedTuple):
 
 def varlen_serves(q: Tensor) -> bool:
     """Return whether the kernel takes queries [B, Q, heads, d]: 16-bit floats on a GPU since Ampere, but not fp32."""
-    if not q.is_cuda or q.dtype not in _DTYPES:
+    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > 256 or q.shape[-1] % 8:
         return False
-    fits = q.shape[-1] <= _WIDEST_HEAD and q.shape[-1] % _HEAD_MULTIPLE == 0
-    return fits and torch.cuda.get_device_capability(q.device) >= _CAPABILITY
+    return torch.cuda.get_device_capability(q.device) >= (8, 0)
 
 
 @torch.compiler.disable  # compiled code would be recompiled for the documents of every batch

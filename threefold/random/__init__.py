@@ -28,15 +28,6 @@ class KeyedPermutation:
     An unbalanced Feistel network over the smallest power of two that holds n (Luby and Rackoff, 1988). Its round
     function is the finalizer of SplitMix64 (Steele, Lea and Flood, 2014). Cycle walking (Black and Rogaway, 2002) keeps
     results below n: fewer than two rounds per item on average once n > 32.
-
-    Args:
-        n: number of items, 1 to 2**62.
-        seed: any integer.
-        epoch: number of the pass over the items; each has its own order.
-        purpose: name that separates uses of one seed.
-
-    Raises:
-        ValueError: n is out of range.
     """
 
     def __init__(self, n: int, seed: int, epoch: int = 0, purpose: str = "samples") -> None:
@@ -81,16 +72,7 @@ def _scramble(half: NDArray[np.uint64], key: np.uint64, bits: int) -> NDArray[np
 
 
 def samples_at(counters: Int64Array, n: int, seed: int) -> Int64Array:
-    """Return the sample that each global counter of a training run reads.
-
-    Args:
-        counters: int64 [rows], each `consumed_samples + row`.
-        n: number of samples in the split.
-        seed: seed of the run.
-
-    Returns:
-        int64 [rows], each in [0, n). A batch may span epochs.
-    """
+    """Return the sample in [0, n) that each global counter (`consumed_samples + row`) of a run reads: int64 [rows]."""
     epochs, positions = np.divmod(counters, n)
     samples = np.empty_like(counters)
     for epoch in np.unique(epochs):

@@ -7,7 +7,7 @@ Sources: SplitMix64's finalizer, Steele et al., "Fast splittable pseudorandom nu
 32-bit mixer, Wellons, "lowbias32" (2018).
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -86,19 +86,10 @@ def sample_keys(seed: int, step: int, rows: Tensor) -> Tensor:
 def keep_mask(
     keys: Tensor, site: int, shape: torch.Size, p: float, parts: Mapping[int, Positions] | None = None
 ) -> Tensor:
-    """Return the mask of the elements of an activation that survive dropout.
+    """Return which elements of an activation of `shape` [B, …, n] survive dropout: bool, of `shape`.
 
-    The mask is a function of each sample's key, the site, and the element's position in the sample's whole activation.
-
-    Args:
-        keys: int64 [B], from `sample_keys`.
-        site: random stream of the layer, from `stream_key`.
-        shape: shape of the local activation, [B, …, n].
-        p: dropout probability of an element.
-        parts: dim → local part of the whole activation; missing dims are whole.
-
-    Returns:
-        bool, of `shape`.
+    The mask is a function of each sample's key int64 [B], the layer's `site` (`stream_key`), and the element's position
+    in the sample's whole activation, of which `parts` are local by dim; missing dims are whole.
     """
     rows, columns = _places(shape, parts or {}, keys.device)
     return _keep(keys, site, p, rows, columns)
@@ -112,11 +103,7 @@ def drop(x: Tensor, keys: Tensor, site: int, p: float, parts: Mapping[int, Posit
 def drop_rows(x: Tensor, keys: Tensor, site: int, p: float, rows: Tensor, columns: Tensor) -> Tensor:
     """Apply `drop` to an activation `x` [B, …, n] with explicit positions in the whole one.
 
-    Args:
-        x: the activation.
-        keys, site, p: sample keys, stream and probability, as for `keep_mask`.
-        rows: int64 […], row-major positions in the whole activation of a sample, without its last dim.
-        columns: int64 [n], positions in the last dim.
+    `rows` int64 […] are row-major positions without the last dim, `columns` int64 [n] those in the last dim.
     """
     return x * _keep(keys, site, p, rows, columns).to(x.dtype).mul_(1 / (1 - p))
 
@@ -153,8 +140,7 @@ def _mix64(x: Tensor) -> Tensor:
 
 def _mix32(column: Tensor, row_key: Tensor) -> Tensor:
     """Draw a uniform int32 for each element, from its column and its row's 64-bit key."""
-    low = _low_word(row_key)
-    high = _low_word(row_key >> 32)
+    low, high = _low_word(row_key), _low_word(row_key >> 32)
     x = (column ^ low).mul_(signed(0x7FEB352D, 32))
     x ^= (x >> 15).bitwise_and_(0x1FFFF)
     x += high
@@ -173,12 +159,9 @@ def _low_word(x: Tensor) -> Tensor:
 def dropped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: tiles.AttentionMask, dropout: Dropout, keys: Tensor
 ) -> Tensor:
-    """Compute `ops.attention.attention` with dropout of its attention weights: [B, Q, heads · d].
+    """Compute `ops.tiles.attention` with dropout of its attention weights: [B, Q, heads · d].
 
-    Args:
-        q, k, v, mask: inputs of `ops.attention.attention`.
-        dropout: dropout of the weights [B, heads, Q, K], with all keys local.
-        keys: int64 [B], keys of the samples.
+    `dropout` is that of the weights [B, heads, Q, K], with all keys local.
     """
     mask = mask.within(k.shape[1])
     out: Tensor = _DroppedAttention.apply(q, k, v, mask.documents, mask.window, keys, dropout.handle)
@@ -208,9 +191,10 @@ class _DroppedAttention(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
 ) -> Tensor:
-    out, drop_of = q.new_empty(q.shape), _drops(q, keys, layer.value)
+    out, drop = q.new_empty(q.shape), head_drop(q, keys, layer.value)
     for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
-        out[part.at_queries] = tiles.plain_tile(part.q, part.k, part.v, part.bias, drop_of(part)).transpose(1, 2)
+        found = tiles.plain_tile(part.q, part.k, part.v, part.bias, _whole_drop(drop, part))
+        out[part.at_queries] = found.transpose(1, 2)
     return out
 
 
@@ -221,10 +205,10 @@ def _forward_shapes(q: Tensor, *_: Any) -> Tensor:
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients, drop_of = tiles.TileGradients(q, k, v), _drops(q, keys, layer.value)
+    gradients, drop = tiles.TileGradients(q, k, v), head_drop(q, keys, layer.value)
     for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
-        upper = part.of_queries(grad)
-        gradients.add(part, tiles.plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, drop_of(part)))
+        upper, dropped = part.of_queries(grad), _whole_drop(drop, part)
+        gradients.add(part, tiles.plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, dropped))
     return gradients.whole()
 
 
@@ -233,33 +217,20 @@ def _backward_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) ->
 
 
 def head_drop(q: Tensor, keys: Tensor, dropout: Dropout) -> HeadDrop:
-    """Return the dropout of attention weights for `ops.exact_attention`; arguments as for `dropped_attention`."""
-    rows, drawn = _weight_rows(q, dropout), (dropout.site, dropout.p)
+    """Return the dropout of attention weights of queries `q` [B, Q, heads, d]; arguments as for `dropped_attention`."""
+    shape, parts = (q.shape[2], q.shape[1]), [dropout.parts.get(dim, ALL) for dim in (1, 2)]
+    rows = row_major(shape, parts, q.device).view(shape)
 
     def of_heads(part: tiles.TileInputs, weights: Tensor, of_tile: slice, heads: slice) -> Tensor:
         samples, queries = part.at_queries
         columns = torch.arange(part.tile.keys.start, part.tile.keys.stop, device=q.device)
-        return drop_rows(weights, keys[samples][of_tile], *drawn, rows[heads, queries], columns)
+        return drop_rows(weights, keys[samples][of_tile], dropout.site, dropout.p, rows[heads, queries], columns)
 
     return of_heads
 
 
-def _weight_rows(q: Tensor, dropout: Dropout) -> Tensor:
-    """Return the `rows` of `drop_rows` for attention weights [heads, Q] of queries `q` [B, Q, heads, d]."""
-    shape = q.shape[2], q.shape[1]
-    return row_major(shape, [dropout.parts.get(dim, ALL) for dim in (1, 2)], q.device).view(shape)
-
-
-def _drops(q: Tensor, keys: Tensor, dropout: Dropout) -> Callable[[tiles.TileInputs], tiles.Drop]:
-    rows = _weight_rows(q, dropout)
-
-    def of_tile(part: tiles.TileInputs) -> tiles.Drop:
-        samples, queries = part.at_queries
-        columns = torch.arange(part.tile.keys.start, part.tile.keys.stop, device=q.device)
-        drawn = keys[samples], dropout.site, dropout.p, rows[:, queries], columns
-        return lambda weights: drop_rows(weights, *drawn)
-
-    return of_tile
+def _whole_drop(drop: HeadDrop, part: tiles.TileInputs) -> tiles.Drop:
+    return lambda weights: drop(part, weights, slice(None), slice(None))
 
 
 DROPPED_ATTENTION: Final[Any] = operator("dropped_attention", _forward_shapes)(_forward)

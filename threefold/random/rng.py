@@ -61,12 +61,7 @@ def _normal(index: Tensor, key: int) -> Tensor:
 def fill_normal_(local: Tensor, std: float, key: int, whole: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
     """Fill a slice of a tensor with its part of N(0, std²), the same numbers for any slicing.
 
-    Args:
-        local: slice to fill, of shape [n0, n1, …], any float dtype and device.
-        std: standard deviation.
-        key: random stream of the whole tensor, from `stream_key`.
-        whole: shape of the whole tensor.
-        offset: start of the slice in the whole tensor, per dim.
+    The tensor of shape `whole` has the stream `key` (`stream_key`); the slice starts at `offset`, per dim.
     """
     if local.numel() == 0 or local.is_meta:
         return local
@@ -236,11 +231,7 @@ class RandomStreams:
         return nullcontext(), self.preserved(self.state_dict())
 
     def stored(self, sizes: Sequence[int]) -> dict[str, Tensor]:
-        """Return the state of each stream under a name that is unique in the layout, to be saved or filled in place.
-
-        Args:
-            sizes: sizes of the axes (dp, pp, cp, tp).
-        """
+        """Return the state of each stream under a name that is unique in the layout, to be saved or filled in place."""
         dp, pp, cp, tp = self.place
         mine = f"{dp}.{pp}.{cp}.{tp}"
         places = {"global": f"{dp}.{pp}.{cp}"}

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling, cos_and_sin, frequencies
-from threefold.ops.attention import attention
+from threefold.ops.tiles import attention
 from threefold.ops.exact_attention import exact_attention
 from threefold.ops.kernels import AttentionMask, later, serve_heads
 from threefold.random.dropout import Dropout, dropped_attention, head_drop
@@ -19,13 +19,8 @@ _LONGEST_KEPT: Final = 512  # keys; up to this length, keeping the dropped weigh
 class CausalAttention(nn.Module):
     """softmax(Q·Kᵀ/√d)·V under a causal attention mask, with GQA if there are fewer key-value heads than heads.
 
-    Args:
-        dropout: dropout probability of an attention weight.
-        window: number of positions, including its own, that a token attends to; 0 for all.
-        name: name of this layer in the whole model, which keys its dropout masks.
-
-    Attributes:
-        exact: whether to compute it as in exact runs.
+    A token attends to `window` positions, including its own (0: all). `name` in the whole model keys the dropout masks.
+    With `exact`, it is computed as in exact runs.
     """
 
     def __init__(self, dropout: float = 0.0, window: int = 0, name: str = "") -> None:
@@ -37,13 +32,8 @@ class CausalAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """Attend from the last Q of K positions to those up to their own, within documents if `samples` has any.
 
-        Args:
-            q: [B, Q, heads, d].
-            k, v: [B, K, key-value heads, d]; each key-value head serves a group of neighboring heads of `q` (GQA).
-            samples: dropout keys and documents.
-
-        Returns:
-            [B, Q, heads · d].
+        `q` [B, Q, heads, d], `k` and `v` [B, K, key-value heads, d] → [B, Q, heads · d]; each key-value head serves a
+        group of neighboring heads of `q` (GQA).
         """
         hidden = AttentionMask(self.window, None if samples.documents is None else samples.documents[:, : k.shape[1]])
         if self.exact:
@@ -64,13 +54,8 @@ class CausalAttention(nn.Module):
 class Rotary(nn.Module):
     """Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864): rotates queries and keys by their position.
 
-    Element i of a head's first half and element i of its second half form a pair, as in Hugging Face's Llama.
-
-    Args:
-        head_dim: d, even.
-        theta: base of the angles; pair i of d/2 rotates by position · theta^(−2i/d).
-        scaling: change of the angles for long sequences.
-        held: positions that the queries and keys cover; by default all, from the first.
+    Element i of a head's first half and element i of its second half form a pair, as in Hugging Face's Llama; it
+    rotates by position · theta^(−2i/d). `held` are the positions that queries and keys cover; by default all.
     """
 
     def __init__(

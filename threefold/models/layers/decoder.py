@@ -18,17 +18,13 @@ from threefold.random.rng import Positions, Slice
 
 
 class SampleInfo(NamedTuple):
-    """Inputs of layers besides the activations, for the samples of a micro-batch.
+    """Inputs of layers besides the activations, for the samples of a micro-batch, each for the whole sequence.
 
-    Attributes:
-        keys: int64 [B], keys of the dropout masks; None to drop nothing.
-        documents: int64 [B, S], document of each token of the whole sequence, for an attention mask that separates
-            documents; None for plain causal attention. On the host wherever the model is, so that reading their bounds
-            waits for no device.
-        weights: float [B, S], weight in the gradient of the auxiliary losses that layers add, for each token of the
-            whole sequence; None for no such losses.
-        positions: int64 [B, S], position in its document of each token of the whole sequence, if learned positions
-            count by document; None if they count from the start of the sample.
+    Int64 [B] `keys` of the dropout masks, None to drop nothing. Int64 [B, S] `documents` of the tokens, for an
+    attention mask that separates them; on the host wherever the model is, so that reading their bounds waits for no
+    device. Float [B, S] `weights` of the tokens in the gradient of auxiliary losses that layers add, None for no such
+    losses. Int64 [B, S] `positions` in the documents, if learned positions count by document and not from the start of
+    the sample.
     """
 
     keys: Tensor | None = None
@@ -42,11 +38,10 @@ NOTHING = SampleInfo()
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed by `ops.kernels`.
+    """`nn.Linear`, computed by `ops.kernels`, or in float8.
 
-    Attributes:
-        unit_parts: parts that the plan's unit of output features is divided into, in a layer that replaces this one.
-        fp8: whether its products are in float8.
+    `unit_parts` is the number of parts that the plan's unit of output features is divided into, in a layer that
+    replaces this one.
     """
 
     unit_parts: int = 1
@@ -70,16 +65,10 @@ class Embedding(nn.Embedding):
 
 
 class PositionEmbedding(nn.Embedding):
-    """Learned vector for each position.
+    """Learned vector for each position; `held` are the positions that the activations cover, by default all.
 
-    Args:
-        num_embeddings: number of positions.
-        embedding_dim: H.
-        held: positions that the activations cover; by default all, from the first.
-
-    Attributes:
-        exact: sum of an exact run over these positions, and the rows whose sums this rank keeps, for
-            `ops.exact.embedding`; None for any other run.
+    `exact` has the sum of an exact run over these positions, and the rows whose sums this rank keeps, for
+    `ops.exact.embedding`; None for any other run.
     """
 
     exact: tuple[RowSum, range] | None = None
@@ -128,9 +117,8 @@ class CrossEntropy(nn.Module):
 class LinearCrossEntropy(nn.Module):
     """Projection to the vocabulary and loss of each token, with `chunk_size` columns of the logits at once (0: all).
 
-    Args:
-        at_once: with `chunk_size` 0 and no bias, the logits that are widened at once: all stay in the dtype of the
-            projection; 0 for all.
+    With `chunk_size` 0 and no bias, only `at_once` logits are widened at once (0: all), and all stay in the dtype of
+    the projection.
     """
 
     def __init__(self, chunk_size: int = 0, cross_entropy: CrossEntropy | None = None, at_once: int = 0) -> None:
@@ -168,13 +156,9 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and head: a whole model.
+    """Embedding [B, S] → [B, S, H] with the table `tokens`, blocks, and head: a whole model.
 
-    Args:
-        embed: int64 [B, S] → [B, S, H]; has the table `tokens`.
-        blocks: layers, [B, S, H] → [B, S, H] each.
-        head: final layer, [B, S, H] → logits or loss.
-        tied: whether the head shares the table's weight (tied embeddings).
+    If `tied`, the head shares the table's weight (tied embeddings).
     """
 
     def __init__(self, embed: nn.Module, blocks: Iterable[nn.Module], head: Head, tied: bool) -> None:

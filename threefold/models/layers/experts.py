@@ -35,13 +35,7 @@ class SwiGLU(nn.Module):
 
 
 class Choice(NamedTuple):
-    """Experts chosen for each token.
-
-    Attributes:
-        experts: int64 [B, S, k]; equal to the number of experts if the chosen expert was full.
-        weights: [B, S, k], weight of each expert's output.
-        may_drop: whether an expert can be full.
-    """
+    """Experts chosen for each token [B, S, k] (their number for one that was full), and the weights of their outputs."""
 
     experts: Tensor
     weights: Tensor
@@ -51,15 +45,9 @@ class Choice(NamedTuple):
 class Routing(nn.Module):
     """Choice of the k experts with the highest probability for each token (Shazeer et al., arXiv 1701.06538).
 
-    Args:
-        experts: E, number of experts.
-        per_token: k.
-        capacity_factor: maximum number of tokens of a sequence that an expert takes in training, as a multiple of
-            S·k/E; 0 for no limit.
-        normalize: whether a token's weights are normalized to add up to 1.
-        aux_loss: weight of the load balancing loss of each token (Fedus et al., Switch Transformers, arXiv 2101.03961,
-            section 2.2).
-        z_loss: weight of the squared log-sum-exp of each token's logits (Zoph et al., ST-MoE, arXiv 2202.08906).
+    In training, an expert takes at most `capacity_factor` · S·k/E tokens of a sequence (0: no limit). `aux_loss` weighs
+    the load balancing loss of each token (Fedus et al., Switch Transformers, arXiv 2101.03961, section 2.2), `z_loss`
+    the squared log-sum-exp of its logits (Zoph et al., ST-MoE, arXiv 2202.08906).
     """
 
     def __init__(
@@ -191,17 +179,10 @@ class Experts(nn.Module):
 def through(
     x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tensor], Tensor], exact: bool = False
 ) -> Tensor:
-    """Sort tokens by expert, run the experts, and sum each token's outputs by their weights.
+    """Sort tokens `x` [B, S, H] by expert, run the experts, and sum each token's outputs by their weights: [B, S, H].
 
-    Args:
-        x: [B, S, H].
-        choice: experts of each token.
-        experts: number of experts.
-        run: function (rows [n, H] sorted by expert, int64 [experts] rows of each) → outputs [n, H].
-        exact: whether to sum as in exact runs.
-
-    Returns:
-        [B, S, H]; zero for a token whose experts were all full.
+    `run` takes rows [n, H] sorted by expert and the number of rows of each, int64 [experts], and returns [n, H]. The
+    result is zero for a token whose experts were all full.
     """
     hidden, per_token = x.shape[-1], choice.experts.shape[-1]
     chosen = choice.experts.flatten()
@@ -223,12 +204,9 @@ def through(
 
 
 def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
-    """Compute each expert's outputs for its rows.
+    """Compute each expert's outputs for its `counts` int64 [experts] of `rows` [n, H], sorted by expert.
 
-    Args:
-        rows: [n, H], sorted by expert.
-        gate_up, down: [experts, 2F, H], [experts, H, F].
-        counts: int64 [experts], number of rows of each expert.
+    `gate_up` is [experts, 2F, H], `down` [experts, H, F].
     """
     return grouped_linear(gated(grouped_linear(rows, gate_up, counts)), down, counts)
 
@@ -237,12 +215,9 @@ _GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of torch's g
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Apply a separate linear layer to each group of rows: [n, out].
+    """Apply a linear layer `weight` [groups, out, in] to each group of rows of `x` [n, in]: [n, out].
 
-    Args:
-        x: [n, in], sorted by group.
-        weight: [groups, out, in].
-        counts: int64 [groups], number of rows of each group; their sum is n.
+    The rows are sorted by group; `counts` int64 [groups] has their numbers, with sum n.
     """
     store = gradient_store(weight)
     if store is None and _grouped_product_serves(x, weight):

@@ -15,14 +15,9 @@ from threefold.torch_private.runtime import operator
 class RopeScaling:
     """Scaling of the rotary angles for sequences longer than `original_positions`.
 
-    Attributes:
-        method: `linear` (Chen et al., arXiv 2306.15595), `dynamic` ("NTK-aware", by each sequence's own length),
-            `llama3` (Llama 3.1), `yarn` (Peng et al., arXiv 2309.00071).
-        factor: scaling factor.
-        original_positions: sequence length of the original training.
-        low_frequency_factor, high_frequency_factor: for `llama3`, bounds in turns over `original_positions`.
-        beta_fast, beta_slow: for `yarn`, bounds in turns over `original_positions`.
-        attention_factor: factor on queries and keys.
+    Methods are `linear` (Chen et al., arXiv 2306.15595), `dynamic` ("NTK-aware", by each sequence's own length),
+    `llama3` (Llama 3.1) and `yarn` (Peng et al., arXiv 2309.00071). Frequencies and betas are bounds in turns over the
+    original positions; `attention_factor` multiplies queries and keys.
     """
 
     method: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
@@ -79,13 +74,7 @@ def _yarn_share(head_dim: int, theta: float, scaling: RopeScaling, device: torch
 
 
 def cos_and_sin(positions: Tensor, turns: Tensor, factor: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return the cosines and sines of the angles of positions, times `factor`: [S, 1, d/2] each.
-
-    Args:
-        positions: int64 [S].
-        turns: [d/2], see `frequencies`.
-        dtype: dtype of the results.
-    """
+    """Return cosines and sines of the angles of `positions` int64 [S], times `factor`: [S, 1, d/2] each, in `dtype`."""
     # Compiled code would compute both in fp64 again for each head of each sample.
     compute = _opaque if torch.compiler.is_compiling() else _cos_and_sin
     return compute(positions, turns, factor, dtype)

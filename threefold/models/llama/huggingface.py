@@ -54,13 +54,10 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class LlamaType(hf.HuggingFaceType):
-    """A `model_type` with Llama's architecture.
+    """A `model_type` with Llama's architecture, and what it supports.
 
-    Attributes:
-        qkv_bias, qk_norm: supported values of these settings.
-        window: layers that may have a sliding window: none, all, or all but the first few.
-        experts: whether it has experts.
-        shared: whether it has a gated expert that all tokens share.
+    A sliding `window` may be in no layer, in all, or in all but the first few; `shared` is a gated expert of all
+    tokens.
     """
 
     qkv_bias: tuple[bool, ...] = (False,)
