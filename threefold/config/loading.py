@@ -55,9 +55,8 @@ def problem(config: Config, key: str, rule: str, value: Any = _UNSET) -> UserErr
     section, name = key.split(".")
     value = getattr(getattr(config, section), name) if value is _UNSET else value
     text = str(list(value) if isinstance(value, tuple) else value)
-    return UserError(
-        f"{config.origin(key)}{key} is {shown(text.lower() if isinstance(value, bool) else text)} but {rule}."
-    )
+    text = shown(text.lower() if isinstance(value, bool) else text)
+    return UserError(f"{config.origin(key)}{key} is {text} but {rule}.")
 
 
 def nearest_setting(key: str, known: Sequence[str], sections: Sequence[str]) -> str:
@@ -112,10 +111,7 @@ def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
 
 
 def recorded_settings(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings that a run's config.yaml records by section, without checking them.
-
-    Derived settings, which are comments in the file (`Config.to_yaml_as_given`), are among them.
-    """
+    """Return the settings that a run's config.yaml records by section, unchecked, with the derived ones in comments."""
     lines = read_text(path, "the config ", LARGEST_DOCUMENT).split("\n")
     # A comment that begins a derived setting ends its first column with `#`.
     text = "\n".join(f" {line[3:]}" if line.startswith("  # ") and line != DERIVED else line for line in lines)
@@ -217,7 +213,8 @@ def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str,
             f"{_shown(given['path'])} too; leave one of them out (--set data.path=null or --set data.mixture=null)."
         )
     if key == "data.mixture":
-        return f"{where}{key} is {_shown(values['data']['mixture'])} but must be paths and their weights, {_MIXTURE}."
+        rule = "must be paths and their weights, each above 0, such as {books: 3, code: 1}"
+        return f"{where}{key} is {_shown(values['data']['mixture'])} but {rule}."
     if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{where}{key} is {_shown(first['input'])} but must be a section with settings below it."
     given = first["input"] if len(first["loc"]) < 3 else values[first["loc"][0]][first["loc"][1]]
@@ -226,7 +223,7 @@ def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str,
 
 
 def _unknown(key: str) -> str:
-    nearest = nearest_setting(key[:_LONGEST_NAME], known_keys(), list(Config.model_fields))
+    nearest = nearest_setting(key[:100], known_keys(), list(Config.model_fields))  # comparing longer ones takes time
     return f"{shown(key)} is not a setting; the nearest is {nearest}."
 
 
@@ -236,9 +233,6 @@ def _shown(value: Any) -> str:
     return shown(str(value).lower() if isinstance(value, bool) else repr(value))
 
 
-_LONGEST_NAME = 100
-"""Characters of an unknown key that are compared with known names."""
-_MIXTURE = "each above 0, such as {books: 3, code: 1}"
 _OF_SEVERAL_KINDS = {
     "optimizer.betas": "a list of two numbers",
     "data.key": "the name of a key, such as text",
@@ -279,9 +273,6 @@ LARGEST_DOCUMENT: Final = 256 << 10
 MOST_VALUES: Final = 20_000
 """Limit on the keys and values of a document, with aliases expanded."""
 _TOO_MANY: Final = f"it holds more than {MOST_VALUES:,} values, with aliases (*) expanded"
-_DEEPEST: Final = 20
-_LONGEST_NUMBER: Final = 400
-"""Limit on the characters of a number; the largest double has 309 digits."""
 _PREFIX: Final = "tag:yaml.org,2002:"
 
 
@@ -292,7 +283,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Compose a node like the base class, within bounds on depth and size that keep stack and time finite."""
-        if self._depth > _DEEPEST:
+        if self._depth > 20:
             raise RecursionError
         if self._count > MOST_VALUES:
             raise yaml.composer.ComposerError(None, None, _TOO_MANY, parent.start_mark if parent else None)
@@ -302,17 +293,13 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_FLOAT = r"^[-+]?(?:(?:[0-9][0-9_]*)?\.?[0-9][0-9_]*\.?(?:[eE][-+]?[0-9]+)?|\.inf|\.nan)$"
-"""Numbers of YAML 1.2; tried after whole numbers."""
-_INT = r"^[-+]?(?:0|[1-9][0-9_]*)$"
-
-
 _NO_NUMBERS: Final = {f"{_PREFIX}{name}" for name in ("float", "int", "timestamp", "value")}
 _Loader.yaml_implicit_resolvers = {
     first: [(tag, pattern) for tag, pattern in rules if tag not in _NO_NUMBERS]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver(f"{_PREFIX}int", re.compile(_INT), list("-+0123456789"))
+_FLOAT = r"^[-+]?(?:(?:[0-9][0-9_]*)?\.?[0-9][0-9_]*\.?(?:[eE][-+]?[0-9]+)?|\.inf|\.nan)$"
+_Loader.add_implicit_resolver(f"{_PREFIX}int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
 _Loader.add_implicit_resolver(f"{_PREFIX}float", re.compile(_FLOAT), list("-+.0123456789"))
 
 
@@ -375,7 +362,16 @@ def _require_plain(loader: _Loader, node: yaml.Node, where: str) -> None:
                 raise UserError(f"{at}: the value contains itself by an alias (*); write it without.")
             return known
         sizes[node] = None
-        _require_plain_tag(loader, node, at)
+        natural = f"{_PREFIX}map" if isinstance(node, yaml.MappingNode) else f"{_PREFIX}seq"
+        if isinstance(node, yaml.ScalarNode):
+            natural = loader.resolve(yaml.ScalarNode, node.value, (node.style is None, node.style is not None))
+            if node.tag == f"{_PREFIX}str":
+                natural = node.tag
+            elif len(node.value) > 400:  # the largest double has 309 digits
+                raise UserError(f"{at}: {shown(node.value)} is too long for a number.")
+        if node.tag != natural:
+            tag = shown(node.tag.replace(_PREFIX, "!!"))
+            raise UserError(f"{at}: the tag {tag} is not allowed in a config; write a plain value.")
         if isinstance(node, yaml.MappingNode):
             total = 1 + sum(size(key) + size(value) for key, value in node.value)
         else:
@@ -386,19 +382,6 @@ def _require_plain(loader: _Loader, node: yaml.Node, where: str) -> None:
         return total
 
     size(node)
-
-
-def _require_plain_tag(loader: _Loader, node: yaml.Node, at: str) -> None:
-    natural = f"{_PREFIX}map" if isinstance(node, yaml.MappingNode) else f"{_PREFIX}seq"
-    if isinstance(node, yaml.ScalarNode):
-        natural = loader.resolve(yaml.ScalarNode, node.value, (node.style is None, node.style is not None))
-        if node.tag == f"{_PREFIX}str":
-            natural = node.tag
-        if node.tag != f"{_PREFIX}str" and len(node.value) > _LONGEST_NUMBER:
-            raise UserError(f"{at}: {shown(node.value)} is too long for a number.")
-    if node.tag != natural:
-        tag = shown(node.tag.replace(_PREFIX, "!!"))
-        raise UserError(f"{at}: the tag {tag} is not allowed in a config; write a plain value.")
 
 
 def _keys(node: yaml.Node, prefix: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], int]]:

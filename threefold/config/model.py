@@ -40,7 +40,6 @@ def is_made_from_section(file: Path, name: str) -> bool:
 
 
 T = TypeVar("T")
-RopeMethod = Literal["none", "linear", "dynamic", "llama3", "yarn"]
 
 FOR_SCALED_ROPE: Final = (
     "rope_factor",
@@ -52,8 +51,6 @@ FOR_SCALED_ROPE: Final = (
     "rope_attention_factor",
 )
 """Settings that have no effect without `rope_scaling`."""
-_RAMPS: Final = (("rope_low_frequency_factor", "rope_high_frequency_factor"), ("rope_beta_slow", "rope_beta_fast"))
-"""Pairs of settings, in turns within the original positions, between which the division of frequencies fades out."""
 MOST_LAYERS: Final = 1024
 MOST_HEADS: Final = 2**16
 WIDEST: Final = 2**20
@@ -128,7 +125,7 @@ class ModelConfig(Section):
     queries and keys and needs an even head width. `llama` always has `rope`. Default: `learned` for `gpt`."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the angles of `rope`; longer sequences need a larger one."""
-    rope_scaling: RopeMethod = "none"
+    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
     """How `rope` is extended to sequences longer than the model was first trained on: `linear` (positions divided by
     `rope_factor`), `dynamic` (a base that grows with the excess length), `llama3` (low frequencies divided) or `yarn`
     (low frequencies divided, attention sharpened)."""
@@ -159,38 +156,23 @@ class ModelConfig(Section):
     _of_others: dict[str, "ModelConfig"] = PrivateAttr(default_factory=dict)
     """Given settings that belong to another family, each with a config that holds it."""
 
-    # Values for families that do not have the setting.
+    # Values for families that do not have the setting, which is explained in those that have it.
 
     num_key_value_heads = unless_setting(lambda model: model.num_attention_heads)
-    """Number of key and value heads; less than the query heads in grouped-query attention (GQA)."""
     head_dim = unless_setting(lambda model: model.hidden_size // model.num_attention_heads)
-    """Width of an attention head."""
     embedding_dropout = unless_setting(lambda model: model.hidden_dropout)
-    """Dropout probability of the embeddings."""
     activation = unless_setting(lambda model: "gelu_tanh")
-    """Activation function of a feed-forward network without a gate."""
     qk_norm = unless_setting(lambda model: False)
-    """Whether the queries and keys of each head are normalized (QK-norm)."""
     sliding_window = unless_setting(lambda model: 0)
-    """Positions that a token attends to; 0 for all."""
     full_attention_layers = unless_setting(lambda model: 0)
-    """Layers at the start without a sliding window."""
     num_experts = unless_setting(lambda model: 0)
-    """Experts of a layer; 0 for none."""
     experts_per_token = unless_setting(lambda model: 0)
-    """Experts that are active per token."""
     expert_ffn_hidden_size = unless_setting(lambda model: 0)
-    """Width of an expert's feed-forward network."""
     shared_expert_ffn_hidden_size = unless_setting(lambda model: 0)
-    """Width of the shared expert; 0 for none."""
     moe_every = unless_setting(lambda model: 1)
-    """Interval of the layers that have experts; 1 for every layer."""
     dense_layers = unless_setting(lambda model: 0)
-    """Layers at the start without experts."""
     file = unless_setting(lambda model: "")
-    """Python file of a user's own model; empty for other families."""
     arguments = unless_setting(lambda model: dict[str, Any]())
-    """Keyword arguments for the constructor of a user's own model."""
 
     @property
     def blocks(self) -> int | None:
@@ -247,10 +229,8 @@ class ModelConfig(Section):
         if self.position_embedding == "rope" and self.head_dim % 2:
             rule = "the width of a head, model.hidden_size / model.num_attention_heads"
             nearest = (self.head_dim + 1) * self.num_attention_heads
-            yield (
-                "position_embedding",
-                f"{rule} = {self.head_dim}, must be even for it; use model.hidden_size {nearest}, or learned",
-            )
+            rule = f"{rule} = {self.head_dim}, must be even for it; use model.hidden_size {nearest}, or learned"
+            yield "position_embedding", rule
         yield from self.broken_by_rope()
 
     # Parts of `broken_rules`, for a family to choose from.
@@ -276,7 +256,9 @@ class ModelConfig(Section):
             yield "rope_scaling", "heads of width 2 turn alike whatever the base; use linear"
         if self.rope_scaling == "yarn" and self.rope_theta <= 1:
             yield "rope_theta", "must be above 1 for model.rope_scaling yarn; use 10000"
-        for low, high in _RAMPS:
+        # In turns within the original positions, between which the division of frequencies fades out.
+        ramps = {"rope_low_frequency_factor": "rope_high_frequency_factor", "rope_beta_slow": "rope_beta_fast"}
+        for low, high in ramps.items():
             end = getattr(self, high)
             if getattr(self, low) >= end:
                 yield low, f"must be below model.{high} {end:g}; use {end / 4:g}"

@@ -103,10 +103,7 @@ class OptimizerConfig(Section):
 
 
 def hyper_parameters(name: str) -> Mapping[str, Any]:
-    """Return the settings of `HYPER_PARAMETERS` that an optimizer reads, with their defaults (None: the section's).
-
-    Raise a `UserError` if the optimizer belongs to another package and cannot be imported.
-    """
+    """Return the settings of `HYPER_PARAMETERS` that an optimizer reads, with their defaults (None: the section's)."""
     if name in BUILT_IN:
         return BUILT_IN[name].reads
     if OPTIMIZERS.is_path(name):  # importing takes time, and the class need not exist to read a checkpoint

@@ -35,7 +35,6 @@ def _llama(layers: int, hidden: int, heads: tuple[int, int], ffn: int, **others:
 
 
 def _common(positions: int, vocabulary: int, theta: float, eps: float, tied: bool = False, **others: Any) -> Sizes:
-    """Build the settings that the models of a family have in common."""
     return {
         "max_position_embeddings": positions,
         "vocab_size": vocabulary,

@@ -178,8 +178,71 @@ class Feature:
         return any(self.settings[key] != other.settings[key] for key in self.settings.keys() & other.settings.keys())
 
 
+def _schedules() -> Iterator[tuple[str, ...]]:
+    for row in SCHEDULES.values():
+        if row.name != "1f1b":
+            count = next(count for count in (2, 4) if row.accepts(2, count))
+            needs = f"parallel.pp=2 train.gradient_accumulation_steps={count}"
+            deferring = " zero-bubble" * (row.defers_weight_gradients and row.name != "zero-bubble")
+            title, chosen = f"pipeline schedule `{row.name}`", f"parallel.schedule={row.name}"
+            yield "Pipeline schedules", row.name, title, chosen, needs, f"pp{deferring}"
+
+
+_OF_EXPERTS = (
+    "model.architecture=llama model.expert_capacity_factor=1.0 model.router_aux_loss=0.1 model.router_z_loss=0.1"
+)
+_OF_ZERO = ("parallel.dp=2", "dp zero")
+_OF_LLAMA = "model.num_key_value_heads=2 model.sliding_window=5 model.qk_norm=true"
+_ROWS: tuple[tuple[str, ...], ...] = (
+    # group, name, title, settings and needs in the form of overrides (section.key=value), part of
+    ("Axes", "dp", "data parallelism", "parallel.dp=2"),
+    ("Axes", "tp", "tensor parallelism", "parallel.tp=2"),
+    ("Axes", "pp", "pipeline parallelism, schedule `1f1b`", "parallel.pp=2"),
+    ("Axes", "cp", "context parallelism, keys and values gathered", "parallel.cp_method=all-gather", "parallel.cp=2"),
+    ("Axes", "ring", "context parallelism as a ring", "parallel.cp_method=ring", "parallel.cp=2", "cp"),
+    ("Axes", "sp", "sequence parallelism", "parallel.sequence_parallel=true", "parallel.tp=2", "tp"),
+    *_schedules(),
+    *(
+        ("ZeRO", f"zero{n}", f"ZeRO stage {n}: optimizer states{what} shared", f"parallel.zero={n}", *_OF_ZERO)
+        for n, what in ((1, ""), (2, " and gradients"), (3, ", gradients and weights"))
+    ),
+    (
+        *("ZeRO", "hybrid", "ZeRO among some of the replicas"),
+        *("parallel.zero_shards=2", "parallel.dp=4 parallel.zero=1", "dp zero"),
+    ),
+    (
+        *("Memory", "selective", "attention computed again in the backward pass"),
+        *("train.recompute=selective", "", "recompute"),
+    ),
+    ("Memory", "full", "blocks computed again in the backward pass", "train.recompute=full", "", "recompute"),
+    ("Memory", "chunked", "the logits some columns at a time", "train.loss_chunk_size=5"),
+    ("Precision", "bf16", "bf16 with fp32 masters", "precision.dtype=bf16 precision.master_weights=true"),
+    ("Precision", "fp16", "fp16 with a loss scale and fp32 masters", "precision.dtype=fp16"),
+    ("Precision", "pure-bf16", "bf16 without fp32 masters", "precision.dtype=bf16 precision.master_weights=false"),
+    ("Precision", "fp8", "linear layers in float8", "precision.fp8=true", "precision.dtype=bf16"),
+    (
+        *("Precision", "compressed", "gradients summed in 16 bits", "parallel.gradient_compression=fp16"),
+        *("parallel.dp=2 precision.dtype=fp32", "dp compression"),
+    ),
+    ("Compilation and accumulation", "compile", "compiled layers", "train.compile=true"),
+    ("Model", "tied", "tied embeddings", "model.tie_embeddings=true"),
+    ("Model", "documents", "attention that stops at documents", "data.separate_documents=true"),
+    ("Model", "rope", "rotary positions", "model.position_embedding=rope"),
+    ("Model", "llama", "GQA, QK-norm, a sliding window, SwiGLU", "model.architecture=llama", _OF_LLAMA),
+    ("Model", "experts", "a mixture of experts with a capacity and its losses", "model.num_experts=4", _OF_EXPERTS),
+    (
+        *("Axes", "ep", "experts shared among replicas", "parallel.ep=2"),
+        *("parallel.dp=2 model.num_experts=4 model.architecture=llama", "dp experts"),
+    ),
+    ("Model", "dropout", "dropout", "model.hidden_dropout=0.1 model.attention_dropout=0.1"),
+    (
+        *("Compilation and accumulation", "accumulation", "several micro-batches a step"),
+        "train.gradient_accumulation_steps=2",
+    ),
+)
+
+
 def _feature(group: str, name: str, title: str, settings: str, needs: str = "", part_of: str = "") -> Feature:
-    """Make a feature of settings in the form of overrides, `section.key=value` with the value in YAML."""
     given, least = (
         {key: parse_value(value, key) for key, _, value in (each.partition("=") for each in text.split())}
         for text in (settings, needs)
@@ -187,78 +250,7 @@ def _feature(group: str, name: str, title: str, settings: str, needs: str = "", 
     return Feature(name, title, group, given, least, tuple(part_of.split()))
 
 
-def _schedules() -> Iterator[Feature]:
-    for row in SCHEDULES.values():
-        if row.name != "1f1b":
-            count = next(count for count in (2, 4) if row.accepts(2, count))
-            needs = f"parallel.pp=2 train.gradient_accumulation_steps={count}"
-            deferring = " zero-bubble" * (row.defers_weight_gradients and row.name != "zero-bubble")
-            title, chosen = f"pipeline schedule `{row.name}`", f"parallel.schedule={row.name}"
-            yield _feature("Pipeline schedules", row.name, title, chosen, needs, f"pp{deferring}")
-
-
-_EXPERTS = "model.architecture=llama model.expert_capacity_factor=1.0 model.router_aux_loss=0.1 model.router_z_loss=0.1"
-FEATURES: tuple[Feature, ...] = (
-    _feature("Axes", "dp", "data parallelism", "parallel.dp=2"),
-    _feature("Axes", "tp", "tensor parallelism", "parallel.tp=2"),
-    _feature("Axes", "pp", "pipeline parallelism, schedule `1f1b`", "parallel.pp=2"),
-    _feature(
-        "Axes", "cp", "context parallelism, keys and values gathered", "parallel.cp_method=all-gather", "parallel.cp=2"
-    ),
-    _feature("Axes", "ring", "context parallelism as a ring", "parallel.cp_method=ring", "parallel.cp=2", "cp"),
-    _feature("Axes", "sp", "sequence parallelism", "parallel.sequence_parallel=true", "parallel.tp=2", "tp"),
-    *_schedules(),
-    *(
-        _feature("ZeRO", f"zero{n}", f"ZeRO stage {n}: {what} shared", f"parallel.zero={n}", "parallel.dp=2", "dp zero")
-        for n, what in (
-            (1, "optimizer states"),
-            (2, "optimizer states and gradients"),
-            (3, "optimizer states, gradients and weights"),
-        )
-    ),
-    _feature(
-        *("ZeRO", "hybrid", "ZeRO among some of the replicas"),
-        *("parallel.zero_shards=2", "parallel.dp=4 parallel.zero=1", "dp zero"),
-    ),
-    _feature(
-        *("Memory", "selective", "attention computed again in the backward pass"),
-        *("train.recompute=selective", "", "recompute"),
-    ),
-    _feature(
-        "Memory", "full", "blocks computed again in the backward pass", "train.recompute=full", part_of="recompute"
-    ),
-    _feature("Memory", "chunked", "the logits some columns at a time", "train.loss_chunk_size=5"),
-    _feature("Precision", "bf16", "bf16 with fp32 masters", "precision.dtype=bf16 precision.master_weights=true"),
-    _feature("Precision", "fp16", "fp16 with a loss scale and fp32 masters", "precision.dtype=fp16"),
-    _feature(
-        "Precision", "pure-bf16", "bf16 without fp32 masters", "precision.dtype=bf16 precision.master_weights=false"
-    ),
-    _feature("Precision", "fp8", "linear layers in float8", "precision.fp8=true", "precision.dtype=bf16"),
-    _feature(
-        *("Precision", "compressed", "gradients summed in 16 bits", "parallel.gradient_compression=fp16"),
-        *("parallel.dp=2 precision.dtype=fp32", "dp compression"),
-    ),
-    _feature("Compilation and accumulation", "compile", "compiled layers", "train.compile=true"),
-    _feature("Model", "tied", "tied embeddings", "model.tie_embeddings=true"),
-    _feature("Model", "documents", "attention that stops at documents", "data.separate_documents=true"),
-    _feature("Model", "rope", "rotary positions", "model.position_embedding=rope"),
-    _feature(
-        *("Model", "llama", "GQA, QK-norm, a sliding window, SwiGLU", "model.architecture=llama"),
-        "model.num_key_value_heads=2 model.sliding_window=5 model.qk_norm=true",
-    ),
-    _feature(
-        "Model", "experts", "a mixture of experts with a capacity and its losses", "model.num_experts=4", _EXPERTS
-    ),
-    _feature(
-        *("Axes", "ep", "experts shared among replicas", "parallel.ep=2"),
-        *("parallel.dp=2 model.num_experts=4 model.architecture=llama", "dp experts"),
-    ),
-    _feature("Model", "dropout", "dropout", "model.hidden_dropout=0.1 model.attention_dropout=0.1"),
-    _feature(
-        *("Compilation and accumulation", "accumulation", "several micro-batches a step"),
-        "train.gradient_accumulation_steps=2",
-    ),
-)
+FEATURES: tuple[Feature, ...] = tuple(_feature(*row) for row in _ROWS)
 SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "fp8", "compressed")
 """Features that compute or sum in at most 16 bits, with results close to those of fp64 but not equal up to rounding."""
 
@@ -282,7 +274,7 @@ _BASE: dict[str, Settings] = {
 
 
 def config_with(features: Iterable[Feature], further: Settings | None = None) -> Config:
-    """Return a small resolved config with these features and `further` settings; raise a `UserError` if they conflict."""
+    """Return a small resolved config with these features and `further` settings; raise a `UserError` if impossible."""
     chosen = tuple(features)
     settings: Settings = {}
     for feature in chosen:

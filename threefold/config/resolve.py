@@ -9,22 +9,17 @@ from threefold.config.schema import Config, ParallelConfig
 from threefold.config.section import MOST_STEPS
 from threefold.constants import LOGITS_OF_A_CHUNK
 
-DEFAULT_SEQUENCE_LENGTH = 256
-LONGEST_DEFAULT_WARMUP = 100
 LARGEST_LOGITS = {"cpu": 128 << 20, "cuda": 4 * LOGITS_OF_A_CHUNK}
 """Limit on the bytes of the fp32 logits that a rank holds at once; more are computed in chunks."""
 KEPT_LOGITS = 16 * LARGEST_LOGITS["cuda"]
 """Limit on a micro-batch's logits, in fp32 bytes, that a GPU keeps in the dtype of its products, because computing them
 again takes 3 to 9 % of a step. Not for a pipeline, which may keep the logits of several micro-batches."""
-_LIKELY_VOCABULARY = 50257
 PINNED = frozenset(("train.global_batch_size",))
 """Derived settings that are stored as if given: derived for another layout, they would train a different model."""
 LARGEST_TOKENS = {"cpu": 8192, "cuda": 32768}
 """Largest default micro-batch, in tokens of a rank. More is no faster: measured on a CPU
 (docs/training-internals.md); on a GPU, matrices with this many rows fill it, and more rows would cut the logits into
 thinner chunks."""
-ENOUGH_TOKENS = 1024
-"""Tokens above which a CPU loses less to small micro-batches than to chunked logits, which are computed twice."""
 
 
 def resolve(
@@ -57,7 +52,7 @@ def resolve(
         filled[section].setdefault(name, value)
     sizes = filled["model"]["vocab_size"], filled["data"]["sequence_length"], config.parallel
     largest = largest_micro_batch or default_largest(*sizes, config.train.loss_chunk_size is not None)
-    filled["train"].update(batch_sizes(config, largest)._asdict())
+    filled["train"].update(batch_sizes(config, largest))
     if config.train.exact:
         for name, value in default_grain(config_of(filled, (), config.origins, config.derived)).items():
             filled["train"].setdefault(name, value)
@@ -74,7 +69,7 @@ def _steps_of_epochs(config: Config, epochs: int, samples: int | None) -> int:
     is_given = config.is_given("train.max_steps")
     if samples is None:
         return config.train.max_steps if is_given or "train.max_steps" in config.derived else MOST_STEPS
-    total = batch_sizes(config, largest=1).global_batch_size
+    total = batch_sizes(config, largest=1)["global_batch_size"]
     steps = -(-epochs * samples // total)
     if is_given and config.train.max_steps != steps:
         rule = f"train.epochs is {epochs} too, and {epochs} · {samples:,} samples in batches of {total} are"
@@ -85,7 +80,7 @@ def _steps_of_epochs(config: Config, epochs: int, samples: int | None) -> int:
 def check_settings(config: Config) -> None:
     """Check everything about a config that does not depend on its data; raises as `resolve` does."""
     tp = config.parallel.tp
-    unknown = -(-_LIKELY_VOCABULARY // tp) * tp  # a size that no rule about the vocabulary refuses
+    unknown = -(-50257 // tp) * tp  # a size that no rule about the vocabulary refuses
     resolve(config, 1 if config.model.vocab_size else unknown)
 
 
@@ -97,7 +92,8 @@ def default_largest(
     tokens = LARGEST_TOKENS[device]
     if device == "cpu" and not chunk_given:
         at_once = LARGEST_LOGITS[device] // (4 * columns)
-        tokens = min(tokens, at_once) if at_once >= ENOUGH_TOKENS else tokens
+        # Above 1024 tokens, a CPU loses less to small micro-batches than to chunked logits, which are computed twice.
+        tokens = min(tokens, at_once) if at_once >= 1024 else tokens
     return max(1, tokens // of_sequence)
 
 
@@ -120,9 +116,8 @@ def on_device(config: Config, device: str) -> Config:
     train: dict[str, Any] = {"device": device}
     if is_derived(config, "train.loss_chunk_size"):
         columns, tokens = _of_rank(config.model.vocab_size, config.data.sequence_length, config.parallel)
-        train["loss_chunk_size"] = logits_chunk(
-            config.train.micro_batch_size * tokens, columns, device, config.parallel.pp
-        )
+        tokens *= config.train.micro_batch_size
+        train["loss_chunk_size"] = logits_chunk(tokens, columns, device, config.parallel.pp)
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
 
 
@@ -140,11 +135,9 @@ def logits_chunk(tokens: int, columns: int, device: str, pp: int) -> int:
 
 def _derived(config: Config, vocab_size: int, steps: int) -> dict[str, Any]:
     model, optimizer = config.model, config.optimizer
-    sequence = config.data.sequence_length or model.max_position_embeddings or DEFAULT_SEQUENCE_LENGTH
+    sequence = config.data.sequence_length or model.max_position_embeddings or 256
     decay_steps = optimizer.decay_steps or steps
-    warmup = optimizer.warmup_steps
-    if warmup is None:
-        warmup = min(LONGEST_DEFAULT_WARMUP, decay_steps // 10)
+    warmup = min(100, decay_steps // 10) if optimizer.warmup_steps is None else optimizer.warmup_steps
     stable = max(0, decay_steps * 4 // 5 - warmup) if optimizer.decay == "wsd" else 0
     return {
         **{f"model.{name}": value for name, value in model.filled(sequence).items()},

@@ -3,22 +3,18 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd, lcm, log2
-from typing import NamedTuple
 
 from threefold.config.loading import problem
 from threefold.config.model import FAMILIES, OWN
 from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, hyper_parameters
-from threefold.config.schedules import OwnSchedule, Schedule
+from threefold.config.schedules import OwnSchedule
 from threefold.config.schema import Config
 from threefold.config.section import divisors, nearest_divisor, nearest_multiple
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Two features of `reference.FEATURES` that cannot be combined: a resolved config that does is `broken`.
-
-    The error is about the setting `key`; `reason` follows 'but' in it, with `{config}` fields filled in.
-    """
+    """Two features of `reference.FEATURES` that cannot be combined; `reason` follows 'but' in the error about `key`."""
 
     first: str
     second: str
@@ -65,15 +61,7 @@ RULES: tuple[Rule, ...] = (
 DEFAULT_GLOBAL_BATCH_SIZE = 32
 
 
-class BatchSizes(NamedTuple):
-    """The three batch sizes of `train`, all known."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    gradient_accumulation_steps: int
-
-
-def batch_sizes(config: Config, largest: int) -> BatchSizes:
+def batch_sizes(config: Config, largest: int) -> dict[str, int]:
     """Derive the batch sizes that were not given; raise a `UserError` if they disagree or do not divide each other.
 
     The global batch size is never derived from the layout alone, because a different dp would then train a different
@@ -85,26 +73,24 @@ def batch_sizes(config: Config, largest: int) -> BatchSizes:
     if micro and steps:
         product = micro * steps * dp
         if total and total != product:
-            raise problem(
-                config,
-                "train.global_batch_size",
-                f"must be micro_batch_size {micro} · gradient_accumulation_steps {steps} · dp {dp} = {product}; "
-                f"set it to {product} or leave one of the three out",
-            )
-        return BatchSizes(product, micro, steps)
-    total = total or DEFAULT_GLOBAL_BATCH_SIZE
-    if total % dp:
-        rule = f"must be a multiple of parallel.dp {dp}; use {nearest_multiple(total, dp)}"
-        raise problem(config, "train.global_batch_size", rule, value=total)
-    share = total // dp
-    if factor := micro or steps:
-        if share % factor:
+            rule = f"must be micro_batch_size {micro} · gradient_accumulation_steps {steps} · dp {dp} = {product}"
+            rule = f"{rule}; set it to {product} or leave one of the three out"
+            raise problem(config, "train.global_batch_size", rule)
+        total = product
+    else:
+        total = total or DEFAULT_GLOBAL_BATCH_SIZE
+        if total % dp:
+            rule = f"must be a multiple of parallel.dp {dp}; use {nearest_multiple(total, dp)}"
+            raise problem(config, "train.global_batch_size", rule, value=total)
+        share = total // dp
+        if (factor := micro or steps) and share % factor:
             rule = f"must divide global_batch_size {total} / dp {dp} = {share}; use {nearest_divisor(factor, share)}"
             raise problem(config, f"train.{'micro_batch_size' if micro else 'gradient_accumulation_steps'}", rule)
-        return BatchSizes(total, micro or share // factor, steps or share // factor)
-    sizes = default_micro_batches(config, share)
-    micro = next((size for size in sizes if size <= largest), sizes[-1])
-    return BatchSizes(total, micro, share // micro)
+        if not factor:
+            sizes = default_micro_batches(config, share)
+            micro = next((size for size in sizes if size <= largest), sizes[-1])
+        micro, steps = micro or share // steps, steps or share // micro
+    return {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": steps}
 
 
 def default_micro_batches(config: Config, share: int | None = None) -> list[int]:
@@ -153,13 +139,11 @@ def check_division(config: Config) -> None:
         raise problem(config, "parallel.ep", f"must divide model.num_experts {experts}; use {works}")
 
 
-PARTITIONS = ("cost", "uniform", "uniform-chunks")
-
-
 def check_pipeline(config: Config) -> None:
     """Check the settings of the pipeline stages; raise a `UserError` for the first rule that is broken."""
     parallel, schedule, partition = config.parallel, config.parallel.pipeline_schedule, config.parallel.partition
-    if isinstance(partition, str) and partition not in PARTITIONS and not partition.startswith("class:"):
+    known = ("cost", "uniform", "uniform-chunks")
+    if isinstance(partition, str) and partition not in known and not partition.startswith("class:"):
         rule = "must be cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers; use cost"
         raise problem(config, "parallel.partition", rule)
     if parallel.pp == 1 and (schedule.ranks is not None or schedule.stages_per_rank != 1):
@@ -208,19 +192,14 @@ def check_micro_batches(config: Config) -> None:
     raise problem(config, "train.gradient_accumulation_steps", rule)
 
 
-LEAST_TIMEOUT = 2
-"""Least timeout in seconds; ranks send a heartbeat twice a second."""
-
-
 def check(config: Config, vocab_size: int) -> None:
     """Check a config whose settings are all filled; raise a `UserError` for the first rule that is broken."""
     model = config.model
     for name, broken in model.broken_rules():
         raise problem(config, f"model.{name}", broken, model.value_of(name))
     if model.vocab_size < vocab_size:
-        raise problem(
-            config, "model.vocab_size", f"the tokenizer of the data has {vocab_size} tokens; use {vocab_size}"
-        )
+        reason = f"the tokenizer of the data has {vocab_size} tokens; use {vocab_size}"
+        raise problem(config, "model.vocab_size", reason)
     for rule in rules():
         rule(config)
 
@@ -250,23 +229,19 @@ def rules() -> tuple[Callable[[Config], None], ...]:
 
 GRAIN = ("grain_leaf", "grain_samples", "grain_tensor", "grain_context")
 """Settings of `train` that only an exact run has."""
-LARGEST_GRAIN = 8
-"""Default number of pieces of an exact run's sums, if it divides the sizes that they cut."""
-LEAF_TOKENS = 1024
-"""Default maximum number of tokens in a leaf of an exact run: more make no product faster."""
 
 
 def default_grain(config: Config) -> dict[str, int]:
     """Return the default `train.grain_*` settings of an exact run; only the model and the global batch affect them."""
     cut, train = [count for _, count in _cut_by_tensor_axis(config)], config.train
-    samples = train.grain_samples or gcd(LARGEST_GRAIN, train.global_batch_size)
+    samples = train.grain_samples or gcd(8, train.global_batch_size)
     leaf = gcd(1 << 30, train.global_batch_size // samples)
-    while leaf > 1 and leaf * config.data.sequence_length > LEAF_TOKENS:
+    while leaf > 1 and leaf * config.data.sequence_length > 1024:  # more tokens make no product faster
         leaf //= 2
     return {
         "grain_leaf": leaf if _runs_several(config) else 1,
         "grain_samples": samples,
-        "grain_tensor": gcd(LARGEST_GRAIN, *cut),
+        "grain_tensor": gcd(8, *cut),
         "grain_context": 1,
     }
 
@@ -298,7 +273,6 @@ def _is_of_this_package(config: Config) -> bool:
 
 
 def _runs_several(config: Config) -> bool:
-    """Return whether an exact run may run several samples at once."""
     return takes_context_pieces(config) and (config.train.grain_context or 1) == 1
 
 
@@ -371,12 +345,17 @@ def _check_exact_schedule(config: Config) -> None:
         smaller = (leaf >> bit for bit in range(1, leaf.bit_length()))
         works = (f"train.grain_leaf {each}" for each in smaller if schedule.accepts(pp, count * leaf // each))
         rule = f"train.exact runs the {count} leaves of a replica one by one, but {schedule.name}"
-        raise problem(
-            config, "parallel.schedule", f"{rule} {schedule.micro_batch_rule(pp, count)}; use {next(works, '1f1b')}"
-        )
-    if not _backward_in_order(schedule, pp, count):
-        rule = "has backward passes of a later micro-batch before those of an earlier one, and train.exact is true"
-        raise problem(config, "parallel.schedule", f"{rule}; use interleaved")
+        rule = f"{rule} {schedule.micro_batch_rule(pp, count)}; use {next(works, '1f1b')}"
+        raise problem(config, "parallel.schedule", rule)
+    if not isinstance(schedule, OwnSchedule):
+        return  # an exact run turns the backward passes of looped-bfs around
+    last: dict[tuple[int, bool], int] = {}
+    for action in (each for order in schedule.orders(pp, count) for each in order if each.kind != "F"):
+        passed = action.stage, action.kind == "W"
+        if action.micro_batch < last.get(passed, 0):
+            rule = "has backward passes of a later micro-batch before those of an earlier one, and train.exact is true"
+            raise problem(config, "parallel.schedule", f"{rule}; use interleaved")
+        last[passed] = action.micro_batch
 
 
 def _check_exact_context(config: Config) -> None:
@@ -389,19 +368,6 @@ def _check_exact_context(config: Config) -> None:
         works = str(nearest_divisor(cp, pieces)) if most % cp else f"train.grain_context {cp}"
         rule = f"must divide train.grain_context {pieces}, since train.exact is true; use {works}"
         raise problem(config, "parallel.cp", rule)
-
-
-def _backward_in_order(schedule: Schedule, pp: int, micro_batches: int) -> bool:
-    """Return whether a schedule runs each stage's backward passes in the order of the micro-batches."""
-    if not isinstance(schedule, OwnSchedule):
-        return True  # an exact run turns those of looped-bfs around
-    last: dict[tuple[int, bool], int] = {}
-    for action in (each for order in schedule.orders(pp, micro_batches) for each in order if each.kind != "F"):
-        passed = action.stage, action.kind == "W"
-        if action.micro_batch < last.get(passed, 0):
-            return False
-        last[passed] = action.micro_batch
-    return True
 
 
 def _check_data(config: Config) -> None:
@@ -523,8 +489,8 @@ def _check_hyper_parameters(config: Config) -> None:
     read = hyper_parameters(optimizer.name)
     for key in HYPER_PARAMETERS:
         default = type(optimizer).model_fields[key].default
-        if key in read or getattr(optimizer, key) == default or (optimizer.name, key) in _ACCEPTED:
-            continue
+        if key in read or getattr(optimizer, key) == default or (optimizer.name == "sgd" and key in ("betas", "eps")):
+            continue  # configs of earlier versions may have betas and eps for sgd, which ignores them
         if own:
             rule = f"optimizer.name is {optimizer.name}; give its arguments in optimizer.arguments instead"
             raise problem(config, f"optimizer.{key}", rule)
@@ -543,11 +509,7 @@ def _check_together(config: Config) -> None:
 
 
 def _check_machine(config: Config) -> None:
-    if 0 < config.train.timeout < LEAST_TIMEOUT:
-        raise problem(config, "train.timeout", f"must be at least {LEAST_TIMEOUT} seconds, or 0; use {LEAST_TIMEOUT}")
+    if 0 < config.train.timeout < 2:  # ranks send a heartbeat twice a second
+        raise problem(config, "train.timeout", "must be at least 2 seconds, or 0; use 2")
     if config.precision.dtype == "fp64" and config.train.device == "cuda":
         raise problem(config, "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu")
-
-
-_ACCEPTED = {("sgd", "betas"), ("sgd", "eps")}
-"""(optimizer, setting) pairs that configs of earlier versions may have, although the optimizer ignores the setting."""

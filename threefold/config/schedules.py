@@ -24,7 +24,9 @@ LARGEST_FILE: Final = 16 << 20
 """Size limit of a schedule file in bytes: some two million actions."""
 _ACTION: Final = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 _OVERLAP: Final = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
-_EXAMPLE: Final = "such as 0F2, the forward pass of micro-batch 2 on stage 0"
+FILE_SUFFIX: Final = ".csv"
+SENDS_UNDER_WAY: Final = 4
+"""Maximum number of a rank's sends in flight, if sends are separate operations: two micro-batches' each way."""
 
 
 class Action(NamedTuple):
@@ -47,19 +49,11 @@ Orders = tuple[tuple[Action, ...], ...]
 
 
 class StuckError(ValueError):
-    """Deadlock of a schedule: ranks wait for each other, or for an action that no rank has.
-
-    The first rank that cannot continue waits before `action` for the result `missing`.
-    """
+    """Deadlock of a schedule: the first `rank` that cannot continue waits before `action` for the result `missing`."""
 
     def __init__(self, rank: int, action: Action, missing: Action) -> None:
         super().__init__(f"the schedule never gets to {action}, which needs {missing}")
         self.rank, self.action, self.missing = rank, action, missing
-
-
-def result_of(action: Action) -> Action:
-    """Return the result of an action: `B` and `I` both compute the gradient for the previous stage."""
-    return action._replace(kind="I") if action.kind == "B" else action
 
 
 def stage_count(orders: Sequence[Sequence[Action]]) -> int:
@@ -117,7 +111,7 @@ def in_order(orders: Sequence[Sequence[Action]]) -> Iterator[tuple[int, Action, 
 
 
 def read_schedule_file(path: str) -> Orders:
-    """Read the actions of a CSV file; raise a `UserError` if it is unreadable, or for the first rule that they break."""
+    """Read the actions of a CSV file; raise a `UserError` if it is unreadable, or for the first rule they break."""
     rules = _Rules(shown(path), "line", first=1)
     lines = read_text(Path(path), "the pipeline schedule ", LARGEST_FILE).rstrip().splitlines()
     if not lines:
@@ -128,32 +122,27 @@ def read_schedule_file(path: str) -> Orders:
 
 def write_schedule_file(path: Path, orders: Sequence[Sequence[Action]]) -> None:
     """Write actions as a CSV file; raise a `UserError` if it cannot be written or exists with other actions."""
-    text = "".join(",".join(map(str, order)) + "\n" for order in orders)
+    text, what = "".join(",".join(map(str, order)) + "\n" for order in orders), f"The pipeline schedule {shown(path)}"
     check_schedule_path(path)
     if len(text) > LARGEST_FILE:
         rule = f"would have {len(text):,} bytes and is read up to {LARGEST_FILE:,}; use fewer micro-batches"
-        raise UserError(f"The pipeline schedule {shown(path)} {rule}.")
+        raise UserError(f"{what} {rule}.")
     try:
         if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
-            raise UserError(
-                f"The pipeline schedule {shown(path)} exists already and has other actions; remove it first."
-            )
+            raise UserError(f"{what} exists already and has other actions; remove it first.")
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise UserError(f"The pipeline schedule {shown(path)} cannot be written: {error.strerror or error}.") from None
+        raise UserError(f"{what} cannot be written: {error.strerror or error}.") from None
 
 
 def check_schedule_path(path: Path) -> None:
     """Check that a schedule can be written to a path, before computing it; raise a `UserError` if not."""
+    what = f"The pipeline schedule {shown(path)}"
     if path.suffix.lower() != ".csv":
         use = shown(path.with_suffix(".csv"))
-        raise UserError(
-            f"The pipeline schedule {shown(path)} must end in .csv, as parallel.schedule names it; use {use}."
-        )
+        raise UserError(f"{what} must end in .csv, as parallel.schedule names it; use {use}.")
     if not path.parent.is_dir():
-        raise UserError(
-            f"The pipeline schedule {shown(path)} cannot be written: there is no folder {shown(path.parent)}."
-        )
+        raise UserError(f"{what} cannot be written: there is no folder {shown(path.parent)}.")
 
 
 class _Rules:
@@ -176,8 +165,9 @@ class _Rules:
             for _ in in_order(orders):
                 pass
         except StuckError as stuck:
-            actions = (each for order in orders for each in order)
-            needed = next((each for each in actions if result_of(each) == stuck.missing), stuck.missing)
+            missing, found = stuck.missing, {each for order in orders for each in order}
+            whole = missing._replace(kind="B")  # `B` and `I` both compute the gradient for the previous stage
+            needed = whole if missing.kind == "I" and whole in found else missing
             rule = f"it needs {needed}, which comes later or waits for it; move {needed} before it"
             raise self.error(stuck.rank, f"{stuck.action} can never run, as {rule}") from None
         return orders
@@ -189,8 +179,8 @@ class _Rules:
         word = "".join(map(str, given)) if isinstance(given, tuple) else str(given)
         found = _ACTION.fullmatch(word)
         if found is None:
-            rule = f"must be a stage, one of F, B, I and W, and a micro-batch, {_EXAMPLE}"
-            raise self.error(rank, f"{shown(repr(given))} {rule}")
+            rule = "must be a stage, one of F, B, I and W, and a micro-batch, such as 0F2, the forward pass of "
+            raise self.error(rank, f"{shown(repr(given))} {rule}micro-batch 2 on stage 0")
         action = Action(int(found[1]), found[2], int(found[3]))
         first = self._rank_of.setdefault(action.stage, rank)
         if first != rank:
@@ -223,11 +213,6 @@ class _Rules:
                 if lacking:
                     rule = f"each stage needs F and B (or I and W) of all {micro_batches} micro-batches; add it"
                     raise self.error(self._rank_of[stage], f"{Action(stage, lacking, number)} is missing, and {rule}")
-
-
-FILE_SUFFIX: Final = ".csv"
-SENDS_UNDER_WAY: Final = 4
-"""Maximum number of a rank's sends in flight, if sends are separate operations: two micro-batches' each way."""
 
 
 class Schedule(ABC):
@@ -272,28 +257,7 @@ class Schedule(ABC):
 
     @abstractmethod
     def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float | None:
-        """Return the peak number of micro-batches, over all stages of a rank, whose activations it holds; None for all.
-
-        Micro-batches with deferred weight gradients count in full.
-        """
-
-
-@dataclass(frozen=True)
-class MicroBatchRule:
-    """Numbers of micro-batches that a schedule works with, and the sentence that follows its name where it does not."""
-
-    accepts: Callable[[int, int], bool]
-    sentence: str
-
-
-ANY: Final = MicroBatchRule(lambda pp, count: True, "takes any number of them")
-IN_ROUNDS: Final = MicroBatchRule(
-    lambda pp, count: count % max(1, count // pp) == 0,
-    "runs them in {rounds} equal rounds of at least parallel.pp {pp}",
-)
-TWO_FOR_EACH_RANK: Final = MicroBatchRule(
-    lambda pp, count: count >= 2 * pp, "needs at least 2 for each of the {pp} pipeline ranks"
-)
+        """Return the peak number of micro-batches, over a rank's stages, whose activations it holds; None for all."""
 
 
 @dataclass(frozen=True)
@@ -309,7 +273,7 @@ class TorchSchedule(Schedule):
     torch_class: str
     stages_per_rank: int | None
     shape: Literal["loop", "v"]
-    rule: MicroBatchRule
+    rule: Literal["any", "rounds", "two for each rank"]
     defers_weight_gradients: bool
     passes: Callable[[int, int, int], int] | None
 
@@ -323,10 +287,14 @@ class TorchSchedule(Schedule):
         return tuple(stage % pp for stage in range(pp * stages_per_rank))
 
     def accepts(self, pp: int, micro_batches: int) -> bool:
-        return self.rule.accepts(pp, micro_batches)
+        if self.rule == "rounds":
+            return micro_batches % max(1, micro_batches // pp) == 0
+        return self.rule == "any" or micro_batches >= 2 * pp
 
     def micro_batch_rule(self, pp: int, micro_batches: int) -> str:
-        return self.rule.sentence.format(pp=pp, rounds=micro_batches // pp)
+        if self.rule == "rounds":
+            return f"runs them in {micro_batches // pp} equal rounds of at least parallel.pp {pp}"
+        return f"needs at least 2 for each of the {pp} pipeline ranks"
 
     def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float | None:
         return None if self.passes is None else self.passes(pp, rank, stages_per_rank) / stages_per_rank
@@ -340,27 +308,23 @@ def _warm_up(pp: int, rank: int, stages: int) -> int:
     return pp - rank - 1 + (stages - 1) * pp + 1
 
 
-def _interleaved(pp: int, rank: int, stages: int) -> int:
-    return _warm_up(pp, rank, stages) + pp - rank - 1
-
-
-def _zero_bubble(pp: int, rank: int, stages: int) -> int:
-    return _warm_up(pp, rank, stages) + rank + 1
-
-
-_ROWS: Final = (
+_ROWS: Final[tuple[tuple[Any, ...], ...]] = (
     # name, torch's class, stages per rank, shape, micro-batches, defers weight gradients, peak passes
-    TorchSchedule("1f1b", "Schedule1F1B", 1, "loop", ANY, False, lambda pp, rank, _: pp - rank),
-    TorchSchedule("gpipe", "ScheduleGPipe", 1, "loop", ANY, False, None),
-    TorchSchedule("interleaved", "ScheduleInterleaved1F1B", None, "loop", IN_ROUNDS, False, _interleaved),
-    TorchSchedule("looped-bfs", "ScheduleLoopedBFS", None, "loop", ANY, False, None),
-    TorchSchedule("zero-bubble", "ScheduleInterleavedZeroBubble", None, "loop", IN_ROUNDS, True, _zero_bubble),
-    TorchSchedule("zbv", "ScheduleZBVZeroBubble", 2, "v", ANY, True, lambda pp, rank, _: 2 * pp + 2 * rank + 1),
-    TorchSchedule(
-        "dualpipev", "ScheduleDualPipeV", 2, "v", TWO_FOR_EACH_RANK, True, lambda pp, rank, _: 2 * pp + rank + 2
+    ("1f1b", "Schedule1F1B", 1, "loop", "any", False, lambda pp, rank, _: pp - rank),
+    ("gpipe", "ScheduleGPipe", 1, "loop", "any", False, None),
+    (
+        *("interleaved", "ScheduleInterleaved1F1B", None, "loop", "rounds", False),
+        lambda pp, rank, stages: _warm_up(pp, rank, stages) + pp - rank - 1,
     ),
+    ("looped-bfs", "ScheduleLoopedBFS", None, "loop", "any", False, None),
+    (
+        *("zero-bubble", "ScheduleInterleavedZeroBubble", None, "loop", "rounds", True),
+        lambda pp, rank, stages: _warm_up(pp, rank, stages) + rank + 1,
+    ),
+    ("zbv", "ScheduleZBVZeroBubble", 2, "v", "any", True, lambda pp, rank, _: 2 * pp + 2 * rank + 1),
+    ("dualpipev", "ScheduleDualPipeV", 2, "v", "two for each rank", True, lambda pp, rank, _: 2 * pp + rank + 2),
 )
-SCHEDULES: Final = {row.name: row for row in _ROWS}
+SCHEDULES: Final = {row[0]: TorchSchedule(*row) for row in _ROWS}
 """Name in `parallel.schedule` → schedule; the first is the default."""
 
 
@@ -379,7 +343,7 @@ class FileSchedule(OwnSchedule):
         self.name, self._orders = path, orders
         self.ranks = len(orders)
         self.micro_batches = 1 + max(action.micro_batch for order in orders for action in order)
-        self.stages_per_rank = _most_stages(orders)
+        self.stages_per_rank = max(map(_stage_count_of, orders))
         self.defers_weight_gradients = _defers(orders)
 
     def orders(self, pp: int, micro_batches: int) -> Orders:
@@ -395,7 +359,7 @@ class FileSchedule(OwnSchedule):
         return f"has actions for {self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
 
     def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float | None:
-        return _most_held(self._orders[rank]) / len(_stages_of(self._orders[rank]))
+        return _most_held(self._orders[rank]) / _stage_count_of(self._orders[rank])
 
 
 class PythonSchedule(OwnSchedule):
@@ -448,7 +412,7 @@ class PythonSchedule(OwnSchedule):
         if found is None:
             return None
         held = _most_held(found[rank])
-        return None if held == sum(each.kind == "F" for each in found[rank]) else held / len(_stages_of(found[rank]))
+        return None if held == sum(each.kind == "F" for each in found[rank]) else held / _stage_count_of(found[rank])
 
     @cached_property
     def _any_example(self) -> Orders:
@@ -466,7 +430,7 @@ class PythonSchedule(OwnSchedule):
 
     @property
     def stages_per_rank(self) -> int:  # type: ignore[override]
-        return _most_stages(self._any_example)
+        return max(map(_stage_count_of, self._any_example))
 
     @property
     def defers_weight_gradients(self) -> bool:  # type: ignore[override]
@@ -495,10 +459,6 @@ def _ranks_of_stages(orders: Orders) -> tuple[int, ...]:
     return tuple(at[stage] for stage in range(stage_count(orders)))
 
 
-def _most_stages(orders: Orders) -> int:
-    return max(len(_stages_of(order)) for order in orders)
-
-
 def _defers(orders: Orders) -> bool:
     return any(action.kind in "IW" for order in orders for action in order)
 
@@ -512,8 +472,8 @@ def _most_held(order: Sequence[Action]) -> int:
     return most
 
 
-def _stages_of(order: Sequence[tuple[int, str, int]]) -> set[int]:
-    return {stage for stage, _, _ in order}
+def _stage_count_of(order: Sequence[Action]) -> int:
+    return len({action.stage for action in order})
 
 
 def is_python_schedule(name: str) -> bool:
@@ -527,10 +487,7 @@ def is_own_schedule(name: str) -> bool:
 
 
 def schedule_name(given: str) -> str:
-    """Return the name in `SCHEDULES` for a name or torch class, in any case; paths of custom schedules are unchanged.
-
-    Raise a `ValueError` that lists the known ones for any other name.
-    """
+    """Return the name in `SCHEDULES` for a name or torch class, in any case, or the path of a custom schedule."""
     if is_own_schedule(given):
         return given
     wanted = given.lower().removeprefix("schedule")
@@ -543,7 +500,7 @@ def schedule_name(given: str) -> str:
 
 
 def find_schedule(name: str) -> Schedule:
-    """Return the schedule that `parallel.schedule` names; raise a `UserError` for a bad file or function of your own."""
+    """Return the schedule that `parallel.schedule` names; raise a `UserError` for a bad file or function."""
     if is_python_schedule(name):
         return _of_python(name, load_path(name, "parallel.schedule"))
     if is_own_schedule(name):

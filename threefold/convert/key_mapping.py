@@ -42,10 +42,7 @@ def alike(section: str, kind: Callable[[Any], Any], names: str, default: Any = N
 
 
 class Unmapped(NamedTuple):
-    """Foreign setting without an exact counterpart, reported to the user with its replacement or why there is none.
-
-    It is `unsupported` if it is unknown, or if leaving it out changes the training.
-    """
+    """Foreign setting without an exact counterpart; `unsupported` if unknown, or if leaving it out matters."""
 
     key: str
     value: Any
@@ -141,7 +138,6 @@ class KeyMapping:
             self.note(key, chunks, "several stages per rank need pp > 1")
 
     def take_sequence_parallel(self, key: str) -> None:
-        """Set sequence parallelism if `key` is true and there is tensor parallelism."""
         if self.take(key, switch, False):
             if self.settings["parallel.tp"] > 1:
                 self.put("parallel.sequence_parallel", True)
@@ -149,16 +145,12 @@ class KeyMapping:
                 self.note(key, True, "sequence parallelism needs tp > 1")
 
     def leave_rows(self, table: Iterable[Same], reason: str, unsupported: bool) -> None:
-        """Add a note for each foreign setting of a table that is left."""
         for row in table:
             if row.theirs in self.given:
                 self.note(row.theirs, self.given.pop(row.theirs), reason, unsupported)
 
     def leave(self, reasons: Mapping[str, str], unsupported: Mapping[str, str] | None = None) -> None:
-        """Add a note for every remaining setting, with the reason whose patterns match it first.
-
-        Those of `reasons` need no counterpart; those of `unsupported` change the training and have none.
-        """
+        """Add a note for every remaining setting, with the reason whose patterns match it first."""
 
         def reason_of(key: str, table: Mapping[str, str]) -> str:
             found = (why for why, patterns in table.items() if any(fnmatchcase(key, each) for each in patterns.split()))
@@ -182,21 +174,18 @@ def shortened(text: str, longest: int = 200) -> str:
 
 
 def whole(value: Any) -> int:
-    """Convert to a whole number."""
     if number(value, "a whole number") % 1:
         raise ValueError("a whole number")
     return int(float(value)) if not isinstance(value, int) else value
 
 
 def count(value: Any) -> int:
-    """Convert to a whole number above 0."""
     if (result := whole(value)) < 1:
         raise ValueError("at least 1")
     return result
 
 
 def number(value: Any, what: str = "a number") -> float:
-    """Convert to a finite number."""
     try:
         result = nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -207,7 +196,6 @@ def number(value: Any, what: str = "a number") -> float:
 
 
 def switch(value: Any) -> bool:
-    """Convert to true or false."""
     if isinstance(value, bool):
         return value
     if str(value).lower() in ("true", "false"):
@@ -216,19 +204,16 @@ def switch(value: Any) -> bool:
 
 
 def text(value: Any) -> str:
-    """Convert text or a number to text."""
     if isinstance(value, list | dict):
         raise ValueError("text")
     return str(value)
 
 
 def texts(value: Any) -> list[str]:
-    """Convert one text or several to a list."""
     return [str(part) for part in value] if isinstance(value, list) else [text(value)]
 
 
 def anything(value: Any) -> Any:
-    """Return the value unchanged."""
     return value
 
 

@@ -68,7 +68,6 @@ def _shown(text: bytes) -> str:
 
 
 def line_of(node: "Node") -> int:
-    """Return the line of a node, counted from 1."""
     return node.start_point[0] + 1
 
 
@@ -103,7 +102,6 @@ def _mistake(root: "Node") -> tuple[int, str]:
 
 
 def _nodes(node: "Node") -> Iterator["Node"]:
-    """Yield a node and all nodes below it, in order."""
     waiting = [node]
     while waiting:
         node = waiting.pop()
@@ -142,10 +140,7 @@ class Scope:
 
 
 class Expander:
-    """Expansion of shell words with the variables of a script.
-
-    Unset variables are `empty`, as in a test, or stay as written, as `$NAME`.
-    """
+    """Expansion of words with the variables of a script; unset ones are `empty`, as in a test, or stay as written."""
 
     def __init__(self, scope: Scope, empty: bool = False) -> None:
         self._scope, self._empty = scope, empty

@@ -55,7 +55,7 @@ def fallbacks_of(config: Config) -> tuple[Fallback, ...]:
     """
     if not config.parallel.fallbacks:
         return ()
-    batch, found = batch_sizes(config, largest=1).global_batch_size, []
+    batch, found = batch_sizes(config, largest=1)["global_batch_size"], []
     for text in config.parallel.fallbacks:
         with naming_fallback(config, text):
             spec = parse(text)

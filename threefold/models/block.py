@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from threefold.config.model import FAMILIES, OWN, ModelConfig
 from threefold.errors import UserError
@@ -90,12 +90,8 @@ class UnknownBlock(UserError):
     """Block for which the planner has no formulas."""
 
 
-_PER_MULTIPLY_ADD: Final = 6
-"""Two operations each in the forward pass, the gradient of the input, and the gradient of the weight."""
-
-
 class ModelDescription:
-    """Weights of each layer, in order, and blocks of a model, made from its resolved config and the tokens of a sample."""
+    """Weights of each layer, in order, and blocks of a model, from its resolved config and the tokens of a sample."""
 
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         self.plan = model_plan(config, sequence_length)
@@ -104,10 +100,7 @@ class ModelDescription:
 
     @cached_property
     def blocks(self) -> tuple[BlockShape, ...]:
-        """Layers between the first and the last; raises `UnknownBlock` for one that the planner has no formulas for.
-
-        Blocks with equal descriptions cost the same.
-        """
+        """Layers between the first and the last; raises `UnknownBlock` for one that the planner has no formulas for."""
         return tuple(self._described(layer, number) for number, layer in enumerate(self.plan.layers[1:-1]))
 
     @cached_property
@@ -121,7 +114,8 @@ class ModelDescription:
             heads = sum(rule.heads for rule in self._rules(layer) if isinstance(rule, sharding.AttentionCore))
             keys = (weight.parts["key"] for weight in self.weights[layer] if "key" in weight.parts)
             counted += 2 * heads * next(keys, self._config.head_dim) * seen
-        return float(_PER_MULTIPLY_ADD * counted)
+        # Two operations each in the forward pass, the gradient of the input, and the gradient of the weight.
+        return float(6 * counted)
 
     @cached_property
     def _model(self) -> "nn.Module":
@@ -131,7 +125,6 @@ class ModelDescription:
             return make_model(self._config)
 
     def _weights_of(self, layer: str) -> list[WeightShape]:
-        """Return the parameters of a layer in order, from the family's shapes or a model on the meta device."""
         shapes = family_of(self._config).layer_shapes(self._config, layer)
         if shapes is None:
             named = self._model.get_submodule(layer).named_parameters()
@@ -146,7 +139,6 @@ class ModelDescription:
         return found
 
     def _rules(self, layer: str) -> list[sharding.Split]:
-        """Return the rules of the modules in a layer."""
         depth = layer.count(".") + 1
         heads = {pattern: ".".join(pattern.split(".")[:depth]) for pattern in self.plan.split}
         return [
@@ -200,7 +192,6 @@ class ModelDescription:
         return isinstance(self._model.get_submodule(name), nn.LayerNorm)
 
     def _require_known(self, layer: str, roles: dict[str, list[WeightShape]], cores: int) -> None:
-        """Raise UnknownBlock unless the weights are those of attention and a feed-forward network or experts."""
         experts, networks = len(roles["experts"]), len(roles["up"])
         allowed = {"output of attention": 1, "up": 1, "down": networks, "experts": 2, "norm": 2}
         allowed |= dict.fromkeys(("router", "gate of the shared expert"), experts // 2)
@@ -225,13 +216,10 @@ class ModelDescription:
 
 
 def _role(weight: WeightShape) -> str:
-    """Return the role of a weight in its block, from its rule and its shape; "unknown" if there is none."""
+    """Return the role of a weight in its block, from its rule and its shape."""
     rule, parts, dims = weight.split, weight.parts, len(weight.shape)
-    if (
-        dims == 1
-        and weight.own_name == "bias"
-        and isinstance(rule, sharding.Column | sharding.Row | sharding.Replicated)
-    ):
+    shared_bias = isinstance(rule, sharding.Column | sharding.Row | sharding.Replicated)
+    if dims == 1 and weight.own_name == "bias" and shared_bias:
         return "bias"
     if dims == 1 and weight.own_name == "weight" and isinstance(rule, sharding.Replicated | sharding.PerHead):
         return "norm of heads" if isinstance(rule, sharding.PerHead) else "norm"
@@ -261,10 +249,7 @@ def _remembered(family: str, settings: str, sequence_length: int) -> ModelDescri
 
 
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
-    """Return the FLOPs of a training step per token; None for a user's own model, whose operations are not known.
-
-    Does not import torch for a family that declares its shapes.
-    """
+    """Return the FLOPs of a training step per token; None for a user's own model, whose operations are not known."""
     if config.architecture == OWN:
         return None
     return describe_model(config, sequence_length).flops_per_token

@@ -48,31 +48,24 @@ class Family:
             resolve_name(part)
 
     def make_plan(self, config: ModelConfig, sequence_length: int) -> "ModelPlan":
-        made: ModelPlan = resolve_name(self.plan)(config, sequence_length)
-        return made
+        return resolve_name(self.plan)(config, sequence_length)
 
     def layer_shapes(self, config: ModelConfig, layer: str) -> Shapes | None:
         """Return the shapes of a layer's parameters, without torch; None if the family does not declare them."""
-        if self.shapes is None:
-            return None
-        found: Shapes = resolve_name(self.shapes)(config, layer)
-        return found
+        return None if self.shapes is None else resolve_name(self.shapes)(config, layer)
 
     def huggingface_types(self) -> "tuple[HuggingFaceType, ...]":
         """Return the kinds of Hugging Face models that the family can be imported from and exported to."""
-        types: tuple[HuggingFaceType, ...] = resolve_name(self.huggingface) if self.huggingface else ()
-        return types
+        return resolve_name(self.huggingface) if self.huggingface else ()
 
 
 def family_of(config: ModelConfig) -> Family:
-    found: Family = FAMILIES.load(config.architecture)
-    return found
+    return FAMILIES.load(config.architecture)
 
 
 def make_model(config: ModelConfig) -> "Decoder":
     """Create the unsharded, single-device model of a resolved config (no field is None)."""
-    made: Decoder = resolve_name(family_of(config).model)(config)
-    return made
+    return resolve_name(family_of(config).model)(config)
 
 
 def model_plan(config: ModelConfig, sequence_length: int) -> "ModelPlan":

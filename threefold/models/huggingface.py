@@ -18,8 +18,6 @@ Shapes = Mapping[str, tuple[int, ...]]
 MOST_LAYERS: Final = 100_000
 LARGEST_SIZE: Final = 1 << 30
 """Limit of a width, a vocabulary or positions: far above any model's, and a product of two is still exact."""
-_LARGEST_NUMBER: Final = 1e30
-
 _HARMLESS: Final = """
 _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention architectures attn_implementation
 auto_map bad_words_ids begin_suppress_tokens bos_token_id chunk_size_feed_forward cross_attention_hidden_size
@@ -68,7 +66,7 @@ class ConfigJson:
         """Return the value if it is a finite number, else raise UserError."""
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.problem(f"{key} is {shortened(repr(value))}, which is not a number")
-        if abs(value) > _LARGEST_NUMBER or value != value:
+        if abs(value) > 1e30 or value != value:
             raise self.problem(f"{key} is {shortened(str(value))}, which is not a number of a model")
         return value
 
@@ -143,7 +141,6 @@ _METHODS: dict[str, tuple[tuple[str, str], ...]] = {
     ),
 }
 """Our setting and the key of config.json for each value of a scaling method."""
-_WHOLE = "rope_original_positions"
 _NUMBERS = {key for names in _METHODS.values() for _, key in names} | {"rope_theta", "mscale", "mscale_all_dim"}
 
 
@@ -203,7 +200,7 @@ def _scaling(keys: ConfigJson, method: str, given: dict[str, Any], positions: in
         read.setdefault("rope_attention_factor", default)
         read["rope_beta_fast"] = read.get("rope_beta_fast") or 32
         read["rope_beta_slow"] = read.get("rope_beta_slow") or 1
-    return {name: int(value) if name == _WHOLE else float(value) for name, value in read.items()}
+    return {name: int(value) if name == "rope_original_positions" else float(value) for name, value in read.items()}
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:
@@ -218,7 +215,6 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
 
 
 def _plain(spelled: dict[str, Any]) -> dict[str, Any]:
-    """Return a spelling without the keys that only one of the two has."""
     kept = {key: value for key, value in spelled.items() if key not in ("rope_theta", "type", "rope_type")}
     return {**kept, "rope_type": spelled.get("rope_type", spelled.get("type", "default"))}
 
@@ -322,18 +318,11 @@ class HuggingFaceType(ABC):
     def rearranged(
         self, name: str, in_block: str, block: str, model: Any, shapes: Shapes, present: Collection[str]
     ) -> list[WeightMap]:
-        """Map a parameter of a block that the files do not hold unchanged.
-
-        `block` is the prefix of the names of the block's tensors; `present` are the names in the files, empty when
-        writing.
-        """
+        """Map a parameter of a block that the files do not hold unchanged; `present` is empty when writing."""
         raise ValueError(f"{type(self).__name__} has no tensor for {name}")
 
     def weights(self, model: ModelConfig, shapes: Shapes, present: Collection[str] = ()) -> list[WeightMap]:
-        """Map every parameter, in the order of the layers.
-
-        `present` are the names in the files, which determine how experts are stored: one by one if it is empty.
-        """
+        """Map every parameter, in the order of the layers; experts are stored one by one if `present` is empty."""
         maps: list[WeightMap] = []
         for name in shapes:
             if name in self.names.outside:
@@ -346,7 +335,3 @@ class HuggingFaceType(ABC):
             else:
                 maps += self.rearranged(name, in_block, block, model, shapes, present)
         return maps
-
-
-def yaml_word(value: bool) -> str:
-    return str(value).lower()

@@ -63,11 +63,7 @@ class CountedLoss:
 
 
 def count_terms(loss: LossFunction, batch: Any, samples: int) -> dict[str, float]:
-    """Return the count of each term of a loss in a replica's batch, by name.
-
-    Raises UserError if the loss's `counts(batch)` does not return numbers by name; without one, the count is that of
-    the samples.
-    """
+    """Return the count of each term of a loss in a replica's batch; without `counts(batch)`, that of the samples."""
     counts = getattr(loss, "counts", None)
     if counts is None:
         return {LOSS: float(samples)}
@@ -131,10 +127,7 @@ class TermSums:
         self.weighted: dict[str, list[Tensor]] = {}
 
     def __call__(self, output: Any, batch: Any, samples: int) -> Tensor:
-        """Return this micro-batch's part of the mean loss of the global batch: a scalar of fp32 at least.
-
-        Raises UserError if the loss is neither a scalar nor terms with the names that it counts.
-        """
+        """Return this micro-batch's part of the mean loss of the global batch: a scalar of fp32 at least."""
         parts = []
         for name, term in self._terms(self.loss(output, batch), samples).items():
             weighted, count = term.sum * term.weight, self.counts[name]

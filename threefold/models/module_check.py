@@ -13,9 +13,6 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from threefold.errors import UserError
 from threefold.torch_private.tensors import has_gradient_hooks, has_module_hooks, storage_key
 
-_MOST_ELEMENTS = 1 << 26
-"""Elements of shared memory up to which two parameters are compared; above, they are assumed to overlap."""
-
 OF_MODULES = frozenset(vars(nn.Module()))
 """Attributes of every module, including its parameters, buffers, submodules and hooks."""
 
@@ -166,7 +163,7 @@ def _share_elements(one: Tensor, other: Tensor) -> bool:
     (first, until), (begin, end) = ends
     if max(first, begin) > min(until, end):
         return False
-    if max(until, end) >= _MOST_ELEMENTS or one.dtype != other.dtype:
+    if max(until, end) >= 1 << 26 or one.dtype != other.dtype:  # not compared, as it takes memory
         return True
     used = torch.zeros(max(until, end) + 1, dtype=torch.bool, device="cpu")
     used.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
@@ -179,8 +176,6 @@ def _shown(name: str) -> str:
 
 _OWN_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_WITH_DROPOUT = (nn.MultiheadAttention, nn.RNN, nn.LSTM, nn.GRU)
-_DRAWING = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 _LOOK_UPS = (nn.Embedding, nn.EmbeddingBag)
 _SPECTRAL_NORM = "_SpectralNorm"
 
@@ -188,50 +183,45 @@ _SPECTRAL_NORM = "_SpectralNorm"
 def refuse_layout_dependent(modules: Mapping[str, nn.Module]) -> None:
     """Raise UserError if the result of a torch module depends on the layout, and name a replacement."""
     for name, module in modules.items():
-        for found in _layout_dependent(name, module):
-            raise UserError(found)
-
-
-def _layout_dependent(name: str, module: nn.Module) -> Iterator[str]:
-    kind = type(module).__name__
-    if isinstance(module, _OWN_STATISTICS):
-        yield (
-            f"{name!r} is a {kind}, whose statistics are those of the samples of its own rank and micro-batch, so "
-            "that the layout would change the result; use a LayerNorm or GroupNorm."
-        )
-    if isinstance(module, _DROPOUTS) and module.p > 0:
-        yield (
-            f"{name!r} is {kind}(p={module.p:g}), which draws from torch's generator, so that the layout "
-            f"would change the dropped elements; use threefold.Dropout({module.p:g}, {name!r}), called with the "
-            "activation and samples.keys, samples being a parameter of the layer's forward."
-        )
-    if isinstance(module, _WITH_DROPOUT) and module.dropout > 0:
-        yield (
-            f"{name!r} is {kind}(dropout={module.dropout:g}), which draws from torch's generator, so that "
-            "the layout would change the dropped elements; use dropout=0, with a threefold.Dropout after it."
-        )
-    if isinstance(module, _DRAWING):
-        yield (
-            f"{name!r} is {kind}(), which draws from torch's generator, so that the layout would change the "
-            "result; use a layer that draws nothing."
-        )
-    if isinstance(module, _LOOK_UPS) and module.max_norm is not None:
-        yield (
-            f"{name!r} is {kind}(max_norm={module.max_norm:g}), which changes the rows that a rank looks up in "
-            "its forward pass, so that the replicas' weights would part; use max_norm=None and normalize what it "
-            "returns."
-        )
-    if isinstance(module, _LOOK_UPS) and module.scale_grad_by_freq:
-        yield (
-            f"{name!r} is {kind}(scale_grad_by_freq=True), which counts the samples of its own rank and micro-batch, "
-            "so that the layout would change the gradient; use scale_grad_by_freq=False."
-        )
-    if kind == _SPECTRAL_NORM or _has_spectral_norm_hook(module):
-        owner = name.partition(".parametrizations.")[0]
-        yield (
-            f"{owner!r} has spectral_norm, which estimates the norm anew in each forward pass, so that the number "
-            "of micro-batches and the layout would change the result; use weight_norm, or none."
-        )
+        kind = type(module).__name__
+        if isinstance(module, _OWN_STATISTICS):
+            raise UserError(
+                f"{name!r} is a {kind}, whose statistics are those of the samples of its own rank and micro-batch, so "
+                "that the layout would change the result; use a LayerNorm or GroupNorm."
+            )
+        if isinstance(module, _DROPOUTS) and module.p > 0:
+            raise UserError(
+                f"{name!r} is {kind}(p={module.p:g}), which draws from torch's generator, so that the layout "
+                f"would change the dropped elements; use threefold.Dropout({module.p:g}, {name!r}), called with the "
+                "activation and samples.keys, samples being a parameter of the layer's forward."
+            )
+        if isinstance(module, nn.MultiheadAttention | nn.RNN | nn.LSTM | nn.GRU) and module.dropout > 0:
+            raise UserError(
+                f"{name!r} is {kind}(dropout={module.dropout:g}), which draws from torch's generator, so that "
+                "the layout would change the dropped elements; use dropout=0, with a threefold.Dropout after it."
+            )
+        if isinstance(module, nn.RReLU | nn.FractionalMaxPool2d | nn.FractionalMaxPool3d):
+            raise UserError(
+                f"{name!r} is {kind}(), which draws from torch's generator, so that the layout would change the "
+                "result; use a layer that draws nothing."
+            )
+        if isinstance(module, _LOOK_UPS) and module.max_norm is not None:
+            raise UserError(
+                f"{name!r} is {kind}(max_norm={module.max_norm:g}), which changes the rows that a rank looks up in "
+                "its forward pass, so that the replicas' weights would part; use max_norm=None and normalize what it "
+                "returns."
+            )
+        if isinstance(module, _LOOK_UPS) and module.scale_grad_by_freq:
+            raise UserError(
+                f"{name!r} is {kind}(scale_grad_by_freq=True), which counts the samples of its own rank and "
+                "micro-batch, so that the layout would change the gradient; use scale_grad_by_freq=False."
+            )
+        if kind == _SPECTRAL_NORM or _has_spectral_norm_hook(module):
+            owner = name.partition(".parametrizations.")[0]
+            raise UserError(
+                f"{owner!r} has spectral_norm, which estimates the norm anew in each forward pass, so that the number "
+                "of micro-batches and the layout would change the result; use weight_norm, or none."
+            )
 
 
 def _has_spectral_norm_hook(module: nn.Module) -> bool:
@@ -243,7 +233,6 @@ def _has_spectral_norm_hook(module: nn.Module) -> bool:
 
 _OF_SIZES = re.compile(r"size|shape|dimension|number of elements|channels|normalized_shape", re.IGNORECASE)
 _IN_PLACE = re.compile(r"modified by an inplace operation.*?which is output \d+ of (?:As\w+Backward\d*|(\w+))")
-_VIEW_IN_PLACE = "is a view and is being modified inplace"
 _ON_META = re.compile(r"\bmeta\b", re.IGNORECASE)
 
 
@@ -299,7 +288,7 @@ def _sentence(error: BaseException, module: str, tp: int) -> str | None:
             f"A forward pass changes {result} in place, which its backward pass needs as it was; use an operation "
             "without a trailing underscore there, such as y = y + 1 instead of y.add_(1)."
         )
-    if _VIEW_IN_PLACE in text:
+    if "is a view and is being modified inplace" in text:
         return (
             f"In {where} an input is changed in place, which sharded weights (parallel.zero) do not allow; use an "
             "operation without a trailing underscore there, such as y = y + 1 instead of y.add_(1) or y += 1."

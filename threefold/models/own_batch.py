@@ -12,6 +12,7 @@ with floats cast to the dtype that the model computes in. The loss receives the 
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,7 +32,7 @@ class LayerInputs(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerSignature:
-    """Parameters of a layer's `forward`: those passed by name, those without a default, and whether it has `samples`."""
+    """Parameters of a layer's `forward` by name, those without a default, and whether there is one named `samples`."""
 
     layer: str
     names: tuple[str, ...]
@@ -55,10 +56,7 @@ class LayerSignature:
         return len(self.names) == 1 and not self.takes_samples
 
     def inputs_of(self, batch: Any, dtype: torch.dtype) -> LayerInputs:
-        """Return the inputs of the model's first layer, with the floats of the batch in `dtype`.
-
-        Raises UserError if the batch lacks an entry that a parameter names.
-        """
+        """Return the inputs of the model's first layer, with the floats of the batch in `dtype`."""
 
         def convert(path: str, tensor: Tensor) -> Tensor:
             return tensor.to(dtype) if tensor.is_floating_point() else tensor
@@ -98,10 +96,7 @@ def forward_layer(layer: nn.Module, signature: LayerSignature, inputs: LayerInpu
 
 
 def inputs_from(output: Any, layer: str) -> LayerInputs:
-    """Return the inputs of the layer after `layer`, whose output is a tensor or a tuple of positional arguments.
-
-    Raises UserError if the output is neither.
-    """
+    """Return the inputs of the layer after `layer`, whose output is a tensor or a tuple of positional arguments."""
     tensors = (output,) if isinstance(output, Tensor) else output
     if not isinstance(tensors, tuple | list) or not all(isinstance(each, Tensor) for each in tensors):
         held = ""
@@ -149,11 +144,8 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
             f"{below or parts} samples."
         )
     each = size // parts
-
-    def part(start: int) -> Any:
-        return map_tensors(batch, lambda tensor: tensor[start : start + each])
-
-    return [part(start) for start in range(0, size, each)]
+    cuts = (slice(start, start + each) for start in range(0, size, each))
+    return [map_tensors(batch, itemgetter(cut)) for cut in cuts]
 
 
 def batch_shapes(batch: Any) -> tuple[Any, ...]:

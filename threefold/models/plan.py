@@ -1,6 +1,6 @@
 """Sharding plans: the short form `Plan` for a user's own model, completed from the model; and that of a `Decoder`."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -25,10 +25,6 @@ from threefold.models.sharding import (
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-
-_LOOK_UP = 16
-"""Parameters of a lookup table that cost as much as one multiply-add, for its gradient and memory traffic."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +99,24 @@ class Plan:
         check_modules(model)
         modules = dict(model.named_modules(remove_duplicate=False))
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        _refuse_running_statistics(modules)
+        for name, module in modules.items():
+            if getattr(module, "track_running_stats", False):  # BatchNorm, InstanceNorm
+                raise UserError(
+                    f"{name!r} is a {type(module).__name__}, which keeps statistics of the samples of its own rank, so "
+                    "that the layout would change the result; use a LayerNorm or GroupNorm."
+                )
         layers, stacked = self._expanded(modules)
         buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
         split, bare = self._rules(modules, parameters, buffers)
-        for what, patterns, names in (
-            ("shard", split, (*modules, *parameters, *buffers)),
-            ("initial", self.initial, parameters),
-            ("costs", self.costs, layers),
+        for what, patterns, names, kind in (
+            ("shard", split, (*modules, *parameters, *buffers), "module or parameter"),
+            ("initial", self.initial, parameters, "parameter"),
+            ("costs", self.costs, layers, "layer"),
         ):
-            _require_use(what, patterns, names)
+            for pattern in patterns:
+                if not any(name and matches(name, pattern) for name in names):
+                    near = nearest(pattern, names)
+                    raise UserError(f"{what} has {pattern!r}, which no {kind} of the model has for a name{near}.")
         ties = self._ties(parameters)
         return ModelPlan(
             split=split,
@@ -128,7 +132,6 @@ class Plan:
         )
 
     def _expanded(self, modules: "Mapping[str, nn.Module]") -> tuple[tuple[str, ...], list[str]]:
-        """Return the names of the layers, and of those among them that a pattern matches."""
         names: list[str] = []
         stacked: list[str] = []
         for pattern in self.layers:
@@ -174,10 +177,18 @@ class Plan:
         return split, bare
 
     def _cost(self, layer: str, modules: "Mapping[str, nn.Module]") -> float:
+        """Return the given cost, or the multiply-adds per token, as far as the layer's weights determine them."""
+        from torch import nn
+
         for pattern, cost in self.costs.items():
             if matches(layer, pattern):
                 return float(cost)
-        return _multiply_adds(modules[layer]) if layer in modules else 0.0
+        total = 0.0
+        for module in modules[layer].modules() if layer in modules else ():
+            size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
+            # A look-up costs a multiply-add for 16 parameters, for its gradient and memory traffic.
+            total += size / 16 if isinstance(module, nn.Embedding) else size
+        return total
 
     def _ties(self, parameters: "Mapping[str, nn.Parameter]") -> dict[str, str]:
         """Map each further name of a parameter to the name that it is stored under."""
@@ -205,26 +216,6 @@ def is_norm(module: "nn.Module") -> bool:
     return isinstance(module, nn.LayerNorm | nn.RMSNorm | nn.GroupNorm)
 
 
-def _multiply_adds(layer: "nn.Module") -> float:
-    """Return a layer's multiply-adds per token, as far as its weights determine them."""
-    from torch import nn
-
-    total = 0.0
-    for module in layer.modules():
-        size = sum(parameter.numel() for parameter in module.parameters(recurse=False))
-        total += size / _LOOK_UP if isinstance(module, nn.Embedding) else size
-    return total
-
-
-def _refuse_running_statistics(modules: "Mapping[str, nn.Module]") -> None:
-    for name, module in modules.items():
-        if getattr(module, "track_running_stats", False):  # BatchNorm, InstanceNorm
-            raise UserError(
-                f"{name!r} is a {type(module).__name__}, which keeps statistics of the samples of its own rank, so "
-                "that the layout would change the result; use a LayerNorm or GroupNorm."
-            )
-
-
 def _frozen(parameters: "Mapping[str, nn.Parameter]", ties: Mapping[str, str]) -> frozenset[str]:
     """Return the untrained parameters; raise UserError if all are, or if only some names of a tied weight are."""
     frozen = frozenset(name for name, parameter in parameters.items() if not parameter.requires_grad)
@@ -241,7 +232,6 @@ def _frozen(parameters: "Mapping[str, nn.Parameter]", ties: Mapping[str, str]) -
 
 
 def _require_none(left: Sequence[str], split: Iterable[str], modules: "Mapping[str, nn.Module]") -> None:
-    """Raise UserError if parameters are `left` without a rule."""
     if not left:
         return
     found = list(dict.fromkeys(_named(name, modules) for name in left))
@@ -257,14 +247,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message that names the nearest of the known names; empty if none is near."""
     close = get_close_matches(name, [each for each in known if each], n=1)
     return f"; the nearest is {close[0]!r}" if close else ""
-
-
-def _require_use(what: str, patterns: Iterable[str], names: Collection[str]) -> None:
-    for pattern in patterns:
-        if not any(name and matches(name, pattern) for name in names):
-            kind = {"shard": "module or parameter", "initial": "parameter", "costs": "layer"}[what]
-            near = nearest(pattern, names)
-            raise UserError(f"{what} has {pattern!r}, which no {kind} of the model has for a name{near}.")
 
 
 def _named(parameter: str, modules: "Mapping[str, nn.Module]") -> str:
@@ -302,11 +284,7 @@ def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: S
 
 
 def initial_values(name: str, config: ModelConfig) -> Initial:
-    """Return the initial values of a weight, as in GPT-2.
-
-    Weights follow N(0, range²), scaled by 1/√(2·layers) if the output is added to the residual stream; biases are 0,
-    and the weights of norms 1.
-    """
+    """Return GPT-2's initial values of a weight: less by 1/√(2·layers) if its output joins the residual stream."""
     if name.endswith(".bias"):
         return Constant(0.0)
     if fnmatchcase(name, "*norm.weight"):

@@ -111,10 +111,7 @@ def is_of_torch(module: nn.Module) -> bool:
 
 
 def _opaque(model: nn.Module) -> Iterator[str]:
-    """Yield the prefixes of names inside torch modules with their own parameters, such as `nn.MultiheadAttention`.
-
-    Such modules compute with their submodules' weights directly.
-    """
+    """Yield the prefixes of names inside torch modules that use these weights directly, as in `nn.MultiheadAttention`."""
     for name, module in model.named_modules():
         if name and is_of_torch(module) and any(True for _ in module.parameters(recurse=False)):
             yield name + "."

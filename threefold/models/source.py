@@ -145,7 +145,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
-        """Return a function that makes the model of a resolved config, and its sharding plan; raise UserError if none."""
+        """Return a function that makes the model of a resolved config, and its sharding plan, or raise UserError."""
 
     def describe(self, config: Config) -> str:
         """Return the name of the model for output."""
@@ -208,10 +208,7 @@ class FileSource(ModelSource):
         return self.load_section(config.model)
 
     def load_section(self, config: ModelConfig) -> tuple[MakeModel, ModelPlan]:
-        """Load the model of a `model` section: a function that makes it, and its sharding plan.
-
-        Raises UserError if the file cannot be imported or lacks a function, or if a function returns the wrong type.
-        """
+        """Load the model of a `model` section: a function that makes it, and its sharding plan."""
         module = self._import()
         factory, plan = self._parts(module)
         make = partial(self._make, factory, config)
@@ -263,23 +260,19 @@ class FileSource(ModelSource):
                 )
             return cast(Callable[..., Any], named), plan
         if not self.name and not hasattr(module, "make_model"):
-            return self._only_class(module)
+            kinds = [kind for kind in vars(module).values() if _is_model_class(kind)]
+            own = [kind for kind in kinds if kind.__module__ == module.__name__]
+            planned = [kind for kind in own if getattr(kind, "plan", None) is not None]
+            if len(planned) == 1:
+                return planned[0], planned[0].plan
+            if own:
+                raise UserError(
+                    f"{self.path.name} has no function make_model; it needs make_model(config), which returns the "
+                    f"model, or name the model's class, as in {self.path.name}:{(planned or own)[-1].__name__}."
+                )
         make = self._function(module, "make_model")
         plan = getattr(module, self.name or "plan", None)
         return make, plan if isinstance(plan, Plan | ModelPlan) else self._function(module, self.name or "plan")
-
-    def _only_class(self, module: ModuleType) -> tuple[Callable[..., Any], Any]:
-        own = [kind for kind in vars(module).values() if _is_model_class(kind) and kind.__module__ == module.__name__]
-        planned = [kind for kind in own if getattr(kind, "plan", None) is not None]
-        if len(planned) == 1:
-            return planned[0], planned[0].plan
-        if not own:
-            return self._function(module, "make_model"), None
-        example = (planned or own)[-1].__name__
-        raise UserError(
-            f"{self.path.name} has no function make_model; it needs make_model(config), which returns the model, or "
-            f"name the model's class, as in {self.path.name}:{example}."
-        )
 
     def _make(self, factory: Callable[..., Any], config: ModelConfig) -> nn.Module:
         said = f"{self.path.name}: {factory.__name__}"
@@ -303,10 +296,7 @@ class FileSource(ModelSource):
 
 @dataclass(frozen=True)
 class ObjectSource(ModelSource):
-    """Model and plan as objects of this program; workers import the class again from its module.
-
-    The class may have `plan` and `loss` as attributes in place of `plan` and `own_loss`.
-    """
+    """Model and plan as objects of this program; workers import the class again from its module."""
 
     model: Callable[..., nn.Module]
     plan: AnyPlan | None = None
@@ -401,10 +391,7 @@ def with_own_model(config: Config, file: str) -> Config:
 
 
 def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str) -> ModelPlan:
-    """Return the complete plan of a model, from a `Plan`, a `ModelPlan` or a function that returns one.
-
-    Raises UserError if `plan` is none of these, or does not fit the model.
-    """
+    """Return the complete plan of a model, from a `Plan`, a `ModelPlan` or a function that returns one."""
     if callable(plan) and not hasattr(plan, "build"):
         takes_config = bool(inspect.signature(plan).parameters)
         written = f"{said}: {plan.__name__}({'config' if takes_config else ''})"
@@ -418,8 +405,7 @@ def complete_plan(plan: Any, make: MakeModel, config: ModelConfig, said: str) ->
     with torch.device("meta"):
         model = make()
     try:
-        built: ModelPlan = plan.build(model)
-        return built
+        return plan.build(model)
     except UserError as error:
         raise UserError(f"{said}: {error}") from None
 

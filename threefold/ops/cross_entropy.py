@@ -43,15 +43,11 @@ def _compiled(function: Callable[_In, _Out]) -> Callable[_In, _Out]:
 
 
 def cross_entropy(logits: Tensor, labels: Tensor, at_once: int = LOGITS_AT_ONCE) -> Tensor:
-    """Compute `F.cross_entropy(..., reduction="none")` of [T, V] and int64 [T] in fp32 at least; zero for labels -100.
-
-    A CPU processes `at_once` logits at once, which changes no result.
-    """
+    """Compute `F.cross_entropy(..., reduction="none")` of [T, V] and int64 [T], in fp32 at least; 0 where ignored."""
     if torch.compiler.is_compiling() and logits.device.type != "cpu":
         wide = logits if logits.itemsize >= 4 else logits.float()
         return F.cross_entropy(wide, labels, ignore_index=IGNORE_INDEX, reduction="none")
-    losses: Tensor = _CrossEntropy.apply(logits, labels, at_once)
-    return losses
+    return _CrossEntropy.apply(logits, labels, at_once)
 
 
 def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LOGITS_AT_ONCE) -> tuple[Tensor, Tensor]:
@@ -181,8 +177,7 @@ def logit_sums(
     [T] outside of [0, V), the logit is zero. `chunk`, `at_once` and `keep` are those of `chunked_cross_entropy`.
     """
     keep = keep and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    out: tuple[Tensor, Tensor, Tensor] = _LogitSums.apply(x, weight, column, chunk, at_once, keep)
-    return out
+    return _LogitSums.apply(x, weight, column, chunk, at_once, keep)
 
 
 def check_labels(labels: Tensor, vocab_size: int) -> None:
@@ -241,10 +236,7 @@ def _chunks(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Return `rows` [C, H], on a GPU with zero rows up to a multiple of 16 bytes of logits.
-
-    Products of other widths take seven times as long (bf16 on an H200).
-    """
+    """Return `rows` [C, H], on a GPU with zero rows up to 16 bytes of logits: other widths take seven times as long."""
     missing = -len(rows) % (16 // rows.itemsize) if rows.is_cuda else 0
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 

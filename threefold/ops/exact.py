@@ -164,8 +164,7 @@ def linear(
     """
     rows = rows or RowSum()
     sums = rows, weight_rows or RowSum(context=rows.context)
-    out: Tensor = _Linear.apply(x, weight, bias, inner, outer, sums, gradient_store(weight))
-    return out
+    return _Linear.apply(x, weight, bias, inner, outer, sums, gradient_store(weight))
 
 
 class _Linear(UninterceptedFunction):
@@ -214,8 +213,7 @@ def _weight_gradient(rows: RowSum, grad: Tensor, x: Tensor) -> Tensor:
 
 def add_bias(x: Tensor, bias: Tensor, rows: RowSum) -> Tensor:
     """Add `bias` [n] to `x` [..., n]."""
-    out: Tensor = _AddBias.apply(x, bias, rows)
-    return out
+    return _AddBias.apply(x, bias, rows)
 
 
 class _AddBias(UninterceptedFunction):
@@ -235,8 +233,7 @@ def embedding(ids: Tensor, table: Tensor, rows: RowSum, own: range) -> Tensor:
 
     `rows` sums the positions for the table's gradient, of which this rank keeps the rows `own`; its others are zero.
     """
-    out: Tensor = _Embedding.apply(ids, table, rows, own)
-    return out
+    return _Embedding.apply(ids, table, rows, own)
 
 
 class _Embedding(UninterceptedFunction):
@@ -280,8 +277,7 @@ def _looked_up(grad: Tensor, ids: Tensor, rows: int) -> Tensor:
 
 def repeat(x: Tensor, times: int) -> Tensor:
     """Repeat `x` [..., 1, n] along its last dim but one; the gradient is a tree sum: [..., times, n]."""
-    out: Tensor = _Repeat.apply(x, times)
-    return out
+    return _Repeat.apply(x, times)
 
 
 class _Repeat(UninterceptedFunction):
@@ -302,8 +298,7 @@ def widened(x: Tensor) -> Tensor:
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, rows: RowSum) -> Tensor:
     """Compute `F.layer_norm` over the last dim; `rows` sums the gradients of weight and bias."""
-    out: Tensor = _LayerNorm.apply(x, weight, bias, eps, rows)
-    return out
+    return _LayerNorm.apply(x, weight, bias, eps, rows)
 
 
 class _LayerNorm(UninterceptedFunction):
@@ -330,8 +325,7 @@ class _LayerNorm(UninterceptedFunction):
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None, rows: RowSum) -> Tensor:
     """Compute `F.rms_norm` over the last dim, in fp32 at least; `rows` sums the gradient of the weight."""
-    out: Tensor = _RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps, rows)
-    return out
+    return _RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps, rows)
 
 
 class _RMSNorm(UninterceptedFunction):

@@ -30,8 +30,7 @@ _LONGEST_KEPT: Final = 512  # keys up to which the backward pass keeps the atten
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: HeadDrop | None = None) -> Tensor:
     """Compute `ops.tiles.attention`, optionally with dropout of the attention weights: [B, Q, heads · d]."""
     mask = mask.within(k.shape[1])
-    out: Tensor = _ExactAttention.apply(q, k, v, mask.documents, mask.window, drop)
-    return out
+    return _ExactAttention.apply(q, k, v, mask.documents, mask.window, drop)
 
 
 class _ExactAttention(UninterceptedFunction):
@@ -67,7 +66,6 @@ class _ExactAttention(UninterceptedFunction):
 
 
 def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Iterator[TileInputs]:
-    """Yield the tiles, with scaled queries."""
     return tile_inputs(q * q.shape[-1] ** -0.5, k, v, mask, None)
 
 
@@ -113,10 +111,7 @@ def _runs(part: TileInputs) -> Iterator[tuple[slice, slice, slice]]:
 
 
 def _served(a: Tensor, b: Tensor) -> Tensor:
-    """Multiply the matrices `a` [b, heads, Q, k] of heads by that of their group, `b` [groups, n, k]: [b, heads, Q, n].
-
-    The groups are those of all samples.
-    """
+    """Multiply `a` [b, heads, Q, k] by the matrix of each head's group, `b` [b · groups, n, k]: [b, heads, Q, n]."""
     return products(a.reshape(len(b), -1, a.shape[3]), b).view(*a.shape[:3], -1)
 
 

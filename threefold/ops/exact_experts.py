@@ -33,8 +33,7 @@ def grouped_linear(
     autograd gives it none. Like `kernels.linear`, it defers the gradient of a `DeferrableWeight` whose store is open:
     that of all senders if there are several.
     """
-    out: Tensor = _GroupedLinear.apply(x, weight, counts, inner, outer, add, gradient_store(weight))
-    return out
+    return _GroupedLinear.apply(x, weight, counts, inner, outer, add, gradient_store(weight))
 
 
 class _GroupedLinear(UninterceptedFunction):
@@ -83,8 +82,7 @@ def _of_senders(x: Tensor, grad: Tensor, counts: list[int], experts: int) -> Ten
 
 def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
     """Sum `x` [..., k, n] over k, weighted by `weights` [..., k], in a tree and in fp32 at least: [..., n]."""
-    out: Tensor = _WeightedSum.apply(x, weights)
-    return out
+    return _WeightedSum.apply(x, weights)
 
 
 class _WeightedSum(UninterceptedFunction):

@@ -128,32 +128,27 @@ class _Elementwise(UninterceptedFunction):
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
     """Compute `F.gelu`."""
     value, gradient = (partial(each, approximate=approximate) for each in (F.gelu, gelu_gradient))
-    out: Tensor = _Elementwise.apply(x, value, gradient)
-    return out
+    return _Elementwise.apply(x, value, gradient)
 
 
 def sigmoid(x: Tensor) -> Tensor:
     """Compute `torch.sigmoid`."""
-    out: Tensor = _Elementwise.apply(x, torch.sigmoid, sigmoid_gradient)
-    return out
+    return _Elementwise.apply(x, torch.sigmoid, sigmoid_gradient)
 
 
 def silu(x: Tensor, inplace: bool = False) -> Tensor:
     """Compute `F.silu`, never in place."""
-    out: Tensor = _Elementwise.apply(x, F.silu, silu_gradient)
-    return out
+    return _Elementwise.apply(x, F.silu, silu_gradient)
 
 
 def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
     """Compute `torch.softmax` over the last dim, in fp32 at least."""
-    out: Tensor = _Softmax.apply(x if dtype is None else x.to(dtype))
-    return out
+    return _Softmax.apply(x if dtype is None else x.to(dtype))
 
 
 def logsumexp(x: Tensor) -> Tensor:
     """Compute `torch.logsumexp` over the last dim, in fp32 at least."""
-    out: Tensor = _LogSumExp.apply(x)
-    return out
+    return _LogSumExp.apply(x)
 
 
 class _LogSumExp(UninterceptedFunction):

@@ -33,8 +33,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     store = gradient_store(weight)
     if store is not None and torch.compiler.is_compiling():
         raise NotImplementedError("compiled float8 products cannot defer the gradients of their weights")
-    out: Tensor = LinearFunction.apply(x, weight, bias, store, scaled_product)
-    return out
+    return LinearFunction.apply(x, weight, bias, store, scaled_product)
 
 
 def rounded(rows: Tensor) -> tuple[Tensor, Tensor]:

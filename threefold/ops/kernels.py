@@ -35,10 +35,7 @@ class GradientStore(Protocol):
 
 
 class DeferrableWeight(nn.Parameter):
-    """Weight whose gradients the layers below defer to a store while it is open; shares the memory of `data`.
-
-    `handle` is a weak reference to it, for operators of compiled code.
-    """
+    """Weight in the memory of `data` whose gradients the layers below defer to a store while it is open."""
 
     store: GradientStore
     handle: Handle
@@ -74,28 +71,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     defers those of `weight` and `bias` to the store.
     """
     store = gradient_store(weight)
-    out: Tensor
     if torch.compiler.is_compiling():
         if store is not None and x.requires_grad:
             assert isinstance(weight, DeferrableWeight)  # only these have a store
             to_bias = bias.handle if isinstance(bias, DeferrableWeight) else None  # a frozen bias has none
-            out = _CompiledDeferredLinear.apply(x, weight, bias, weight.handle, to_bias)
-            return out
+            return _CompiledDeferredLinear.apply(x, weight, bias, weight.handle, to_bias)
         # On a CPU the compiler's own products may be slower.
         own, store = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu"), None
     else:
         own = store is not None or _onednn_serves(x, weight)
-    if own:
-        out = LinearFunction.apply(x, weight, bias, store, product)
-        return out
-    return F.linear(x, weight, bias)
+    return LinearFunction.apply(x, weight, bias, store, product) if own else F.linear(x, weight, bias)
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:
     """Compute `F.embedding`: rows of `table` [V, H] at int64 `ids` [...] → [..., H]."""
     if table.device.type == "cpu" and table.itemsize < 4:
-        rows: Tensor = _WideEmbedding.apply(ids, table)
-        return rows
+        return _WideEmbedding.apply(ids, table)
     return F.embedding(ids, table)
 
 
@@ -115,7 +106,6 @@ class AttentionMask(NamedTuple):
 
     @property
     def hides_nothing(self) -> bool:
-        """Whether the mask is only causal."""
         return not self.window and self.documents is None
 
 
@@ -161,10 +151,7 @@ def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
 
 
 def plain_attention_serves(k: Tensor) -> bool:
-    """Return whether causal attention to keys [B, K, heads, d] uses plain products, which keep attention weights.
-
-    Above 512 keys, the memory of the weights is worth saving.
-    """
+    """Return whether attention to keys [B, K, heads, d] uses plain products; above 512 keys, their memory matters."""
     return k.dtype == torch.bfloat16 and k.device.type == "cpu" and k.shape[1] <= 512
 
 
@@ -295,8 +282,7 @@ def quick_gelu(x: Tensor) -> Tensor:
 def gated(pairs: Tensor) -> Tensor:
     """Compute silu(gate) · up of features that alternate between a gate and what it gates: [..., 2F] → [..., F]."""
     if torch.compiler.is_compiling() and pairs.is_cuda and pairs.dtype == torch.bfloat16 and pairs.is_contiguous():
-        packed: Tensor = _PackedGated.apply(pairs)
-        return packed
+        return _PackedGated.apply(pairs)
     gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)
     return F.silu(gate) * up
 

@@ -140,12 +140,10 @@ def _called_by_us() -> bool:
     return False
 
 
-_BUILT_IN: Final = tuple({type(Tensor.add), type(torch.add), type(Tensor.__getitem__), type(len)})
-
-
 def _is_torchs(func: Callable[..., Any]) -> bool:
     module = str(getattr(func, "__module__", ""))  # operators, which any package may register, are in torch._ops
-    return isinstance(func, _BUILT_IN) or (module.startswith("torch.") and not module.startswith("torch._ops."))
+    built_in = (type(Tensor.add), type(torch.add), type(Tensor.__getitem__), type(len))
+    return isinstance(func, built_in) or (module.startswith("torch.") and not module.startswith("torch._ops."))
 
 
 def _broadcast(args: Sequence[Any]) -> Sequence[Any]:

@@ -31,8 +31,7 @@ def expand(x: Tensor, shape: Sequence[int]) -> Tensor:
         return x
     if not grads(x):
         return x.expand(shape)
-    out: Tensor = _Expand.apply(x, torch.Size(shape))
-    return out
+    return _Expand.apply(x, torch.Size(shape))
 
 
 class _Expand(torch.autograd.Function):

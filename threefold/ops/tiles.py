@@ -114,10 +114,7 @@ def tiles(rows: int, queries: range, keys: range, mask: AttentionMask, longest: 
 
 
 def document_bounds(rows: int, keys: int, documents: Tensor | None) -> Iterator[list[int] | None]:
-    """Yield the starts of the documents among each sample's first `keys` positions, and `keys`.
-
-    None stands for a sample in which a document is in several pieces.
-    """
+    """Yield the starts of the documents among each sample's first `keys` positions, and `keys`; None for mixed ones."""
     for row in range(rows):
         runs = _Runs(np.array([0, keys])) if documents is None else _runs(documents[row, :keys].numpy(force=True))
         yield None if runs.mixed else runs.bounds.tolist()
@@ -302,8 +299,7 @@ _LONGEST_PLAIN: Final = 512  # keys of a bf16 tile; above it, torch's fused kern
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
     """Compute `ops.tiles.attention` tile by tile: [B, Q, heads · d]."""
-    out: Tensor = _TiledAttention.apply(q, k, v, mask.documents, mask.window)
-    return out
+    return _TiledAttention.apply(q, k, v, mask.documents, mask.window)
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -312,8 +308,7 @@ class _TiledAttention(torch.autograd.Function):
         out, sums = TILED_ATTENTION(q, k, v, documents, window)
         ctx.save_for_backward(q, k, v, out, sums, documents)
         ctx.window = window
-        flat: Tensor = out.flatten(2)
-        return flat
+        return out.flatten(2)
 
     @staticmethod
     @once_differentiable
@@ -325,10 +320,7 @@ class _TiledAttention(torch.autograd.Function):
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
-    """Return the output [B, Q, heads, d], and the log-sum-exp of each query's scores [B, Q, heads].
-
-    The log-sum-exp is filled only for tiles that the fused kernel computes.
-    """
+    """Return the output [B, Q, heads, d], and for fused tiles the log-sum-exp of each query's scores [B, Q, heads]."""
     out, sums = _forward_shapes(q, k, v, documents, window)
     for part in _inputs(q, k, v, AttentionMask(window, documents)):
         if _is_fused(part):
@@ -404,10 +396,7 @@ def varlen_serves(q: Tensor) -> bool:
 
 @torch.compiler.disable  # compiled code would be recompiled for the documents of every batch
 def varlen_lengths(q: Tensor, k: Tensor, mask: AttentionMask) -> Lengths | None:
-    """Return the documents of the last Q of K positions, on the device of `q` [B, Q, heads, d].
-
-    None if a document is in several pieces, which the kernel cannot express.
-    """
+    """Return the documents of the last Q of K positions, on the device of `q`; None if one is in several pieces."""
     keys = k.shape[1]
     ends_q, ends_k, most_q, most_k = [0], [0], 0, 0
     for bounds in document_bounds(len(q), keys, mask.documents):

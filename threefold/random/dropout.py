@@ -101,10 +101,7 @@ def drop(x: Tensor, keys: Tensor, site: int, p: float, parts: Mapping[int, Posit
 
 
 def drop_rows(x: Tensor, keys: Tensor, site: int, p: float, rows: Tensor, columns: Tensor) -> Tensor:
-    """Apply `drop` to an activation `x` [B, …, n] with explicit positions in the whole one.
-
-    `rows` int64 […] are row-major positions without the last dim, `columns` int64 [n] those in the last dim.
-    """
+    """Apply `drop` with positions in the whole activation: row-major `rows`, but for the last dim, and `columns`."""
     return x * _keep(keys, site, p, rows, columns).to(x.dtype).mul_(1 / (1 - p))
 
 
@@ -159,13 +156,9 @@ def _low_word(x: Tensor) -> Tensor:
 def dropped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: tiles.AttentionMask, dropout: Dropout, keys: Tensor
 ) -> Tensor:
-    """Compute `ops.tiles.attention` with dropout of its attention weights: [B, Q, heads · d].
-
-    `dropout` is that of the weights [B, heads, Q, K], with all keys local.
-    """
+    """Compute `ops.tiles.attention` with `dropout` of its weights [B, heads, Q, K], with all keys local."""
     mask = mask.within(k.shape[1])
-    out: Tensor = _DroppedAttention.apply(q, k, v, mask.documents, mask.window, keys, dropout.handle)
-    return out
+    return _DroppedAttention.apply(q, k, v, mask.documents, mask.window, keys, dropout.handle)
 
 
 class _DroppedAttention(torch.autograd.Function):
@@ -176,8 +169,7 @@ class _DroppedAttention(torch.autograd.Function):
         out = DROPPED_ATTENTION(q, k, v, documents, window, keys, layer)
         ctx.save_for_backward(q, k, v, documents, keys)
         ctx.window, ctx.layer = window, layer
-        flat: Tensor = out.flatten(2)
-        return flat
+        return out.flatten(2)
 
     @staticmethod
     @once_differentiable

@@ -44,7 +44,7 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
     partition = settings["parallel"].get("partition")
     settings["parallel"] = {"partition": partition} if isinstance(config.parallel.partition, str) else {}  # a rule
     settings["precision"] = {"dtype": dtype}
-    batch = batch_sizes(config, largest=1).global_batch_size
+    batch = batch_sizes(config, largest=1)["global_batch_size"]
     settings["train"].update(device="cpu", compile=False, global_batch_size=batch)
     if "eps" in hyper_parameters(config.optimizer.name):
         settings["optimizer"]["eps"] = max(config.optimizer.eps, LEAST_EPS)

@@ -127,10 +127,7 @@ class LinearCrossEntropy(nn.Module):
         self.cross_entropy = cross_entropy or CrossEntropy()
 
     def forward(self, x: Tensor, output: Linear, labels: Tensor) -> Tensor:
-        """Compute each token's loss [...] from `x` [..., H], the layer `output` to logits, and int64 `labels` [...].
-
-        Raises ValueError if the layer has a bias and the logits are not computed all at once.
-        """
+        """Compute each token's loss [...] from `x` [..., H], the layer `output` to logits, and int64 `labels` [...]."""
         keep = self.chunk_size == 0
         if keep and not (self.at_once and output.bias is None):
             return self.cross_entropy(output(x), labels)
@@ -170,12 +167,8 @@ class Decoder(nn.Module):
             self.head.output.weight = self.embed.get_submodule("tokens").weight  # type: ignore[assignment]
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Tensor:
-        """`tokens` int64 [B, S] → logits [B, S, V], or with `labels` int64 [B, S] the sum of the losses, a scalar.
-
-        Ignored labels (-100) add nothing.
-        """
+        """`tokens` [B, S] → logits [B, S, V], or with `labels` [B, S] the sum of the losses, without ignored labels."""
         x = self.embed(tokens, samples)
         for block in self.blocks:
             x = block(x, samples)
-        out: Tensor = self.head(x, labels)
-        return out
+        return self.head(x, labels)

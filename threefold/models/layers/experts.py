@@ -35,7 +35,7 @@ class SwiGLU(nn.Module):
 
 
 class Choice(NamedTuple):
-    """Experts chosen for each token [B, S, k] (their number for one that was full), and the weights of their outputs."""
+    """Experts chosen for each token [B, S, k] (their number for one that was full), and weights of their outputs."""
 
     experts: Tensor
     weights: Tensor
@@ -101,7 +101,6 @@ class Routing(nn.Module):
         return own
 
     def _own(self, whole: Tensor) -> Tensor:
-        """Take the local positions of [B, S, …]."""
         return whole
 
     def _sum_over_shares(self, counts: Tensor) -> Tensor:
@@ -113,10 +112,7 @@ class Routing(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity on `x` whose backward pass also starts that of `loss`, as in Megatron-LM's MoE layers.
-
-    A pipeline stage has no other way to add to the loss.
-    """
+    """Identity on `x` that starts the backward pass of `loss` too: no other way to add to it in a pipeline stage."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:
@@ -159,10 +155,7 @@ class MixtureOfExperts(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU networks without biases.
-
-    The rows of each expert's `gate_up` alternate between a gate and the feature that it gates.
-    """
+    """SwiGLU networks without biases; rows of each `gate_up` alternate between a gate and what it gates."""
 
     def __init__(self, experts: int, hidden: int, inner: int) -> None:
         super().__init__()
@@ -204,14 +197,8 @@ def through(
 
 
 def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
-    """Compute each expert's outputs for its `counts` int64 [experts] of `rows` [n, H], sorted by expert.
-
-    `gate_up` is [experts, 2F, H], `down` [experts, H, F].
-    """
+    """Compute each expert's outputs for its rows [n, H], sorted by expert, with `counts` int64 [experts] of each."""
     return grouped_linear(gated(grouped_linear(rows, gate_up, counts)), down, counts)
-
-
-_GROUPED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of torch's grouped product
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
@@ -220,16 +207,12 @@ def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
     The rows are sorted by group; `counts` int64 [groups] has their numbers, with sum n.
     """
     store = gradient_store(weight)
-    if store is None and _grouped_product_serves(x, weight):
-        return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
-    out: Tensor = _GroupedLinear.apply(x, weight, counts.tolist(), store)
-    return out
-
-
-def _grouped_product_serves(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch's grouped product takes the tensors; it needs rows of a multiple of 16 bytes."""
+    # Torch's grouped product needs rows of a multiple of 16 bytes.
     aligned = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
-    return x.is_cuda and x.dtype == weight.dtype and x.dtype in _GROUPED and aligned
+    known = x.dtype == weight.dtype and x.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    if store is None and x.is_cuda and known and aligned:
+        return F.grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
+    return _GroupedLinear.apply(x, weight, counts.tolist(), store)
 
 
 class _GroupedLinear(torch.autograd.Function):

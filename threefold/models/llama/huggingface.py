@@ -54,11 +54,7 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class LlamaType(hf.HuggingFaceType):
-    """A `model_type` with Llama's architecture, and what it supports.
-
-    A sliding `window` may be in no layer, in all, or in all but the first few; `shared` is a gated expert of all
-    tokens.
-    """
+    """A `model_type` with Llama's architecture; a `window` may be in no layer, in all, or in all but the first few."""
 
     qkv_bias: tuple[bool, ...] = (False,)
     qk_norm: bool = False
@@ -97,7 +93,6 @@ class LlamaType(hf.HuggingFaceType):
         return settings | (self._read_experts(given, layers) if self.experts else {})
 
     def _read_window(self, given: hf.ConfigJson, layers: int) -> dict[str, Any]:
-        """Read the sliding window, which all layers have, or all but the first few."""
         if self.window == "none":
             return {}
         window = None if given.take("sliding_window") is None else given.whole("sliding_window")
@@ -168,7 +163,7 @@ class LlamaType(hf.HuggingFaceType):
         if self.name == "llama":
             values |= {"attention_bias": False, "mlp_bias": False}
         if self.name in ("qwen3", "qwen3_moe"):
-            values |= {"attention_bias": False}
+            values["attention_bias"] = False
         if self.window != "none":
             values |= self._write_window(model)
         return values | (self._write_experts(model) if self.experts else {})
@@ -209,8 +204,8 @@ class LlamaType(hf.HuggingFaceType):
 
     def obstacle(self, model: LlamaConfig) -> str | None:
         found = {
-            f"model.qkv_bias {hf.yaml_word(model.qkv_bias)}": model.qkv_bias in self.qkv_bias,
-            f"model.qk_norm {hf.yaml_word(model.qk_norm)}": model.qk_norm == self.qk_norm,
+            f"model.qkv_bias {str(model.qkv_bias).lower()}": model.qkv_bias in self.qkv_bias,
+            f"model.qk_norm {str(model.qk_norm).lower()}": model.qk_norm == self.qk_norm,
             f"model.sliding_window {model.sliding_window}": not model.sliding_window or self.window != "none",
             f"model.full_attention_layers {model.full_attention_layers}": not model.sliding_window
             or not model.full_attention_layers
@@ -221,7 +216,7 @@ class LlamaType(hf.HuggingFaceType):
             shared, gate = model.shared_expert_ffn_hidden_size, model.shared_expert_gate
             found |= {
                 f"model.shared_expert_ffn_hidden_size {shared}": (shared > 0) == self.shared,
-                f"model.shared_expert_gate {hf.yaml_word(gate)}": not shared or gate,
+                f"model.shared_expert_gate {str(gate).lower()}": not shared or gate,
             }
         if self.name == "mixtral":
             every = all(model.has_experts(layer) for layer in range(model.num_layers))
@@ -242,9 +237,8 @@ class LlamaType(hf.HuggingFaceType):
     ) -> list[hf.WeightMap]:
         """Map gates interleaved with ups; queries, keys and values by key-value head (GQA); experts one by one."""
         if in_block in _GATE_UP:
-            return [
-                hf.interleaved(name, shapes[name], [hf.SourceRows(block + tensor) for tensor in _GATE_UP[in_block]])
-            ]
+            sources = [hf.SourceRows(block + tensor) for tensor in _GATE_UP[in_block]]
+            return [hf.interleaved(name, shapes[name], sources)]
         if not in_block.startswith("attn.qkv."):
             return list(self._expert_weights(name, in_block, block, shapes, present))
         kind = in_block.rpartition(".")[2]
