@@ -270,8 +270,7 @@ def _expected(problem: Any) -> str:
 
 LARGEST_DOCUMENT: Final = 256 << 10
 """Size limit of a config in bytes; a config that sets everything is smaller than 10 KiB."""
-MOST_VALUES: Final = 20_000
-"""Limit on the keys and values of a document, with aliases expanded."""
+MOST_VALUES: Final = 20_000  # limit on the keys and values of a document, with aliases expanded
 _TOO_MANY: Final = f"it holds more than {MOST_VALUES:,} values, with aliases (*) expanded"
 _PREFIX: Final = "tag:yaml.org,2002:"
 

@@ -56,8 +56,7 @@ MOST_HEADS: Final = 2**16
 WIDEST: Final = 2**20
 WIDEST_FFN: Final = 2**24
 
-OWN: Final = "own"
-"""Family of models from a user's own file or program."""
+OWN: Final = "own"  # family of models from a user's own file or program
 
 FAMILIES: Final = Registry(
     "model.architecture",

@@ -89,13 +89,10 @@ def markdown() -> str:
 
 def _value(field: FieldInfo) -> str:
     kind = field.annotation
-    if get_origin(kind) is Literal:
-        return ", ".join(f"`{choice}`" for choice in get_args(kind))
     named = [rule.registry for rule in field.metadata if isinstance(rule, NameIn)]
-    if named:
-        return ", ".join(f"`{choice}`" for choice in named[0].built_in)
-    if field.examples:
-        return ", ".join(f"`{choice}`" for choice in field.examples)
+    choices = get_args(kind) if get_origin(kind) is Literal else named[0].built_in if named else field.examples
+    if choices:
+        return ", ".join(f"`{choice}`" for choice in choices)
     if get_origin(kind) in (Union, UnionType):
         return "text, or list of whole numbers"
     if get_origin(kind) is dict:
@@ -150,8 +147,7 @@ def _plain(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
-Settings = dict[str, Any]
-"""`section.key` → value."""
+Settings = dict[str, Any]  # `section.key` → value
 
 
 @dataclass(frozen=True, eq=False)
@@ -284,11 +280,7 @@ def config_with(features: Iterable[Feature], further: Settings | None = None) ->
         for key, value in feature.settings.items():
             counts = isinstance(value, int) and not isinstance(value, bool) and key != "parallel.zero"
             settings[key] = max(value, settings.get(key, value)) if counts else value
-    sections = {name: dict(values) for name, values in _BASE.items()}
-    for key, value in {**settings, **(further or {})}.items():
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = value
-    return resolve(config_of(sections), vocab_size=1)
+    return resolve(config_of(_BASE, {**settings, **(further or {})}), vocab_size=1)
 
 
 def features_named(names: Sequence[str]) -> list[Feature]:

@@ -20,8 +20,7 @@ from threefold.errors import UserError
 from threefold.files import read_text, shown
 from threefold.plugins import is_import_path, load_path, one_of
 
-LARGEST_FILE: Final = 16 << 20
-"""Size limit of a schedule file in bytes: some two million actions."""
+LARGEST_FILE: Final = 16 << 20  # size limit of a schedule file in bytes: some two million actions
 _ACTION: Final = re.compile(r"(\d{1,6})([FBIW])(\d{1,6})")
 _OVERLAP: Final = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
 FILE_SUFFIX: Final = ".csv"
@@ -44,8 +43,7 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
-Orders = tuple[tuple[Action, ...], ...]
-"""Actions of each pipeline rank, in order."""
+Orders = tuple[tuple[Action, ...], ...]  # actions of each pipeline rank, in order
 
 
 class StuckError(ValueError):

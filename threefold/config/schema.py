@@ -250,9 +250,6 @@ class TrainConfig(Section):
         return bool(self.eval_every or self.eval_every_epochs)
 
 
-_ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}
-
-
 class PrecisionConfig(Section):
     """Number formats of the computation."""
 
@@ -274,7 +271,7 @@ class PrecisionConfig(Section):
     @property
     def itemsize(self) -> int:
         """Bytes of an element in the computation."""
-        return _ITEMSIZES[self.dtype]
+        return {"fp32": 4, "bf16": 2, "fp16": 2, "fp64": 8}[self.dtype]
 
     @property
     def master_itemsize(self) -> int:

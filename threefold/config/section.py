@@ -10,16 +10,12 @@ from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from threefold.plugins import Registry, one_of
 
-MOST_RANKS: Final = 10**6
-"""Limit on the size of a mesh axis."""
+MOST_RANKS: Final = 10**6  # limit on the size of a mesh axis
 MOST_STEPS: Final = 10**12
 MOST_SECONDS: Final = 10**9
-MOST_SEQUENCES: Final = 10**9
-"""Limit on the sequences of a step."""
-MOST_TOKENS: Final = 10**8
-"""Limit on the tokens of a sequence."""
-MOST_IDS: Final = 2**31 - 1
-"""Limit on the size of a vocabulary."""
+MOST_SEQUENCES: Final = 10**9  # limit on the sequences of a step
+MOST_TOKENS: Final = 10**8  # limit on the tokens of a sequence
+MOST_IDS: Final = 2**31 - 1  # limit on the size of a vocabulary
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, on Linux
 
 
@@ -31,8 +27,7 @@ def _require_path(text: str) -> str:
     return text
 
 
-PathText = Annotated[str, AfterValidator(_require_path)]
-"""Text that may be the path of a file."""
+PathText = Annotated[str, AfterValidator(_require_path)]  # text that may be the path of a file
 
 
 def _require_address(text: str) -> str:
@@ -42,8 +37,7 @@ def _require_address(text: str) -> str:
     return text
 
 
-AddressText = Annotated[str, AfterValidator(_require_address)]
-"""Text that may be an `fsspec` address."""
+AddressText = Annotated[str, AfterValidator(_require_address)]  # text that may be an `fsspec` address
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ from threefold.convert.key_mapping import Unmapped, foreign_text, parsed, shorte
 from threefold.errors import UserError
 
 Kind = Literal["fleet", "colossal", "megatron"]
-_ENDINGS: Final[dict[str, Kind]] = {".yaml": "fleet", ".yml": "fleet", ".py": "colossal"}
 _FLEET_SECTION: Final = re.compile(r"^(Global|Engine|Model|Distributed|Data|Optimizer|_base_)[ \t]*:", re.MULTILINE)
 _MODEL_ARGS: Final = re.compile(r"^MODEL_ARGS[ \t]*:", re.MULTILINE)
 _FLEET_FLAG: Final = re.compile(
@@ -56,13 +55,12 @@ def detected(path: Path) -> tuple[Kind, str]:
             return "fleet", f"its {' '.join(found[0].split())}"
     if flag := _FLAG.search(plain):
         return "megatron", f"its flags, such as {flag[0]}"
-    return _ENDINGS.get(path.suffix.lower(), "megatron"), f"its name, {path.name}"
+    endings: dict[str, Kind] = {".yaml": "fleet", ".yml": "fleet", ".py": "colossal"}
+    return endings.get(path.suffix.lower(), "megatron"), f"its name, {path.name}"
 
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
-_USUAL_VOCABULARY: Final = 50257
 _PLACE_OF_DATA: Final = "tokens"
-_LONGEST_SENTENCE: Final = 800
 _SYSTEMS: Final = {
     "fleet": ("PaddlePaddle Fleet", paddlefleetx),
     "colossal": ("Colossal-AI", colossal),
@@ -106,7 +104,7 @@ def convert(path: Path, kind: Kind | None = None, world_size: int | None = None)
     try:
         return _converted(path, kind, world_size)
     except UserError as error:  # may quote a long part of a damaged file
-        raise UserError(shortened(str(error), _LONGEST_SENTENCE)) from None
+        raise UserError(shortened(str(error), 800)) from None
     except RecursionError:
         raise UserError(f"{path}: it is nested too deeply to be read.") from None
 
@@ -121,25 +119,20 @@ def _converted(path: Path, kind: Kind | None, world_size: int | None) -> Convert
     if not {"data.path", "data.mixture"} & mapping.settings.keys():
         mapping.put("data.path", _PLACE_OF_DATA)
         mapping.note("data", "not given", f"data.path {_PLACE_OF_DATA} is a placeholder for your folder or token files")
-    sections: dict[str, dict[str, Any]] = {}
-    for key in (key for key in known_keys() if key in mapping.settings):
-        section, name = key.split(".")
-        sections.setdefault(section, {})[name] = mapping.settings[key]
     try:
-        config = config_of(sections)
+        config = config_of({}, {key: mapping.settings[key] for key in known_keys() if key in mapping.settings})
     except UserError as error:
         raise UserError(f"{mapping.where}: {error}") from None
     differing: dict[str, dict[str, Any]] = {}
     for name, known in section_settings().items():
         for key, value in getattr(config, name).settings().items():
             default = known[key].default
-            if f"{name}.{key}" in mapping.settings and value != (
-                list(default) if isinstance(default, tuple) else default
-            ):
+            default = list(default) if isinstance(default, tuple) else default
+            if f"{name}.{key}" in mapping.settings and value != default:
                 differing.setdefault(name, {})[key] = value
     invalid = ""
     try:
-        resolve(config, config.model.vocab_size or _USUAL_VOCABULARY)
+        resolve(config, config.model.vocab_size or 50257)
     except UserError as error:
         invalid = str(error)
     return Converted(kind, evidence, differing, mapping.notes, invalid, _unset(config))

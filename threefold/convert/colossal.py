@@ -24,8 +24,7 @@ from threefold.convert.key_mapping import (
 )
 from threefold.errors import UserError
 
-USED = "used by other settings"
-"""Pseudo-key for the names that other settings use."""
+USED = "used by other settings"  # pseudo-key for the names that other settings use
 
 TABLE = (
     Same("seed", "train.seed", whole, 1024),

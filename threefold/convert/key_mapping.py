@@ -15,8 +15,7 @@ from typing import Any, Final, NamedTuple
 from threefold.errors import UserError
 from threefold.files import read_text
 
-LARGEST_FILE = 4 << 20
-"""Size limit of a script or config, in bytes."""
+LARGEST_FILE = 4 << 20  # size limit of a script or config, in bytes
 NOT_KNOWN = "unknown to this converter"
 
 
@@ -217,8 +216,7 @@ def anything(value: Any) -> Any:
     return value
 
 
-MOST_SETTINGS = 20_000
-"""Limit on the settings of a file."""
+MOST_SETTINGS = 20_000  # limit on the settings of a file
 
 
 def flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:

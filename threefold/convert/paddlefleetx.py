@@ -160,8 +160,7 @@ def _typed(key: str, value: Any) -> Any:
     return value if value not in ("", "None", "none") else None
 
 
-END_OF_TEXT = 50256
-"""End-of-document token of GPT-2's vocabulary, which Fleet's GPTDataset assumes."""
+END_OF_TEXT = 50256  # end-of-document token of GPT-2's vocabulary, which Fleet's GPTDataset assumes
 
 
 def _split(value: Any) -> str:

@@ -16,10 +16,8 @@ from threefold.errors import UserError
 if TYPE_CHECKING:
     from tree_sitter import Node
 
-LONGEST_VALUE: Final = 1_000_000
-"""Length limit of a variable, in characters."""
-_MOST_TOKENS: Final = 300
-"""Number of tokens of a mistake above which it is a nesting that the grammar gave up on."""
+LONGEST_VALUE: Final = 1_000_000  # length limit of a variable, in characters
+_MOST_TOKENS: Final = 300  # number of tokens of a mistake above which it is a nesting that the grammar gave up on
 _PLACEHOLDER: Final = re.compile(r"(?<!<)<[A-Za-z](?:[^<>\n]*[^<>\s\d])?>")
 """Text to be replaced by the reader of a script, such as `<path to the data>`: one word, and no redirection."""
 _UNKNOWN: Final = re.compile(r"\$\{\w+:\$\w+[^{}\s]+\}")

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from threefold.models.sharding import ModelPlan
 
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of parameters, by name."""
+Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters, by name
 
 
 @dataclass(frozen=True)

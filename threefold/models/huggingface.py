@@ -12,9 +12,8 @@ from typing import Any, Final
 
 from threefold.config import ModelConfig
 from threefold.errors import UserError
+from threefold.models.family import Shapes
 
-Shapes = Mapping[str, tuple[int, ...]]
-"""Shapes of parameters, by name."""
 MOST_LAYERS: Final = 100_000
 LARGEST_SIZE: Final = 1 << 30
 """Limit of a width, a vocabulary or positions: far above any model's, and a product of two is still exact."""
@@ -167,10 +166,6 @@ def read_rope(keys: ConfigJson, positions: int) -> dict[str, Any]:
         return settings
     if not isinstance(method, str) or method not in _METHODS:
         raise keys.refuse("rope_type", method, f"default, {', '.join(_METHODS)}")
-    return settings | {"rope_scaling": method} | _scaling(keys, method, given, positions)
-
-
-def _scaling(keys: ConfigJson, method: str, given: dict[str, Any], positions: int) -> dict[str, Any]:
     names = dict(_METHODS[method])
     known = {*names.values(), "type", "rope_type", "rope_theta", "mscale", "mscale_all_dim", "truncate"}
     if method == "dynamic":
@@ -200,7 +195,8 @@ def _scaling(keys: ConfigJson, method: str, given: dict[str, Any], positions: in
         read.setdefault("rope_attention_factor", default)
         read["rope_beta_fast"] = read.get("rope_beta_fast") or 32
         read["rope_beta_slow"] = read.get("rope_beta_slow") or 1
-    return {name: int(value) if name == "rope_original_positions" else float(value) for name, value in read.items()}
+    values = {name: int(value) if name == "rope_original_positions" else float(value) for name, value in read.items()}
+    return settings | {"rope_scaling": method} | values
 
 
 def write_rope(model: ModelConfig) -> dict[str, Any]:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from threefold.errors import UserError
 
-LOSS = "loss"
-"""Name of the only term of a scalar loss."""
+LOSS = "loss"  # name of the only term of a scalar loss
 
 
 class LossTerm(NamedTuple):

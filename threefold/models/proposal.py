@@ -27,10 +27,7 @@ _ROW: Final = _words(
 )
 """Last parts of the names of linear layers that take the shard."""
 _FUSED: Final = _words("qkv c_attn query_key_value wqkv in_proj qkv_proj to_qkv")
-_IF_CONCATENATED: Final = "right if all queries come first, then keys, then values; without groups if by head"
 _LOGITS: Final = _words("head lm_head output logits unembed decoder to_logits")
-_POSITIONS: Final = ("pos", "wpe")
-_HEADS: Final = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def propose(model: nn.Module) -> Proposal:
         if isinstance(module, nn.Linear):
             decided[name] = _of_linear(name, module, model, vocabularies)
         elif isinstance(module, nn.Embedding):
-            positions = name.rpartition(".")[2].startswith(_POSITIONS)
+            positions = name.rpartition(".")[2].startswith(("pos", "wpe"))
             decided[name] = (Replicated() if positions else Vocab()), ""
         elif is_of_torch(module) and name:
             if not is_norm(module) and any(True for _ in module.parameters(recurse=False)):
@@ -83,11 +80,7 @@ def propose(model: nn.Module) -> Proposal:
             for own, parameter in module.named_parameters(recurse=False):
                 if parameter.numel() > 1:
                     decided[f"{name}.{own}" if name else own] = _of_bare(module, tuple(parameter.shape))
-    return _by_pattern(model, decided)
-
-
-def _by_pattern(model: nn.Module, decided: Mapping[str, tuple[Split, str]]) -> Proposal:
-    """Combine names that differ only in their numbers into a pattern, if all have the same rule."""
+    # Names that differ only in their numbers become a pattern, if all have the same rule.
     named = Counter(as_pattern(name) for name, _ in model.named_modules())
     same: dict[str, list[str]] = {}
     for name in decided:
@@ -111,7 +104,7 @@ def is_of_torch(module: nn.Module) -> bool:
 
 
 def _opaque(model: nn.Module) -> Iterator[str]:
-    """Yield the prefixes of names inside torch modules that use these weights directly, as in `nn.MultiheadAttention`."""
+    """Yield prefixes of names in torch modules that use these weights themselves, such as `nn.MultiheadAttention`."""
     for name, module in model.named_modules():
         if name and is_of_torch(module) and any(True for _ in module.parameters(recurse=False)):
             yield name + "."
@@ -136,7 +129,8 @@ def _of_bare(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
 
 
 def _heads(module: nn.Module) -> int:
-    return next((count for each in _HEADS if isinstance(count := getattr(module, each, None), int)), 0)
+    names = ("num_heads", "n_heads", "n_head", "num_attention_heads", "heads", "nhead")
+    return next((count for each in names if isinstance(count := getattr(module, each, None), int)), 0)
 
 
 def _cuts_fused(module: nn.Module) -> bool:
@@ -158,12 +152,11 @@ def _of_linear(name: str, module: nn.Linear, model: nn.Module, vocabularies: set
         return Vocab(), ""
     heads, cuts_fused = _heads(parent), _cuts_fused(parent)
     if own in _FUSED and cuts_fused and beside & _ROW:
-        return Column(heads=heads, groups=3), _IF_CONCATENATED
+        why = "right if all queries come first, then keys, then values; without groups if by head"
+        return Column(heads=heads, groups=3), why
     if own in _FUSED:
-        return (
-            Replicated(),
-            "queries, keys and values in one layer; Column(heads=…, groups=3) if it is all queries first",
-        )
+        why = "queries, keys and values in one layer; Column(heads=…, groups=3) if it is all queries first"
+        return Replicated(), why
     if own in _COLUMN and beside & _ROW:
         fits = own in _ATTENTION and heads > 0 and module.out_features % heads == 0
         return Column(heads=heads if fits else 0), ""

@@ -135,8 +135,7 @@ class AsConstructed:
 Initial = Normal | Constant | Drawn | AsConstructed
 
 
-HEADS: Final = "heads"
-"""Name of a unit that is counted by a rule itself instead of a setting."""
+HEADS: Final = "heads"  # name of a unit that is counted by a rule itself instead of a setting
 
 
 class Cut(NamedTuple):

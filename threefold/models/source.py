@@ -23,8 +23,7 @@ from threefold.models.sharding import ModelPlan
 from threefold.plugins import import_file
 from threefold.random.rng import generators_preserved, seed_generators, stream_key
 
-_SECTION: Final = ("config", "cfg")
-"""Constructor parameters that receive the whole `model` section."""
+_SECTION: Final = ("config", "cfg")  # constructor parameters that receive the whole `model` section
 _REST: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -136,8 +135,7 @@ def drawn(fill: Callable[[Tensor], object], name: str, shape: tuple[int, ...], s
 
 
 MakeModel = Callable[[], nn.Module]
-AnyPlan = Plan | ModelPlan | Callable[..., Plan | ModelPlan]
-"""A plan, or a function from the `model` section to a plan."""
+AnyPlan = Plan | ModelPlan | Callable[..., Plan | ModelPlan]  # a plan, or a function from the `model` section to a plan
 
 
 class ModelSource(ABC):

@@ -19,8 +19,7 @@ from threefold.ops.exact_products import product, tree_sum
 from threefold.ops.kernels import GradientStore, gradient_store
 from threefold.torch_private.runtime import UninterceptedFunction
 
-AddGradient = Callable[[Tensor], None]
-"""Function that adds a weight's gradients from all senders, [senders, …]."""
+AddGradient = Callable[[Tensor], None]  # function that adds a weight's gradients from all senders, [senders, …]
 
 
 def grouped_linear(

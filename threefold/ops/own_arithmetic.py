@@ -1,14 +1,9 @@
 """Arithmetic of exact runs for code that is not this package's: replaced, known, or named.
 
-A function of torch that a user's model calls is one of three kinds:
-
-- replaced, by one of `ops.exact` or `ops.own_functions`;
-- known: the bits of its results and of its gradients depend neither on threads nor on the size and position of the
-  elements beside an element. `tests/ops/test_own_arithmetic.py` shows it for arithmetic of elements; views, copies and
-  indexing compute nothing. Operands of other shapes are expanded first, as the gradient of a repeated one is a sum;
-- any other. It runs as torch has it, and its name is kept for the run's report.
-
-Functions of `torch.autograd` that are not this package's are named too.
+A function of torch that a user's model calls is replaced (`ops.own_functions`); or known: the bits of its results and
+gradients depend neither on threads nor on the size and position of the elements beside an element, which
+`tests/ops/test_own_arithmetic.py` shows for arithmetic of elements, while views, copies and indexing compute nothing;
+or runs as torch has it, and its name is kept for the run's report, as are those of other functions of `torch.autograd`.
 """
 
 import inspect
@@ -118,8 +113,7 @@ _WRAPPERS: Final = (
 """Modules of torch that call its functions on behalf of their callers."""
 _NOT_OURS: Final = ("threefold.models.layers", "threefold.ops.kernels", "threefold.ops.tiles")
 """Modules of this package whose functions are exact only in the families of the package, which replace them."""
-_SHOWN: Final = frozenset(("_WideEmbedding",))
-"""Functions of these modules that are exact."""
+_SHOWN: Final = frozenset(("_WideEmbedding",))  # functions of these modules that are exact
 
 
 def _is_ours(module: str) -> bool:

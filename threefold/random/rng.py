@@ -104,8 +104,7 @@ class Slice:
         return size if self.length is None else self.length
 
 
-ALL = Slice()
-"""The whole dim."""
+ALL = Slice()  # the whole dim
 
 
 def row_major(shape: Sequence[int], parts: Sequence[Positions], device: torch.device) -> Tensor:
@@ -116,8 +115,7 @@ def row_major(shape: Sequence[int], parts: Sequence[Positions], device: torch.de
     return index
 
 
-STREAMS = "random."
-"""Prefix of the names of stored streams."""
+STREAMS = "random."  # prefix of the names of stored streams
 _AXES = ("dp", "pp", "cp", "tp")
 
 
@@ -233,11 +231,9 @@ class RandomStreams:
     def stored(self, sizes: Sequence[int]) -> dict[str, Tensor]:
         """Return the state of each stream under a name that is unique in the layout, to be saved or filled in place."""
         dp, pp, cp, tp = self.place
-        mine = f"{dp}.{pp}.{cp}.{tp}"
-        places = {"global": f"{dp}.{pp}.{cp}"}
-        return {
-            stored_as(sizes) + f"{name}.{places.get(name, mine)}": state.clone() for name, state in self.states.items()
-        }
+        common, mine = f"{dp}.{pp}.{cp}", f"{dp}.{pp}.{cp}.{tp}"
+        names = {name: f"{stored_as(sizes)}{name}.{common if name == 'global' else mine}" for name in self.states}
+        return {names[name]: state.clone() for name, state in self.states.items()}
 
     def load_stored(self, tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> None:
         """Continue from the tensors of `stored`, once they are filled."""
@@ -281,8 +277,7 @@ def give_streams(streams: RandomStreams, module: nn.Module) -> None:
             child.use_streams(streams)
 
 
-_TORCH, _CUDA, _PYTHON, _NUMPY = "process-torch", "process-cuda", "process-python", "process-numpy"
-_NAMES = (_TORCH, _CUDA, _PYTHON, _NUMPY)
+_NAMES = _TORCH, _CUDA, _PYTHON, _NUMPY = "process-torch", "process-cuda", "process-python", "process-numpy"
 _NUMPY_KIND = "MT19937"
 
 
@@ -361,10 +356,17 @@ def seed_generators(seed: int, device: torch.device | str = "cpu") -> None:
 
 def generator_states(device: torch.device | str = "cpu") -> dict[str, Tensor]:
     """Return the state of each generator as a tensor of constant shape."""
-    states = {_TORCH: torch.get_rng_state(), _PYTHON: _python_state(), _NUMPY: _numpy_state()}
+    version, internal, rest = random.getstate()
+    python = [version, *internal, rest is not None, _as_integer(rest or 0.0)]
+    states = {_TORCH: torch.get_rng_state(), _PYTHON: torch.tensor(python, dtype=torch.int64)}
+    numpy = np.random.get_state(legacy=False)
+    if isinstance(numpy, dict) and numpy["bit_generator"] == _NUMPY_KIND:  # which a user may have replaced
+        inner = numpy["state"]
+        values = [*inner["key"].tolist(), inner["pos"], numpy["has_gauss"], _as_integer(numpy["gauss"])]
+        states[_NUMPY] = torch.tensor(values, dtype=torch.int64)
     if torch.device(device).type == "cuda":
         states[_CUDA] = torch.cuda.get_rng_state(device)
-    return {name: state for name, state in states.items() if state is not None}
+    return states
 
 
 def restore_generators(states: Mapping[str, Tensor], device: torch.device | str = "cpu") -> None:
@@ -378,21 +380,6 @@ def restore_generators(states: Mapping[str, Tensor], device: torch.device | str 
     if _NUMPY in states:
         *keys, position, drawn, rest = states[_NUMPY].tolist()
         np.random.set_state((_NUMPY_KIND, np.array(keys, dtype=np.uint32), position, drawn, _as_float(rest)))
-
-
-def _python_state() -> Tensor:
-    version, internal, rest = random.getstate()
-    return torch.tensor([version, *internal, rest is not None, _as_integer(rest or 0.0)], dtype=torch.int64)
-
-
-def _numpy_state() -> Tensor | None:
-    """Return numpy's state; None if a user has replaced its bit generator."""
-    state = np.random.get_state(legacy=False)
-    if not isinstance(state, dict) or state["bit_generator"] != _NUMPY_KIND:
-        return None
-    inner = state["state"]
-    rest = (inner["pos"], state["has_gauss"], _as_integer(state["gauss"]))
-    return torch.tensor([*inner["key"].tolist(), *rest], dtype=torch.int64)
 
 
 def _as_integer(value: float) -> int:

@@ -33,8 +33,7 @@ class SampleInfo(NamedTuple):
     positions: Tensor | None = None
 
 
-NOTHING = SampleInfo()
-"""No dropout, and attention across document boundaries."""
+NOTHING = SampleInfo()  # no dropout, and attention across document boundaries
 
 
 class Linear(nn.Linear):

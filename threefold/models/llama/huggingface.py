@@ -165,18 +165,14 @@ class LlamaType(hf.HuggingFaceType):
         if self.name in ("qwen3", "qwen3_moe"):
             values["attention_bias"] = False
         if self.window != "none":
-            values |= self._write_window(model)
-        return values | (self._write_experts(model) if self.experts else {})
-
-    def _write_window(self, model: LlamaConfig) -> dict[str, Any]:
-        values: dict[str, Any] = {"sliding_window": model.sliding_window or None}
-        if self.name not in ("mistral", "mixtral"):
-            values["use_sliding_window"] = model.sliding_window > 0
+            values["sliding_window"] = model.sliding_window or None
+            if self.name not in ("mistral", "mixtral"):
+                values["use_sliding_window"] = model.sliding_window > 0
         if self.window == "tail":
             windows = [model.window(layer) for layer in range(model.num_layers)]
             values["layer_types"] = [_SLIDING if window else _FULL for window in windows]
             values["max_window_layers"] = model.full_attention_layers if model.sliding_window else model.num_layers
-        return values
+        return values | (self._write_experts(model) if self.experts else {})
 
     def _write_experts(self, model: LlamaConfig) -> dict[str, Any]:
         sparse = sum(model.has_experts(layer) for layer in range(model.num_layers))
