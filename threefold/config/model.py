@@ -278,7 +278,11 @@ class ModelConfig(Section):
                 name = OWN if given.get("file") else cls.model_fields["architecture"].default
             if isinstance(name, str) and name in FAMILIES:
                 return FAMILIES.load(name).config.model_validate(given)
-        foreign = {name: kind for name in given if name not in cls.model_fields and (kind := _class_with(name))}
+        foreign: dict[Any, type[ModelConfig]] = {}
+        for name in (each for each in given if each not in cls.model_fields):
+            kinds = (FAMILIES.load(each).config for each in FAMILIES.names())
+            if (kind := next((each for each in kinds if name in each.model_fields), None)) is not None:
+                foreign[name] = kind
         config = read({name: value for name, value in given.items() if name not in foreign})
         for kind in dict.fromkeys(foreign.values()):
             common = {name: getattr(config, name) for name in ModelConfig.model_fields if name != "architecture"}
@@ -322,8 +326,3 @@ def model_settings() -> dict[str, FieldInfo]:
             order.insert(place, own)
             place += 1
     return {name: fields[name] for name in order}
-
-
-def _class_with(setting: Any) -> type[ModelConfig] | None:
-    kinds: Iterator[type[ModelConfig]] = (FAMILIES.load(name).config for name in FAMILIES.names())
-    return next((kind for kind in kinds if setting in kind.model_fields), None)

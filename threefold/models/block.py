@@ -96,7 +96,7 @@ class ModelDescription:
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         self.plan = model_plan(config, sequence_length)
         self._config, self._length = config, sequence_length
-        self.weights = {layer: tuple(self._weights_of(layer)) for layer in self.plan.layers}
+        self.weights = {layer: self._weights_of(layer) for layer in self.plan.layers}
 
     @cached_property
     def blocks(self) -> tuple[BlockShape, ...]:
@@ -124,19 +124,19 @@ class ModelDescription:
         with torch.device("meta"):
             return make_model(self._config)
 
-    def _weights_of(self, layer: str) -> list[WeightShape]:
+    def _weights_of(self, layer: str) -> tuple[WeightShape, ...]:
         shapes = family_of(self._config).layer_shapes(self._config, layer)
         if shapes is None:
             named = self._model.get_submodule(layer).named_parameters()
             shapes = {name: tuple(weight.shape) for name, weight in named}
-        found = []
+        found: list[WeightShape] = []
         for name, shape in shapes.items():
             whole = self.plan.whole_name(f"{layer}.{name}")
             split = self.plan.split_of(whole)
             if split is None:
                 raise ValueError(f"the split table says nothing about the parameter {whole!r}")
             found.append(WeightShape(whole, split, shape))
-        return found
+        return tuple(found)
 
     def _rules(self, layer: str) -> list[sharding.Split]:
         depth = layer.count(".") + 1

@@ -173,8 +173,16 @@ class Plan:
             else:
                 left.append(name)
         decided = Patterns(split)  # a norm decides on the modules inside it too
-        _require_none([name for name in left if decided.deciding(name.rpartition(".")[0]) is None], split, modules)
-        return split, bare
+        left = [name for name in left if decided.deciding(name.rpartition(".")[0]) is None]
+        if not left:
+            return split, bare
+        found = list(dict.fromkeys(_named(name, modules) for name in left))
+        idle = [pattern for pattern in split if not any(matches(name, pattern) for name in modules if name)]
+        fix = f", and correct {idle[0]!r}, which no module or parameter of the model has for a name" if idle else ""
+        each = "each" if len(found) > 1 else "it"
+        raise UserError(
+            f"shard says nothing about {first_of(found)}; give {each} Column(), Row(), Vocab() or Replicated(){fix}."
+        )
 
     def _cost(self, layer: str, modules: "Mapping[str, nn.Module]") -> float:
         """Return the given cost, or the multiply-adds per token, as far as the layer's weights determine them."""
@@ -231,18 +239,6 @@ def _frozen(parameters: "Mapping[str, nn.Parameter]", ties: Mapping[str, str]) -
     return frozen
 
 
-def _require_none(left: Sequence[str], split: Iterable[str], modules: "Mapping[str, nn.Module]") -> None:
-    if not left:
-        return
-    found = list(dict.fromkeys(_named(name, modules) for name in left))
-    idle = [pattern for pattern in split if not any(matches(name, pattern) for name in modules if name)]
-    correction = f", and correct {idle[0]!r}, which no module or parameter of the model has for a name" if idle else ""
-    each = "each" if len(found) > 1 else "it"
-    raise UserError(
-        f"shard says nothing about {first_of(found)}; give {each} Column(), Row(), Vocab() or Replicated(){correction}."
-    )
-
-
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message that names the nearest of the known names; empty if none is near."""
     close = get_close_matches(name, [each for each in known if each], n=1)
@@ -261,10 +257,6 @@ def _named(parameter: str, modules: "Mapping[str, nn.Module]") -> str:
 def as_pattern(name: str) -> str:
     """Return a name with its numbers replaced by `*`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
-
-
-_RESIDUAL = ("*.attn.proj.weight", "*.mlp.down.weight", "*.mlp.shared.down.weight", "*.mlp.experts.down")
-"""Weights whose output is added to the residual stream."""
 
 
 def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: Sequence[int]) -> ModelPlan:
@@ -289,5 +281,6 @@ def initial_values(name: str, config: ModelConfig) -> Initial:
         return Constant(0.0)
     if fnmatchcase(name, "*norm.weight"):
         return Constant(1.0)
-    joins_residual = any(fnmatchcase(name, pattern) for pattern in _RESIDUAL)
+    joining = ("*.attn.proj.weight", "*.mlp.down.weight", "*.mlp.shared.down.weight", "*.mlp.experts.down")
+    joins_residual = any(fnmatchcase(name, pattern) for pattern in joining)
     return Normal(config.initializer_range * ((2 * config.num_layers) ** -0.5 if joins_residual else 1.0))

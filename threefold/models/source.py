@@ -24,7 +24,6 @@ from threefold.plugins import import_file
 from threefold.random.rng import generators_preserved, seed_generators, stream_key
 
 _SECTION: Final = ("config", "cfg")  # constructor parameters that receive the whole `model` section
-_REST: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def bound_arguments(factory: Callable[..., Any], config: ModelConfig, said: str) -> dict[str, Any]:
@@ -34,13 +33,13 @@ def bound_arguments(factory: Callable[..., Any], config: ModelConfig, said: str)
     `config` (or `cfg`) receives the whole section.
     """
     given: Mapping[str, Any] = config.arguments
-    parameters = [each for each in inspect.signature(factory).parameters.values() if each.kind not in _REST]
+    known = list(inspect.signature(factory).parameters.values())
+    parameters = [each for each in known if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
     names = [each.name for each in parameters]
-    takes_any = any(each.kind is _REST[1] for each in inspect.signature(factory).parameters.values())
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in known)
     for name in given:
         if name not in names and not takes_any:
-            close = get_close_matches(name, names, n=1)
-            near = f"; the nearest is {close[0]}" if close else ""
+            near = "".join(f"; the nearest is {each}" for each in get_close_matches(name, names, n=1))
             raise UserError(f"model.arguments has {name}, which {said} does not take{near}.")
     bound = dict(given)
     for parameter in parameters:
@@ -63,10 +62,10 @@ def call(function: Callable[..., Any], positional: tuple[Any, ...], named: Mappi
     except UserError:
         raise
     except Exception as error:
-        advice = ""
-        if "on meta tensors" in str(error):
-            advice = ", as ranks make their parts without memory; give device='cpu' to a tensor whose values the "
-            advice += "constructor reads"
+        why = (
+            "as ranks make their parts without memory; give device='cpu' to a tensor whose values the constructor reads"
+        )
+        advice = f", {why}" if "on meta tensors" in str(error) else ""
         raise UserError(f"{said} raises {error_line(error)}{advice}.") from error
 
 
@@ -311,7 +310,7 @@ class ObjectSource(ModelSource):
         return self.own_loss or loss_of(self._class)
 
     def files(self, config: Config) -> tuple[Path, ...]:
-        parts = [self._class, *([] if self.own_loss is None else [self.own_loss])]
+        parts = [self._class] if self.own_loss is None else [self._class, self.own_loss]
         found = [getattr(inspect.getmodule(part), "__file__", None) for part in parts]
         return tuple(Path(each) for each in found if each) if all(found) else ()
 

@@ -1,18 +1,14 @@
 """Cross-entropy: of logits, and of a linear layer's output with only some columns of the logits in memory at a time.
 
 On a CPU, the logits are processed in runs of rows that fit the processor's caches, with one buffer in fp32 at least:
-torch's own functions pass over all logits in memory several times, and over wide copies of narrow ones. The backward
-pass needs only the logits, as the product gave them, and two numbers per token.
+torch's own functions pass over all logits in memory several times, and over wide copies of narrow ones.
 
-For a layer's output in chunks, the backward pass needs only the layer's input and one number per token, the largest
-logit: it recomputes the logits chunk by chunk, as in Wijmans et al., "Cut Your Losses in Large-Vocabulary Language
-Models" (arXiv 2411.09009), section 4. The memory thus does not depend on how many micro-batches a pipeline has in
-flight. Where memory allows, it keeps the logits instead, in the dtype of the product, and saves that product. (Liger
-Kernel, Hsu et al., arXiv 2410.10989, processes chunks of tokens and computes the gradients in the forward pass: one
-product fewer too, but each micro-batch in flight holds a gradient as large as the weight.)
-
-A chunk is a run of columns of the logits for all tokens, so that each row of the weight's gradient comes from one
-product, rounded once.
+For a layer's output in chunks, runs of columns for all tokens, the backward pass needs only the layer's input and the
+largest logit of each token: it recomputes the logits chunk by chunk, as in Wijmans et al., "Cut Your Losses in
+Large-Vocabulary Language Models" (arXiv 2411.09009), section 4, so that the memory does not depend on how many
+micro-batches a pipeline has in flight. Where memory allows, it keeps the logits instead, in the dtype of the product.
+(Liger Kernel, Hsu et al., arXiv 2410.10989, computes the gradients of chunks of tokens in the forward pass: one product
+fewer too, but each micro-batch in flight holds a gradient as large as the weight.)
 """
 
 from collections.abc import Callable, Iterator

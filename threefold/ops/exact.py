@@ -147,7 +147,7 @@ class Pieces(NamedTuple):
 def linear(
     x: Tensor,
     weight: Tensor,
-    bias: Tensor | None,
+    bias: Tensor | None = None,
     inner: int = 1,
     outer: int = 1,
     rows: RowSum | None = None,

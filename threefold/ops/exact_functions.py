@@ -141,7 +141,7 @@ def silu(x: Tensor, inplace: bool = False) -> Tensor:
     return _Elementwise.apply(x, F.silu, silu_gradient)
 
 
-def softmax(x: Tensor, dim: int = -1, dtype: torch.dtype | None = None) -> Tensor:
+def softmax(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Compute `torch.softmax` over the last dim, in fp32 at least."""
     return _Softmax.apply(x if dtype is None else x.to(dtype))
 

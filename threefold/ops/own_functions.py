@@ -134,10 +134,6 @@ def _stacked(a: Tensor, b: Tensor, shape: Sequence[int]) -> Tensor:
     return torch.stack(found) if found else a.new_empty(shape)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return exact.linear(x, weight, bias)
-
-
 def _layer_norm(
     x: Tensor, shape: Sequence[int], weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
 ) -> Tensor:
@@ -282,7 +278,7 @@ def _of_elements(compute: Callable[..., Tensor]) -> Replacement:
 
 
 REPLACED: Final[dict[str, Replacement]] = {
-    "linear": _linear,
+    "linear": exact.linear,
     **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm", "mv"), matmul),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,

@@ -238,7 +238,7 @@ class TileGradients:
         return self._of_q, of_k, of_v
 
 
-def gradient_shapes(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def gradient_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
@@ -321,8 +321,8 @@ class _TiledAttention(torch.autograd.Function):
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
     """Return the output [B, Q, heads, d], and for fused tiles the log-sum-exp of each query's scores [B, Q, heads]."""
-    out, sums = _forward_shapes(q, k, v, documents, window)
-    for part in _inputs(q, k, v, AttentionMask(window, documents)):
+    out, sums = _forward_shapes(q)
+    for part in tile_inputs(q, k, v, AttentionMask(window, documents), _shortest_fused(q)):
         if _is_fused(part):
             found, total = cpu_attention(part.q, part.k, part.v, part.bias, part.tile.is_causal)
             sums[part.at_queries] = total.transpose(1, 2)
@@ -332,7 +332,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: 
     return out, sums
 
 
-def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
+def _forward_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q))
 
 
@@ -340,7 +340,7 @@ def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Tensor | None, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = TileGradients(q, k, v)
-    for part in _inputs(q, k, v, AttentionMask(window, documents)):
+    for part in tile_inputs(q, k, v, AttentionMask(window, documents), _shortest_fused(q)):
         upper = part.of_queries(grad)
         if _is_fused(part):
             below, total, causal = part.of_queries(out), part.of_queries(sums), part.tile.is_causal
@@ -351,18 +351,8 @@ def _backward(
     return gradients.whole()
 
 
-def _backward_shapes(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Tensor | None, window: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    return gradient_shapes(q, k, v)
-
-
 TILED_ATTENTION: Final[Any] = operator("tiled_attention", _forward_shapes)(_forward)
-TILED_ATTENTION_BACKWARD: Final[Any] = operator("tiled_attention_backward", _backward_shapes)(_backward)
-
-
-def _inputs(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Iterator[TileInputs]:
-    return tile_inputs(q, k, v, mask, _shortest_fused(q))
+TILED_ATTENTION_BACKWARD: Final[Any] = operator("tiled_attention_backward", gradient_shapes)(_backward)
 
 
 def _shortest_fused(x: Tensor) -> int | None:

@@ -190,10 +190,6 @@ def _forward(
     return out
 
 
-def _forward_shapes(q: Tensor, *_: Any) -> Tensor:
-    return q.new_empty(q.shape)
-
-
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -202,10 +198,6 @@ def _backward(
         upper, dropped = part.of_queries(grad), _whole_drop(drop, part)
         gradients.add(part, tiles.plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, dropped))
     return gradients.whole()
-
-
-def _backward_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return tiles.gradient_shapes(q, k, v)
 
 
 def head_drop(q: Tensor, keys: Tensor, dropout: Dropout) -> HeadDrop:
@@ -225,5 +217,5 @@ def _whole_drop(drop: HeadDrop, part: tiles.TileInputs) -> tiles.Drop:
     return lambda weights: drop(part, weights, slice(None), slice(None))
 
 
-DROPPED_ATTENTION: Final[Any] = operator("dropped_attention", _forward_shapes)(_forward)
-DROPPED_ATTENTION_BACKWARD: Final[Any] = operator("dropped_attention_backward", _backward_shapes)(_backward)
+DROPPED_ATTENTION: Final[Any] = operator("dropped_attention", lambda q, *_: q.new_empty(q.shape))(_forward)
+DROPPED_ATTENTION_BACKWARD: Final[Any] = operator("dropped_attention_backward", tiles.gradient_shapes)(_backward)

@@ -4,7 +4,7 @@ Mistral, Qwen2 and Qwen3 add sliding windows, biases and QK-norm to Llama; Mixtr
 experts.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -235,24 +235,19 @@ class LlamaType(hf.HuggingFaceType):
         if in_block in _GATE_UP:
             sources = [hf.SourceRows(block + tensor) for tensor in _GATE_UP[in_block]]
             return [hf.interleaved(name, shapes[name], sources)]
-        if not in_block.startswith("attn.qkv."):
-            return list(self._expert_weights(name, in_block, block, shapes, present))
-        kind = in_block.rpartition(".")[2]
-        served, width = model.num_attention_heads // model.num_key_value_heads, model.head_dim
-        rows = {"q": served * width, "k": width, "v": width}
-        sources = [hf.SourceRows(f"{block}self_attn.{each}_proj.{kind}", count) for each, count in rows.items()]
-        return [hf.interleaved(name, shapes[name], sources)]
-
-    def _expert_weights(
-        self, name: str, in_block: str, block: str, shapes: hf.Shapes, present: Collection[str]
-    ) -> Iterator[hf.WeightMap]:
+        if in_block.startswith("attn.qkv."):
+            kind = in_block.rpartition(".")[2]
+            served, width = model.num_attention_heads // model.num_key_value_heads, model.head_dim
+            rows = {"q": served * width, "k": width, "v": width}
+            sources = [hf.SourceRows(f"{block}self_attn.{each}_proj.{kind}", count) for each, count in rows.items()]
+            return [hf.interleaved(name, shapes[name], sources)]
         router, expert, (gate, up, down) = _MIXTRAL if self.name == "mixtral" else _QWEN
         stacked = block + _STACKED[0] in present
         if in_block == "mlp.router.weight":
             named = block + router
-            yield hf.copied(name, block + _QWEN[0] if stacked and named not in present else named, shapes)
-            return
+            return [hf.copied(name, block + _QWEN[0] if stacked and named not in present else named, shapes)]
         count, *shape = shapes[name]
+        maps = []
         for number in range(count):
             own = block + expert.format(number)
             if in_block == "mlp.experts.gate_up" and stacked:
@@ -264,7 +259,8 @@ class LlamaType(hf.HuggingFaceType):
                 sources = [hf.SourceRows(block + _STACKED[1], 1, 0, number)]
             else:
                 sources = [hf.SourceRows(f"{own}{down}.weight")]
-            yield hf.interleaved(name, shape, sources, number)
+            maps.append(hf.interleaved(name, shape, sources, number))
+        return maps
 
 
 def _read_sparse_layers(given: hf.ConfigJson, layers: int) -> tuple[dict[str, int], int]:
