@@ -94,13 +94,9 @@ def batch_sizes(config: Config, largest: int) -> dict[str, int]:
 
 
 def default_micro_batches(config: Config, share: int | None = None) -> list[int]:
-    """Return the possible default micro-batch sizes, largest first.
-
-    They divide a replica's share of the batch (None: that of a resolved config), fit the schedule and keep it busy;
-    otherwise there is only the smallest.
-    """
+    """Return the possible default micro-batch sizes, largest first: those that fit the schedule and keep it busy."""
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
-    share = share or config.train.global_batch_size // parallel.dp
+    share = share or config.train.global_batch_size // parallel.dp  # of a resolved config
     wanted = 2 * parallel.pp if parallel.pp > 1 else 1
     counts = divisors(share)
     taken = [count for count in counts if schedule.accepts(parallel.pp, count)] or counts

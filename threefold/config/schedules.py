@@ -29,11 +29,7 @@ SENDS_UNDER_WAY: Final = 4
 
 
 class Action(NamedTuple):
-    """Pass of one micro-batch of the step through one stage of the whole pipeline.
-
-    The kind is `F` forward, `B` full backward, `I` backward for the input only, or `W` the weight gradients deferred by
-    `I`.
-    """
+    """Pass of a micro-batch through a stage: `F` forward, `B` backward, or its parts `I` (input) and `W` (weights)."""
 
     stage: int
     kind: str

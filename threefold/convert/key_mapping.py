@@ -20,16 +20,12 @@ NOT_KNOWN = "unknown to this converter"
 
 
 class Same(NamedTuple):
-    """Foreign setting with an equivalent `section.key` among ours.
-
-    `kind` converts the value, or raises a ValueError that states the required kind. `default` is the foreign one; None
-    if ours is equal, or if there is none.
-    """
+    """Foreign setting with an equivalent of ours; `kind` raises a ValueError that states the kind of value."""
 
     theirs: str
     ours: str
     kind: Callable[[Any], Any]
-    default: Any = None
+    default: Any = None  # the foreign one, if ours is another
 
 
 def alike(section: str, kind: Callable[[Any], Any], names: str, default: Any = None, prefix: str = "") -> list[Same]:
@@ -50,16 +46,13 @@ class Unmapped(NamedTuple):
 
 
 class KeyMapping:
-    """Foreign settings that are not mapped yet, our settings so far by `section.key`, and notes.
-
-    `spelled` maps a key to its spelling in the file, if different.
-    """
+    """Foreign settings that are not mapped yet, our settings so far by `section.key`, and notes."""
 
     def __init__(self, path: Path, given: Mapping[str, Any] | None = None, notes: Iterable[Unmapped] = ()) -> None:
         self.where = str(path)
         self.given = {key: value for key, value in (given or {}).items() if value is not None}
         self.notes = list(notes)
-        self.spelled: dict[str, str] = {}
+        self.spelled: dict[str, str] = {}  # key → its spelling in the file, if another
         self.settings: dict[str, Any] = {}
 
     def take(self, key: str, kind: Callable[[Any], Any], default: Any = None) -> Any:

@@ -145,7 +145,11 @@ class Script:
         left: list[list[Node]] = []
         assumed: list[str] = []
         for clause in [node, *(part for part in node.named_children if part.type in ("elif_clause", "else_clause"))]:
-            condition, body = _branch(clause)
+            then = next((part.end_byte for part in clause.children if part.type == "then"), clause.start_byte)
+            others = ("elif_clause", "else_clause", "comment")
+            parts = [part for part in clause.named_children if part.type not in others]
+            before = [part for part in parts if part.end_byte <= then]
+            condition, body = before[-1] if before else None, parts[len(before) :]  # no condition for `else`
             if taken is not None or (_ends(body) and condition is not None):
                 left.append(body)
                 continue
@@ -259,14 +263,6 @@ class Script:
             self._text(foreign_text(path), given, batch)
         else:
             self.missing.append((line, name))
-
-
-def _branch(clause: "Node") -> tuple["Node | None", list["Node"]]:
-    """Return the last command of a clause's condition, None for `else`, and the commands of its body."""
-    then = next((part.end_byte for part in clause.children if part.type == "then"), clause.start_byte)
-    parts = [part for part in clause.named_children if part.type not in ("elif_clause", "else_clause", "comment")]
-    before = [part for part in parts if part.end_byte <= then]
-    return before[-1] if before else None, parts[len(before) :]
 
 
 def _assumption(unset: list[str]) -> str:

@@ -109,10 +109,7 @@ def _nodes(node: "Node") -> Iterator["Node"]:
 
 @dataclass
 class Scope:
-    """Variables of a script, each a list of items, as a text is an array of one item in bash.
-
-    `positional` parameters are from `$1`; `unset` are names that were used but never set, in order of use.
-    """
+    """Variables of a script, each a list of items (a text is one item), and names that were used but never set."""
 
     where: str
     folder: Path

@@ -18,11 +18,7 @@ OF_MODULES = frozenset(vars(nn.Module()))
 
 
 def check_modules(model: nn.Module) -> None:
-    """Check the parameters, buffers and other tensors of an unsharded model, on the meta device or with values.
-
-    Raises UserError if a tensor is neither parameter nor buffer, so that ranks would lack it; if two parameters share
-    memory; if a parameter has gradient hooks; or if the layout would change something else.
-    """
+    """Check an unsharded model, on the meta device or not, for tensors that ranks would lack or train otherwise."""
     modules = dict(model.named_modules())
     for name, module in modules.items():
         kind = type(module).__name__

@@ -24,11 +24,7 @@ def matches(name: str, pattern: str) -> bool:
 
 
 def specificity(pattern: str) -> tuple[int, int, int, int]:
-    """Return the sort key of a pattern, larger for a more specific one.
-
-    It compares, in this order: more parts without a star, more parts with a star inside, more parts `*`, fewer parts
-    `**`.
-    """
+    """Return the sort key of a pattern: parts without a star, parts with a star inside, parts `*`, and fewer `**`."""
     parts = pattern.split(".")
     several, single = parts.count("**"), parts.count("*")
     literal = sum("*" not in part for part in parts)
@@ -403,10 +399,7 @@ class ModelPlan:
         return bool(self.bare) and Patterns(self.bare).naming(parameter) is not None
 
     def is_hidden_matrix(self, name: str, dims: int) -> bool:
-        """Return whether a parameter of this unsharded name has two `dims` or more and is in an inner layer.
-
-        Inner layers are those between the first and the last; a tied weight has the name of its first use.
-        """
+        """Return whether an unsharded parameter has two `dims` or more and is in none of the outer layers."""
         parts = name.split(".")
         return dims >= 2 and any(".".join(parts[:end]) in self._hidden_layers for end in range(1, len(parts)))
 

@@ -93,10 +93,7 @@ def keyed_draws(*key: int | str) -> Iterator[None]:
 
 
 def construct(make_model: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """Construct the unsharded model on the CPU, with parameters and buffers as its constructor draws them.
-
-    The constructor's random numbers of torch, `random` and `numpy.random` follow from the run's `seed`.
-    """
+    """Construct the unsharded model on the CPU; its constructor's random numbers follow from the run's `seed`."""
     with keyed_draws("weights", seed):
         return make_model()
 

@@ -70,10 +70,7 @@ def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LO
 
 
 def sum_of_exponentials(logits: Tensor, top: Tensor, pieces: int, at_once: int = LOGITS_AT_ONCE) -> Tensor:
-    """Return Σ exp(logit − top) of each row of an exact run, as the tree sum of `pieces` equal runs of columns.
-
-    `logits` are [T, V]; `top` [T] is in the dtype to compute in.
-    """
+    """Return Σ exp(logit − top) of each row of `logits` [T, V], as the tree sum of `pieces` equal runs of columns."""
     buffer = top.new_empty(_rows_at_once(logits, at_once), logits.shape[1])
     sums, shift = top.new_empty(pieces, len(logits)), top.unsqueeze(1)
     for rows in _runs(logits, at_once):

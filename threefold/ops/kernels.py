@@ -104,10 +104,6 @@ class AttentionMask(NamedTuple):
         """Return the mask for a sequence of `keys` positions, without the window if it covers all of them."""
         return AttentionMask(self.window if self.window < keys else 0, self.documents)
 
-    @property
-    def hides_nothing(self) -> bool:
-        return not self.window and self.documents is None
-
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend from the last Q of K positions to all positions up to their own, as `ops.tiles.attention` does."""

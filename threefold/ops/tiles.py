@@ -39,7 +39,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = _ALL_BEFORE
     # The first queries of a window see everything before them; they are computed like the others, unless they are
     # alone.
     whole, windowed, mask = q.shape[1] == k.shape[1], mask.window > 0, mask.within(k.shape[1])
-    if mask.hides_nothing and (whole or (not windowed and (q.is_cuda or plain_attention_serves(k)))):
+    if (
+        not mask.window
+        and mask.documents is None
+        and (whole or (not windowed and (q.is_cuda or plain_attention_serves(k))))
+    ):
         return causal_attention(q, k, v)
     if varlen_serves(q) and (lengths := varlen_lengths(q, k, mask)) is not None:
         return varlen_attention(q, k, v, lengths)
@@ -48,10 +52,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = _ALL_BEFORE
 
 @dataclass(frozen=True)
 class Tile:
-    """Some queries, and every key that any of them attends to, as positions in sequences with equal masks.
-
-    `ids` int64 is the document of each position of the sequence, if the tile has several documents; else None.
-    """
+    """Some queries, and every key that any of them attends to; `ids` are documents by position, if it has several."""
 
     rows: slice
     queries: range

@@ -282,11 +282,7 @@ _NUMPY_KIND = "MT19937"
 
 
 class ProcessGenerators:
-    """Generators of a rank's process, as tensors with names that are unique in the layout.
-
-    `place` has the rank's coordinates (dp, pp, cp, tp). Torch's default generator of `device` is included, besides the
-    CPU's.
-    """
+    """Generators of a rank's process, torch's of `device` besides the CPU's, as tensors under unique names."""
 
     def __init__(self, place: Sequence[int], device: torch.device | str = "cpu") -> None:
         self.place, self.device = tuple(place), torch.device(device)
