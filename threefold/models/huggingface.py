@@ -12,8 +12,8 @@ from typing import Any, Final
 
 from threefold.config import ModelConfig
 from threefold.errors import UserError
-from threefold.models.family import Shapes
 
+Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters, by name
 MOST_LAYERS: Final = 100_000
 LARGEST_SIZE: Final = 1 << 30
 """Limit of a width, a vocabulary or positions: far above any model's, and a product of two is still exact."""

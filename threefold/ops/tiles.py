@@ -39,11 +39,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = _ALL_BEFORE
     # The first queries of a window see everything before them; they are computed like the others, unless they are
     # alone.
     whole, windowed, mask = q.shape[1] == k.shape[1], mask.window > 0, mask.within(k.shape[1])
-    if (
-        not mask.window
-        and mask.documents is None
-        and (whole or (not windowed and (q.is_cuda or plain_attention_serves(k))))
-    ):
+    hides = mask.window > 0 or mask.documents is not None
+    if not hides and (whole or (not windowed and (q.is_cuda or plain_attention_serves(k)))):
         return causal_attention(q, k, v)
     if varlen_serves(q) and (lengths := varlen_lengths(q, k, mask)) is not None:
         return varlen_attention(q, k, v, lengths)
