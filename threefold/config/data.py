@@ -64,9 +64,7 @@ class StepRanges:
 
 
 def _parsed(entry: Any) -> tuple[int, int]:
-    if type(entry) not in (int, str):
-        raise ValueError(_WRITTEN)
-    match = _RANGE.fullmatch(str(entry).strip())
+    match = _RANGE.fullmatch(str(entry).strip()) if type(entry) in (int, str) else None
     if match is None:
         raise ValueError(_WRITTEN)
     first, last = (int(match[3]),) * 2 if match[3] else (int(match[1]), int(match[2]))

@@ -15,15 +15,11 @@ from threefold.plugins import Registry
 
 
 class OptimizerRow(NamedTuple):
-    """Built-in optimizer: its `UpdateRule` as `module:attribute`, and the settings of `HYPER_PARAMETERS` that it reads.
+    """Built-in optimizer."""
 
-    These come with their defaults (None: the section's). `states` maps the section and whether a weight is a hidden
-    matrix to the number of state tensors of the weight's shape.
-    """
-
-    implementation: str
-    reads: Mapping[str, Any]
-    states: "Callable[[OptimizerConfig, bool], int]"
+    implementation: str  # `module:attribute` of its `UpdateRule`
+    reads: Mapping[str, Any]  # settings of `HYPER_PARAMETERS`, with their defaults (None: the section's)
+    states: "Callable[[OptimizerConfig, bool], int]"  # (section, is hidden matrix) → state tensors of a weight's shape
 
 
 _ADAM: Final = {"betas": None, "eps": None}

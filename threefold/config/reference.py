@@ -152,18 +152,14 @@ Settings = dict[str, Any]  # `section.key` → value
 
 @dataclass(frozen=True, eq=False)
 class Feature:
-    """Feature that can be switched on by `settings`.
-
-    It `needs` some settings at least; another feature may require larger ones. Rules refer to it by its name, its kind
-    and the features that it needs (`part_of`). `group` is its heading in the page.
-    """
+    """Feature that can be switched on by settings, and its heading in the page."""
 
     name: str
     title: str
     group: str
     settings: Settings
-    needs: Settings = field(default_factory=dict)
-    part_of: tuple[str, ...] = ()
+    needs: Settings = field(default_factory=dict)  # at least; another feature may require larger ones
+    part_of: tuple[str, ...] = ()  # other names in rules: its kind, and features that it needs
 
     @property
     def names(self) -> frozenset[str]:

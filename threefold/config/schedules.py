@@ -13,6 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
+from itertools import product
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
@@ -154,7 +155,21 @@ class _Rules:
             of_line = f"it has no action, and each {self._unit} is one pipeline rank; leave it out"
             of_rank = "it has no action; return those of its stages"
             raise self.error(orders.index(()), of_rank if self._unit == "rank" else of_line)
-        self._check_complete(orders)
+        stages, micro_batches = stage_count(orders), 1 + max(action.micro_batch for action in self._seen)
+        for stage in range(stages):
+            if stage not in self._rank_of:
+                raise UserError(
+                    f"parallel.schedule {self.name} has actions of {stages - 1} as its last stage but none of stage "
+                    f"{stage}; number the stages from 0 without a gap."
+                )
+        for stage, number in product(range(stages), range(micro_batches)):
+            there = {kind for kind in "FBIW" if Action(stage, kind, number) in self._seen}
+            lacking = "F" if "F" not in there else "" if "B" in there or there >= {*"IW"} else "B"
+            if lacking == "B" and there & {*"IW"}:
+                lacking = "W" if "I" in there else "I"
+            if lacking:
+                rule = f"each stage needs F and B (or I and W) of all {micro_batches} micro-batches; add it"
+                raise self.error(self._rank_of[stage], f"{Action(stage, lacking, number)} is missing, and {rule}")
         try:
             for _ in in_order(orders):
                 pass
@@ -189,38 +204,15 @@ class _Rules:
         self._seen.add(action)
         return action
 
-    def _check_complete(self, orders: Orders) -> None:
-        stages, seen = stage_count(orders), self._seen
-        micro_batches = 1 + max(action.micro_batch for action in seen)
-        for stage in range(stages):
-            if stage not in self._rank_of:
-                raise UserError(
-                    f"parallel.schedule {self.name} has actions of {stages - 1} as its last stage but none of stage "
-                    f"{stage}; number the stages from 0 without a gap."
-                )
-        for stage in range(stages):
-            for number in range(micro_batches):
-                there = {kind for kind in "FBIW" if Action(stage, kind, number) in seen}
-                lacking = "F" if "F" not in there else "" if "B" in there or there >= {*"IW"} else "B"
-                if lacking == "B" and there & {*"IW"}:
-                    lacking = "W" if "I" in there else "I"
-                if lacking:
-                    rule = f"each stage needs F and B (or I and W) of all {micro_batches} micro-batches; add it"
-                    raise self.error(self._rank_of[stage], f"{Action(stage, lacking, number)} is missing, and {rule}")
-
 
 class Schedule(ABC):
-    """Order in which the ranks of a pipeline compute the micro-batches of a step, by its name in `parallel.schedule`.
-
-    `stages_per_rank` is None if `parallel.stage_chunks` sets it, `ranks` if any number works, and `micro_batches` if
-    `accepts` decides.
-    """
+    """Order in which the ranks of a pipeline compute the micro-batches of a step, named in `parallel.schedule`."""
 
     name: str
-    stages_per_rank: int | None
+    stages_per_rank: int | None  # None if `parallel.stage_chunks` sets it
     defers_weight_gradients: bool
-    ranks: int | None = None
-    micro_batches: int | None = None
+    ranks: int | None = None  # None for any
+    micro_batches: int | None = None  # None if `accepts` decides
 
     @property
     def default_stages_per_rank(self) -> int:
@@ -256,19 +248,15 @@ class Schedule(ABC):
 
 @dataclass(frozen=True)
 class TorchSchedule(Schedule):
-    """Schedule with a class in `torch.distributed.pipelining`.
-
-    The shape is `loop` (stage n on rank n modulo pp) or `v` (the second half of the stages returns from the last rank).
-    `passes` maps (pp, rank, stages per rank) to the peak passes of micro-batches whose activations a rank holds; None
-    for all.
-    """
+    """Schedule with a class in `torch.distributed.pipelining`."""
 
     name: str
     torch_class: str
     stages_per_rank: int | None
-    shape: Literal["loop", "v"]
+    shape: Literal["loop", "v"]  # stage n on rank n modulo pp; or the second half returns from the last rank
     rule: Literal["any", "rounds", "two for each rank"]
     defers_weight_gradients: bool
+    # (pp, rank, stages per rank) → peak passes of micro-batches whose activations a rank holds; None for all.
     passes: Callable[[int, int, int], int] | None
 
     @property

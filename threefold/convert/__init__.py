@@ -70,19 +70,14 @@ _SYSTEMS: Final = {
 
 
 class Converted(NamedTuple):
-    """Converted config, with our settings that are not the default.
-
-    `evidence` says how the system was detected (empty if the caller gave it), `notes` are foreign settings without an
-    exact counterpart, `invalid` says in one sentence why the config is invalid (empty if it is valid), and `unset` maps
-    settings that a run needs but the file does not give to what to set.
-    """
+    """Converted config, with our settings that are not the default."""
 
     kind: Kind
-    evidence: str
+    evidence: str  # how the system was detected; empty if the caller gave it
     sections: dict[str, dict[str, Any]]
-    notes: list[Unmapped]
-    invalid: str
-    unset: dict[str, str]
+    notes: list[Unmapped]  # foreign settings without an exact counterpart
+    invalid: str  # why the config is invalid, in one sentence; empty if it is valid
+    unset: dict[str, str]  # settings of ours that a run needs but the file does not give → what to set
 
     @property
     def unsupported(self) -> list[Unmapped]:

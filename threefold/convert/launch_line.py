@@ -19,17 +19,13 @@ _VARIABLE: Final = re.compile(r"\$\{?([A-Za-z_]\w*|\d+)")
 
 
 class Launch(NamedTuple):
-    """Training command of a script: its Python file or module (empty if the text has only flags), and its flags.
+    """Training command of a script."""
 
-    Flags are names without dashes → True, a text or a list of texts; a text with `$` is not set in the file. `world` is
-    the number of ranks, if given; `unread` are words that belong to no flag.
-    """
-
-    script: str
-    flags: dict[str, Any]
-    world: int | None
+    script: str  # Python file or module; empty if the text has only flags
+    flags: dict[str, Any]  # without dashes → True, a text or a list of texts; one with `$` is not set in the file
+    world: int | None  # number of ranks, if it is given
     notes: list[Unmapped]
-    unread: list[str]
+    unread: list[str]  # words that belong to no flag
 
 
 def launch_of(

@@ -63,26 +63,23 @@ class Mixture:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """Transformer block of the whole model.
-
-    `ffn` is unused with `experts`; if `norms` is 1, a half block has none; `window` is in positions, 0 for none.
-    """
+    """Transformer block of the whole model."""
 
     hidden: int
     heads: int
     key_heads: int
     head_dim: int
-    ffn: int
+    ffn: int  # unused with `experts`
     gated: bool = False
     rms: bool = False
     biased: bool = False
-    norms: int = 2
+    norms: int = 2  # of the residual stream; with 1, a half block has none
     rotary: bool = False
     qk_norm: bool = False
     activation: str = "gelu_tanh"
     hidden_dropout: bool = False
     attention_dropout: bool = False
-    window: int = 0
+    window: int = 0  # in positions; 0 for none
     experts: Mixture | None = None
 
 

@@ -21,24 +21,15 @@ Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters, by name
 
 @dataclass(frozen=True)
 class Family:
-    """Parts of a model family; those that need torch are written as `module:attribute` and imported on first use.
+    """Parts of a model family; those that need torch are written as `module:attribute` and imported on first use."""
 
-    Attributes:
-        title: display name.
-        config: class of its `model` section.
-        model: class or function from a resolved config to the single-device model.
-        plan: function from a resolved config and the tokens of a sample to the `ModelPlan`.
-        huggingface: tuple of its `HuggingFaceType`s; a model is exported as the first that fits. None for a family that
-            is not imported or exported.
-        shapes: function from a resolved config and the name of a layer to the `Shapes` of its parameters, without
-            torch; None if they have to be read from the model on the meta device.
-    """
-
-    title: str
-    config: type[ModelConfig]
-    model: str
-    plan: str
-    huggingface: str | None = None
+    title: str  # display name
+    config: type[ModelConfig]  # class of its `model` section
+    model: str  # class or function from a resolved config to the single-device model
+    plan: str  # function from a resolved config and the tokens of a sample to the `ModelPlan`
+    huggingface: str | None = None  # tuple of its `HuggingFaceType`s; a model is exported as the first that fits
+    # Function from a resolved config and the name of a layer to the `Shapes` of its parameters, without torch; None if
+    # they have to be read from the model on the meta device.
     shapes: str | None = None
 
     def import_parts(self) -> None:

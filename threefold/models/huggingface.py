@@ -229,15 +229,14 @@ class SourceRows:
 class WeightMap:
     """Map from tensors in the files to a parameter, or to one expert's matrix of a stacked parameter.
 
-    The rows of the parameter form groups, each with some rows of every source in order. `shape` is that of one matrix
-    of a stack; `transposed` files hold [in, out]; `expert` is the index in the stack.
+    The rows of the parameter form groups, each with some rows of every source in order.
     """
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # of one matrix of a stack
     sources: tuple[SourceRows, ...]
-    transposed: bool = False
-    expert: int | None = None
+    transposed: bool = False  # whether the files hold [in, out]
+    expert: int | None = None  # index in the stack
 
     @property
     def group(self) -> int:
@@ -266,30 +265,23 @@ def interleaved(name: str, shape: Sequence[int], sources: Sequence[SourceRows], 
 
 @dataclass(frozen=True)
 class TensorNames:
-    """Names of the tensors that are copied unchanged: parameter → tensor.
-
-    Those `in_block` are names within a block, whose number stands for `{}` in the prefix `block`.
-    """
+    """Names of the tensors that are copied unchanged: parameter, outside or by its name within a block → tensor."""
 
     outside: Mapping[str, str]
     in_block: Mapping[str, str]
-    block: str
+    block: str  # prefix of the names of a block's tensors; `{}` stands for its number
 
 
 @dataclass(frozen=True)
 class HuggingFaceType(ABC):
-    """A `model_type` of Hugging Face: its config.json and the names of its tensors.
-
-    `head` is the class of transformers with a language-model head, `prefix` that of all tensor names but the head's,
-    and `defaults` are the values of keys that a config.json lacks, as in transformers.
-    """
+    """A `model_type` of Hugging Face: its config.json and the names of its tensors."""
 
     name: str
     architecture: str
-    head: str
+    head: str  # class of transformers with a language-model head
     names: TensorNames
-    prefix: str = "model."
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    prefix: str = "model."  # of all tensor names except the head's
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that a config.json lacks, as in transformers
 
     @abstractmethod
     def read(self, given: ConfigJson) -> dict[str, Any]:

@@ -145,13 +145,12 @@ class Cut(NamedTuple):
 class Unit:
     """Run of indices that stays on one rank: a sharded dim consists of `count` units, one after another.
 
-    `setting` of the config counts the units; the size of the axis must divide it. `parts` of a unit, as (name, indices
-    of the dim), are queries, keys and values of a GQA group, or a gate and the feature that it gates. Several ranks
-    hold the `repeated` parts whole if the axis has a multiple of `count` ranks, which then divide the other parts of a
-    unit among them: keys and values of a GQA group.
+    Its `parts`, as (name, indices of the dim), are queries, keys and values of a GQA group, or a gate and the feature
+    that it gates. Several ranks hold the `repeated` parts whole, keys and values, if the axis has a multiple of `count`
+    ranks, which then divide the other parts of a unit among them.
     """
 
-    setting: str
+    setting: str  # of the config, which counts the units; the size of the axis must divide it
     count: int
     parts: tuple[tuple[str, int], ...] = (("", 1),)
     repeated: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.config import Config, ModelConfig
+from threefold.config.loading import config_of
 from threefold.config.model import OWN, split_model_file
 from threefold.errors import UserError
 from threefold.models.family import family_of, make_model, model_plan
@@ -374,13 +375,9 @@ def own_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
 
 def with_own_model(config: Config, file: str) -> Config:
     """Return an unresolved config with the model of a file; `file` is empty for a model given in Python."""
-    from threefold.config.loading import config_of
-
     sections = config.given()
-    sections["model"] = {key: value for key, value in sections["model"].items() if key != "preset"} | {
-        "architecture": OWN,
-        "file": file,
-    }
+    model = {key: value for key, value in sections["model"].items() if key != "preset"}
+    sections["model"] = model | {"architecture": OWN, "file": file}
     return config_of(sections, (), config.origins, config.derived)
 
 

@@ -41,35 +41,27 @@ from threefold.torch_private.runtime import UninterceptedFunction, layer_norm_gr
 
 @dataclass(frozen=True)
 class Grain:
-    """Finest pieces of the sums of an exact run, all powers of two; an axis of a layout must divide their number.
+    """Finest pieces of the sums of an exact run, all powers of two; an axis of a layout must divide their number."""
 
-    `samples` are groups of neighboring leaves of the global batch, at least as many as replicas. `tensor` counts pieces
-    of heads, inner features and vocabulary, `positions` of the rows of a context piece that sequence parallelism cuts,
-    and `context` of a sequence, each a chunk and its mirror image (`context_parts`). The `leaf` neighboring samples run
-    at once, and their gradient is one sum over their positions.
-    """
-
-    samples: int
-    tensor: int
-    positions: int
-    context: int = 1
-    leaf: int = 1
+    samples: int  # groups of neighboring leaves of the global batch, at least as many as replicas
+    tensor: int  # pieces of heads, inner features and vocabulary
+    positions: int  # pieces of the rows of a context piece that sequence parallelism cuts
+    context: int = 1  # pieces of a sequence, each a chunk and its mirror image (`context_parts`)
+    leaf: int = 1  # neighboring samples that run at once, and whose gradient is one sum over their positions
 
 
 @dataclass(frozen=True)
 class RowSum:
     """Sum of the rows of a leaf's sequences, of which this rank holds some, for gradients of norms and biases.
 
-    It is a sum over `pieces` of each context piece, then over the `context` pieces of this rank. `parallel.gradients`
-    sums over context ranks. `over_ranks` sums a tensor in a tree over the ranks that share the sequence; None if this
-    rank holds all of it. `gather` concatenates a tensor along its first dim over ranks that share several context
-    pieces, none of which one of them holds whole; then `pieces` counts those of all context pieces together, and
-    `context` is that of these ranks.
+    It is a sum over pieces of each context piece, then over the context pieces of this rank. `parallel.gradients` sums
+    over context ranks.
     """
 
-    pieces: int = 1
-    over_ranks: Callable[[Tensor], Tensor] | None = None
-    context: int = 1
+    pieces: int = 1  # of a context piece on this rank; with `gather`, of all context pieces together
+    over_ranks: Callable[[Tensor], Tensor] | None = None  # sum in a tree over the ranks that share the sequence
+    context: int = 1  # context pieces that this rank, or the ranks of `gather` together, hold
+    # Concatenation along the first dim over ranks that share context pieces, none of which one of them holds whole.
     gather: Callable[[Tensor], Tensor] | None = None
 
     def __call__(self, *rows: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -132,16 +124,12 @@ def _runs_summed(x: Tensor, runs: int) -> Tensor:
 
 
 class Pieces(NamedTuple):
-    """Pieces of a `Grain` that one rank holds: of the features of a tensor-parallel layer, and sums of rows.
-
-    `rows` sums those of a sequence as sharded between tensor-parallel layers, `all_rows` those of one that this rank
-    holds whole, `heads` those of this rank's heads, one head after another, for weights that all heads share.
-    """
+    """Pieces of a `Grain` that one rank holds: of the features of a tensor-parallel layer, and sums of rows."""
 
     features: int
-    rows: RowSum
-    all_rows: RowSum
-    heads: RowSum
+    rows: RowSum  # of a sequence as sharded between tensor-parallel layers
+    all_rows: RowSum  # of a sequence that this rank holds whole
+    heads: RowSum  # of this rank's heads, one head after another, for weights that all heads share
 
 
 def linear(

@@ -91,14 +91,10 @@ def embedding(ids: Tensor, table: Tensor) -> Tensor:
 
 
 class AttentionMask(NamedTuple):
-    """Attention mask in addition to the causal one: a sliding window and documents.
+    """Attention mask in addition to the causal one: a sliding window and documents."""
 
-    A token attends to `window` positions, including its own (0: all), of its own document, int64 [B, n] from the first
-    position. Documents are on the host wherever the model is, so that reading their bounds waits for no device.
-    """
-
-    window: int = 0
-    documents: Tensor | None = None
+    window: int = 0  # positions, including its own, that a token attends to; 0 for all
+    documents: Tensor | None = None  # int64 [B, n], of each position from the first; on the host, as in `SampleInfo`
 
     def within(self, keys: int) -> "AttentionMask":
         """Return the mask for a sequence of `keys` positions, without the window if it covers all of them."""

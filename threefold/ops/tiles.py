@@ -119,15 +119,11 @@ def document_bounds(rows: int, keys: int, documents: Tensor | None) -> Iterator[
 
 
 class _Runs(NamedTuple):
-    """Documents of a sample, as runs of positions; no token attends out of its run.
+    """Documents of a sample, as runs of positions; no token attends out of its run."""
 
-    `bounds` are the starts of the runs and the end of the last, `ids` the document of each position (None: one), and
-    `mixed` the indices of the runs that several documents share.
-    """
-
-    bounds: Ids
-    ids: Ids | None = None
-    mixed: frozenset[int] = frozenset()
+    bounds: Ids  # starts of the runs, and the end of the last
+    ids: Ids | None = None  # document of each position; None for one document
+    mixed: frozenset[int] = frozenset()  # indices of the runs that several documents share
 
 
 def _runs(ids: Ids) -> _Runs:
@@ -172,19 +168,15 @@ Index = tuple[slice, slice]
 
 @dataclass(frozen=True, eq=False)
 class TileInputs:
-    """A tile of the attention of the last Q of K positions.
-
-    It is at `at_queries` in tensors [B, Q, …] and at `at_keys` in [B, K, …]; `q` is [b, heads, queries, d], `k` and `v`
-    [b, key-value heads, keys, d]. `bias` [queries, keys] is −∞ for masked keys and 0 elsewhere; None if none is masked,
-    or if a fused kernel needs only `tile.is_causal`.
-    """
+    """A tile of the attention of the last Q of K positions."""
 
     tile: Tile
-    at_queries: Index
-    at_keys: Index
-    q: Tensor
-    k: Tensor
+    at_queries: Index  # in a tensor [B, Q, …]
+    at_keys: Index  # in a tensor [B, K, …]
+    q: Tensor  # [b, heads, queries, d]
+    k: Tensor  # [b, key-value heads, keys, d], as `v`
     v: Tensor
+    # [queries, keys], −∞ for masked keys; None if there are none, or if a fused kernel needs only `tile.is_causal`.
     bias: Tensor | None
 
     def of_queries(self, x: Tensor) -> Tensor:

@@ -18,32 +18,22 @@ from threefold.random.rng import Positions, Slice
 
 
 class SampleInfo(NamedTuple):
-    """Inputs of layers besides the activations, for the samples of a micro-batch, each for the whole sequence.
+    """Inputs of layers besides the activations, for the samples of a micro-batch, each for the whole sequence."""
 
-    Int64 [B] `keys` of the dropout masks, None to drop nothing. Int64 [B, S] `documents` of the tokens, for an
-    attention mask that separates them; on the host wherever the model is, so that reading their bounds waits for no
-    device. Float [B, S] `weights` of the tokens in the gradient of auxiliary losses that layers add, None for no such
-    losses. Int64 [B, S] `positions` in the documents, if learned positions count by document and not from the start of
-    the sample.
-    """
-
-    keys: Tensor | None = None
+    keys: Tensor | None = None  # int64 [B], of the dropout masks; None to drop nothing
+    # Int64 [B, S], on the host wherever the model is, so that reading the documents' bounds waits for no device.
     documents: Tensor | None = None
-    weights: Tensor | None = None
-    positions: Tensor | None = None
+    weights: Tensor | None = None  # float [B, S], in the gradient of auxiliary losses; None for no such losses
+    positions: Tensor | None = None  # int64 [B, S], if learned positions count by document and not by sample
 
 
 NOTHING = SampleInfo()  # no dropout, and attention across document boundaries
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed by `ops.kernels`, or in float8.
+    """`nn.Linear`, computed by `ops.kernels`, or in float8."""
 
-    `unit_parts` is the number of parts that the plan's unit of output features is divided into, in a layer that
-    replaces this one.
-    """
-
-    unit_parts: int = 1
+    unit_parts: int = 1  # of the plan's unit of output features, in a layer that replaces this one
     fp8: bool = False
 
     def forward(self, input: Tensor) -> Tensor:
@@ -64,12 +54,9 @@ class Embedding(nn.Embedding):
 
 
 class PositionEmbedding(nn.Embedding):
-    """Learned vector for each position; `held` are the positions that the activations cover, by default all.
+    """Learned vector for each position; `held` are the positions that the activations cover, by default all."""
 
-    `exact` has the sum of an exact run over these positions, and the rows whose sums this rank keeps, for
-    `ops.exact.embedding`; None for any other run.
-    """
-
+    # Of an exact run, for `ops.exact.embedding`: the sum over these positions, and the rows whose sums this rank keeps.
     exact: tuple[RowSum, range] | None = None
 
     def __init__(self, num_embeddings: int, embedding_dim: int, held: Positions | None = None) -> None:
@@ -152,10 +139,7 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding [B, S] → [B, S, H] with the table `tokens`, blocks, and head: a whole model.
-
-    If `tied`, the head shares the table's weight (tied embeddings).
-    """
+    """Embedding with the table `tokens`, blocks, and a head, which may share the table's weight: a whole model."""
 
     def __init__(self, embed: nn.Module, blocks: Iterable[nn.Module], head: Head, tied: bool) -> None:
         super().__init__()
