@@ -27,10 +27,7 @@ def split_model_file(text: str, setting: str = "--model") -> tuple[Path, str]:
 
 
 def is_made_from_section(file: Path, name: str) -> bool:
-    """Return whether a file's `make_model` builds the model from the `model` section, whatever its architecture.
-
-    A class called `name` in the file takes precedence. The file is parsed but not executed, and may be invalid.
-    """
+    """Return whether a file's `make_model`, and no class called `name`, makes the model; it is parsed, not executed."""
     try:
         body = ast.parse(file.read_bytes()).body
     except (SyntaxError, ValueError):  # importing the file reports the error

@@ -33,10 +33,7 @@ _COLOSSAL_NAMES: Final = (
 
 
 def detected(path: Path) -> tuple[Kind, str]:
-    """Detect the system of a file and how it was detected; raise a `UserError` if the file cannot be read.
-
-    A file without content of any system is classified by its name; the reader of that system then reports the error.
-    """
+    """Detect the system of a file, by its name if it has content of none, and how; raise a `UserError` if unreadable."""
     text = foreign_text(path)
     shell = text.startswith("#!")
     if not shell and (model_args := _MODEL_ARGS.search(text)):

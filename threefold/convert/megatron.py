@@ -198,10 +198,7 @@ _OTHER_FLAGS: Final = {
 
 
 def read(path: Path) -> KeyMapping:
-    """Read the flags, without dashes, of a script or a YAML with `MODEL_ARGS`, and `world-size` if it is known.
-
-    Raises a `UserError` if the file has no flags, or trains a model that is not a decoder-only transformer.
-    """
+    """Read the flags, without dashes, of a script or a YAML with `MODEL_ARGS`, and `world-size` if it is known."""
     text = foreign_text(path)
     is_yaml = re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE)
     launch = _of_yaml(path) if is_yaml else launch_of(text, path, SWITCHES.split())

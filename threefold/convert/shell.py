@@ -296,10 +296,7 @@ _OF_FILES: Final = ("-f", "-d", "-e", "-s", "-r", "-x", "-w", "-h", "-L")
 
 
 def holds(condition: "Node", scope: Scope, assumed: list[str]) -> bool | None:
-    """Return the truth of a condition, or None if it depends on the result of a command.
-
-    `assumed` receives the names that affect the result but that the script does not set; they count as empty.
-    """
+    """Return the truth of a condition, None if a command decides; names in `assumed` are not set and count as empty."""
     parts = condition.named_children
     if condition.type in ("compound_statement", "subshell") and condition.children[0].type != "((" and parts:
         return holds(parts[-1], scope, assumed)

@@ -32,10 +32,7 @@ _LOGITS: Final = _words("head lm_head output logits unembed decoder to_logits")
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan that the modules' names suggest, and the reason for each undecided module or parameter, by pattern.
-
-    Undecided modules are replicated.
-    """
+    """A plan that the modules' names suggest, and why modules or parameters (by pattern) are undecided: replicated."""
 
     plan: Plan
     undecided: Mapping[str, str] = field(default_factory=dict)
@@ -111,10 +108,7 @@ def _opaque(model: nn.Module) -> Iterator[str]:
 
 
 def _of_bare(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
-    """Return the rule of a bare parameter, with the reason if it is undecided.
-
-    It is sharded along a dim that counts the heads, or the features, of a sharded layer next to it.
-    """
+    """Return the rule of a bare parameter: cut along a dim that counts heads or features of a cut layer beside it."""
     linear = {name: each for name, each in module.named_children() if isinstance(each, nn.Linear)}
     columns = {name: each for name, each in linear.items() if name in _COLUMN and linear.keys() & _ROW}
     heads = _heads(module)

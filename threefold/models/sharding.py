@@ -32,10 +32,7 @@ def specificity(pattern: str) -> tuple[int, int, int, int]:
 
 
 class Patterns:
-    """Set of patterns, of which the most specific match applies to a module and everything inside it.
-
-    Raises UserError if a pattern is malformed.
-    """
+    """Set of patterns, of which the most specific match applies to a module and everything inside it."""
 
     def __init__(self, patterns: Iterable[str]) -> None:
         self._ranked = sorted(((specificity(each), each) for each in patterns), reverse=True)
@@ -43,10 +40,7 @@ class Patterns:
             _expression(pattern)
 
     def deciding(self, name: str) -> str | None:
-        """Return the pattern that applies to a module; None if none matches it or a module around it.
-
-        Raises UserError if two patterns match and are equally specific.
-        """
+        """Return the pattern that applies to a module, if any; raise UserError if two are equally specific."""
         found: list[tuple[tuple[int, int, int, int], str]] = []
         for rank, pattern in self._ranked:
             if found and rank < found[0][0]:
@@ -112,20 +106,14 @@ class Constant:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Initial values from a function such as `torch.nn.init.xavier_uniform_` that fills a tensor in place.
-
-    It draws torch's random numbers. A rank holds one unsharded parameter at a time, to keep its shard.
-    """
+    """Initial values from a function such as `torch.nn.init.xavier_uniform_` that fills a whole tensor in place."""
 
     fill: Callable[["Tensor"], object]
 
 
 @dataclass(frozen=True)
 class AsConstructed:
-    """Initial values that the model's own constructor draws.
-
-    Every rank constructs the whole model once, in host memory, and keeps its shards.
-    """
+    """Initial values that the constructor draws: every rank constructs the whole model once, in host memory."""
 
 
 Initial = Normal | Constant | Drawn | AsConstructed
@@ -276,10 +264,7 @@ class VocabLoss(Split):
 
 @dataclass(frozen=True)
 class AttentionCore(Split):
-    """`CausalAttention` with `heads` heads in total, sharded over the tensor axis.
-
-    Each rank attends with its own heads, for the part of the sequence that its context rank holds.
-    """
+    """`CausalAttention` with `heads` heads in total, of which each rank of the tensor axis attends with its own."""
 
     parameters = {}  # noqa: RUF012
     heads: int
@@ -315,14 +300,11 @@ class TokenRouting(Split):
 
 @dataclass(frozen=True)
 class OverExperts(Split):
-    """`Experts`, divided over the expert axis, with each expert sharded over the tensor axis.
-
-    `experts` and `inner`, the inner features of each expert, are units; None if they may be cut anywhere.
-    """
+    """`Experts`, divided over the expert axis, with each expert sharded over the tensor axis."""
 
     parameters = {"gate_up": (Cut("ep", 0), Cut("tp", 1)), "down": (Cut("ep", 0), Cut("tp", 2))}  # noqa: RUF012
-    experts: Unit | None = None
-    inner: Unit | None = None
+    experts: Unit | None = None  # None if there may be any number
+    inner: Unit | None = None  # features of each expert, as a unit of `gate_up`; None if they may be cut anywhere
 
     def uncut_dim(self, parameter: str) -> int:
         """Return the dim that neither axis cuts, along which ZeRO shards among the ranks with the same experts."""

@@ -183,10 +183,7 @@ class _Linear(UninterceptedFunction):
             product(flat, weight.t(), ctx.outer).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
             defer_or_compute(ctx.store, leaf, wants_weight, partial(_weight_gradient, ctx.weight_rows, flat, x)),
             defer_or_compute(ctx.store, bias, wants_bias, lambda: rows(grad)[0]),
-            None,
-            None,
-            None,
-            None,
+            *(None,) * 4,
         )
 
 

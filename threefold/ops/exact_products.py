@@ -21,13 +21,10 @@ _VECTOR: Final = 16
 
 
 def tree_sum(parts: Iterable[Tensor]) -> Tensor:
-    """Sum tensors of one shape in a balanced binary tree, in place in the first of each pair.
+    """Sum tensors of one shape in a balanced binary tree, in place in the first of each pair: (a + b) + (c + d).
 
     At most ⌈log₂ n⌉ + 1 of n tensors are alive at once if `parts` makes them one by one. If n is not a power of two,
     the subtrees that are left over are added from the last to the first.
-
-    Example:
-        >>> tree_sum([a, b, c, d])  # (a + b) + (c + d)
     """
     stack: list[Tensor] = []
     for number, part in enumerate(parts, 1):
@@ -70,10 +67,7 @@ def product(a: Tensor, b: Tensor, pieces: int = 1) -> Tensor:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Compute `a @ b.mT` of `a` [n, m, k] and `b` [n, p, k]: [n, m, p], as a tree sum over runs of k.
-
-    Bits of an element depend on its row of `a` and its row of `b` alone.
-    """
+    """Compute `a @ b.mT` of [n, m, k] and [n, p, k]: [n, m, p], a tree sum over runs of k; bits as of `product`."""
     if a.shape[2] <= _CHAIN or a.dtype != torch.float32:
         return _products(a, b)
     return tree_sum(_products(*each) for each in zip(a.split(_CHAIN, 2), b.split(_CHAIN, 2), strict=True))
@@ -147,11 +141,7 @@ def _batch(
 def _batch_has_bits_of_products(
     sizes: tuple[int, int, int, int], turned: tuple[bool, bool], dtype: torch.dtype, threads: int
 ) -> bool:
-    """Return whether a batch has the bits of single products on this machine, tried once with drawn numbers.
-
-    `sizes` are n, m, k and p of `products`; `turned` says whether `a` and `b` are transposed in memory. The answer
-    holds for the current number of `threads`.
-    """
+    """Return whether a batch of n, m, k, p has the bits of single products, tried once with drawn numbers."""
     count, rows, inner, columns = sizes
     draws = torch.Generator().manual_seed(0)
 

@@ -187,11 +187,8 @@ class TileInputs:
 def tile_inputs(
     q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, shortest_fused: int | None
 ) -> Iterator[TileInputs]:
-    """Yield the inputs of `tiles` of `q` [B, Q, heads, d], and `k` and `v` [B, K, key-value heads, d].
-
-    A fused kernel, whose tiles may be long and need no bias if causal, takes tiles of `shortest_fused` keys at least;
-    None without one.
-    """
+    """Yield the inputs of `tiles` of `q` [B, Q, heads, d], and `k` and `v` [B, K, key-value heads, d]."""
+    # A fused kernel takes tiles of `shortest_fused` keys at least, which may be long and need no bias if causal.
     first, end = k.shape[1] - q.shape[1], k.shape[1]
     alike: dict[tuple[int, int, int], Tensor] = {}
     for tile in tiles(len(q), range(first, end), range(end), mask, 0 if shortest_fused is None else None):

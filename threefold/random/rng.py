@@ -59,10 +59,7 @@ def _normal(index: Tensor, key: int) -> Tensor:
 
 
 def fill_normal_(local: Tensor, std: float, key: int, whole: tuple[int, ...], offset: tuple[int, ...]) -> Tensor:
-    """Fill a slice of a tensor with its part of N(0, std²), the same numbers for any slicing.
-
-    The tensor of shape `whole` has the stream `key` (`stream_key`); the slice starts at `offset`, per dim.
-    """
+    """Fill a slice at `offset` of a tensor of shape `whole` with its part of N(0, std²), the same for any slicing."""
     if local.numel() == 0 or local.is_meta:
         return local
     parts = [Slice(start, size) for start, size in zip(offset, whole, strict=True)]

@@ -101,14 +101,11 @@ class CrossEntropy(nn.Module):
 
 
 class LinearCrossEntropy(nn.Module):
-    """Projection to the vocabulary and loss of each token, with `chunk_size` columns of the logits at once (0: all).
-
-    With `chunk_size` 0 and no bias, only `at_once` logits are widened at once (0: all), and all stay in the dtype of
-    the projection.
-    """
+    """Projection to the vocabulary and loss of each token, with `chunk_size` columns of the logits at once (0: all)."""
 
     def __init__(self, chunk_size: int = 0, cross_entropy: CrossEntropy | None = None, at_once: int = 0) -> None:
         super().__init__()
+        # With `chunk_size` 0 and no bias, `at_once` logits are widened at once (0: all); all stay in their own dtype.
         self.chunk_size, self.at_once = chunk_size, at_once
         self.cross_entropy = cross_entropy or CrossEntropy()
 

@@ -18,14 +18,11 @@ from threefold.ops.kernels import GradientStore, defer_or_compute, gated, gradie
 
 
 class SwiGLU(nn.Module):
-    """Feed-forward network with `inner` gated features (Shazeer, arXiv 2002.05202).
-
-    The rows of `gate_up` alternate between a gate and the feature that it gates, so that a contiguous shard has whole
-    pairs.
-    """
+    """Feed-forward network with `inner` gated features (Shazeer, arXiv 2002.05202)."""
 
     def __init__(self, hidden: int, inner: int) -> None:
         super().__init__()
+        # Rows alternate between a gate and the feature that it gates, so that a contiguous shard has whole pairs.
         self.gate_up = Linear(hidden, 2 * inner, bias=False)
         self.down = Linear(inner, hidden, bias=False)
 
@@ -202,10 +199,7 @@ def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tenso
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
-    """Apply a linear layer `weight` [groups, out, in] to each group of rows of `x` [n, in]: [n, out].
-
-    The rows are sorted by group; `counts` int64 [groups] has their numbers, with sum n.
-    """
+    """Apply a linear layer `weight` [groups, out, in] to each of the groups of rows in `x` [n, in]: [n, out]."""
     store = gradient_store(weight)
     # Torch's grouped product needs rows of a multiple of 16 bytes.
     aligned = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
