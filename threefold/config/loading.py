@@ -107,7 +107,7 @@ def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
         raise UserError(f"{shown(path)}: a config is a mapping of sections such as data: and model:.")
     values = {name: {} if section is None else _named(section) for name, section in _named(read).items()}
     origins = {".".join(key): f"{shown(path)}, line {line}: " for key, line in lines.items()}
-    return _made(values, overrides, origins, shown(path), origins)
+    return config_of(values, overrides, origins, places=origins, where=shown(path))
 
 
 def recorded_settings(path: Path) -> dict[str, dict[str, Any]]:
@@ -132,26 +132,19 @@ def config_of(
     overrides: Overrides = (),
     origins: Mapping[str, str] | None = None,
     derived: Collection[str] = (),
+    places: dict[str, str] | None = None,
+    where: str = "config",
 ) -> Config:
     """Make a config from plain values by section; raise a `UserError` for an unknown key, or a wrong type or value.
 
-    `origins` says where each setting was set before, for error messages; `derived` settings (`section.key`) follow from
-    others.
+    `origins` says where each setting was set before, for later errors; `derived` settings (`section.key`) follow from
+    others. An error of this call begins with one of `places`, to which overrides add theirs, or with `where`.
     """
-    values = {name: dict(settings) for name, settings in sections.items()}
-    places = {f"{name}.{key}": "" for name, settings in sections.items() for key in settings}
-    return _made(values, overrides, places, "config", origins or {}, derived)
-
-
-def _made(
-    values: dict[Any, Any],
-    overrides: Overrides,
-    places: dict[str, str],
-    where: str,
-    origins: Mapping[str, str],
-    derived: Collection[str] = (),
-) -> Config:
-    """Apply overrides to the values and their origins, and make the config; errors begin with an origin or `where`."""
+    values: dict[Any, Any] = {
+        name: dict(each) if isinstance(each, Mapping) else each for name, each in sections.items()
+    }
+    if places is None:
+        places = {f"{name}.{key}": "" for name, settings in sections.items() for key in settings}
     for key, value, place in _applied(overrides):
         section, name = key.split(".")
         places[key] = place
@@ -159,7 +152,7 @@ def _made(
         if isinstance(chosen, dict):
             chosen[name] = value
     try:
-        return Config.model_validate(values, context=(origins, frozenset(derived)))
+        return Config.model_validate(values, context=(origins or {}, frozenset(derived)))
     except ValidationError as error:
         raise UserError(_sentence(error, values, places, where)) from None
 
