@@ -140,9 +140,7 @@ def config_of(
     `origins` says where each setting was set before, for later errors; `derived` settings (`section.key`) follow from
     others. An error of this call begins with one of `places`, to which overrides add theirs, or with `where`.
     """
-    values: dict[Any, Any] = {
-        name: dict(each) if isinstance(each, Mapping) else each for name, each in sections.items()
-    }
+    values: dict[Any, Any] = {name: dict(own) if isinstance(own, Mapping) else own for name, own in sections.items()}
     if places is None:
         places = {f"{name}.{key}": "" for name, settings in sections.items() for key in settings}
     for key, value, place in _applied(overrides):
