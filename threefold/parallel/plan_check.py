@@ -1,11 +1,6 @@
-"""Checks that a sharding plan matches its model, and that the parts of a tensor rank fit together.
+"""Checks that a sharding plan matches its model, and that the parts of a tensor rank fit together."""
 
-All names of the plan exist, it covers every parameter, and each rule suits its module. The forward pass of one tensor
-rank's part on the meta device, before any rank starts, finds sizes that do not match: linear layers have their sharded
-widths, bare parameters and buffers are cut, and communication is left out.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
 from math import gcd, isfinite
@@ -40,23 +35,15 @@ _WITHIN = (sharding.Replicated, sharding.PerHead)
 
 
 def check_plan(model: nn.Module, plan: sharding.ModelPlan) -> None:
-    """Check a plan against the whole single-device model, on any device, including the meta device.
-
-    Raises:
-        UserError: a layer is missing, listed twice or not in the model; a pattern matches nothing, or as well as
-            another; a parameter is in no layer or under no pattern; a split does not suit its module; tied weights are
-            two parameters; a tensor, a hook, a buffer or an initial value is unsupported; a layer of torch's depends on
-            the layout.
-    """
+    """Raise a `UserError` unless a plan suits the whole single-device model, on any device or the meta device."""
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     module_check.check_modules(model)
-    _check_names(modules)
     _check_layers(modules, plan)
     module_check.check_hooks(modules, plan.layers)
     _check_listed(parameters, plan)
     _check_decided(modules, parameters, plan)
-    _check_bare(parameters, dict(_buffers(modules)), plan)
+    _check_bare(parameters, modules, plan)
     _check_splits(modules, plan)
     _check_recompute(modules, plan)
     _check_ties(modules, parameters, plan)
@@ -65,11 +52,7 @@ def check_plan(model: nn.Module, plan: sharding.ModelPlan) -> None:
 
 
 def check_grain(model: nn.Module, plan: sharding.ModelPlan, grain: int, tp: int) -> None:
-    """Raise a `UserError` unless an exact run can cut a model's sums into the same pieces on any number of ranks.
-
-    Args:
-        grain: pieces of the features that the tensor axis cuts, where they divide the features.
-    """
+    """Raise a `UserError` unless an exact run can cut a model's sums into `grain` pieces on any number of ranks."""
     placed: dict[nn.Module, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         first = placed.setdefault(module, name)
@@ -122,7 +105,7 @@ def check_sharded_parameters(model: nn.Module, zero: int) -> None:
             )
 
 
-def _check_names(modules: Mapping[str, nn.Module]) -> None:
+def _check_layers(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan) -> None:
     for name, module in modules.items():
         for child in child_names(module):
             if "." in child or not child:
@@ -130,9 +113,6 @@ def _check_names(modules: Mapping[str, nn.Module]) -> None:
                     f"The module {child!r} in {name or 'the model'!r} has {'a dot in its' if child else 'an empty'} "
                     "name, so that no pattern or layer can name it; give it another."
                 )
-
-
-def _check_layers(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan) -> None:
     if not plan.layers:
         raise UserError("layers is empty; name the modules that the model runs through, in order.")
     for layer in plan.layers:
@@ -161,25 +141,23 @@ def _check_listed(parameters: Mapping[str, nn.Parameter], plan: sharding.ModelPl
     """Check that each parameter, tied ones included, is in a layer."""
     inside = tuple(layer + "." for layer in plan.layers)
     outside = [name for name in parameters if not name.startswith(inside)]
-    modules = list(dict.fromkeys(module for name in outside if (module := _unlisted(name, plan))))
+    modules = []
+    for name in outside:
+        parts = name.split(".")[:-1]
+        around = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
+        # The largest module around the parameter without a layer inside.
+        modules += [each for each in around if not any(layer.startswith(each + ".") for layer in plan.layers)][:1]
     if modules:
-        have, them = ("have", "them") if len(modules) > 1 else ("has", "it")
+        have, them = ("have", "them") if len(set(modules)) > 1 else ("has", "it")
         raise UserError(
-            f"layers lacks {first_of(map(repr, modules))} of the model, which {have} parameters; name {them} where "
-            f"the model runs through {them}."
+            f"layers lacks {first_of(map(repr, dict.fromkeys(modules)))} of the model, which {have} parameters; name "
+            f"{them} where the model runs through {them}."
         )
     if outside:
         raise UserError(
             f"the parameter {outside[0]!r} is in none of the plan's layers but outside them; put it into a module "
             "that is one of the layers."
         )
-
-
-def _unlisted(parameter: str, plan: sharding.ModelPlan) -> str:
-    """Return the largest module around a parameter without a layer inside; empty if there is none."""
-    parts = parameter.split(".")[:-1]
-    names = (".".join(parts[:depth]) for depth in range(1, len(parts) + 1))
-    return next((name for name in names if not any(layer.startswith(name + ".") for layer in plan.layers)), "")
 
 
 def _check_decided(
@@ -190,14 +168,10 @@ def _check_decided(
     deciding = {name: plan.patterns.deciding(name) for name in modules}
     for name in parameters:
         if plan.split_of(name) is None:
-            module = name.rpartition(".")[0]
-            correction = (
-                f", and correct {first_of(map(repr, idle))}, which no module of the model has for a name"
-                if idle
-                else ""
-            )
+            correction = f", and correct {first_of(map(repr, idle))}, which no module of the model has for a name"
             raise UserError(
-                f"split says nothing about the parameter {name!r}; give {module!r} Replicated(){correction}."
+                f"split says nothing about the parameter {name!r}; give {name.rpartition('.')[0]!r} "
+                f"Replicated(){correction if idle else ''}."
             )
     if idle:
         raise UserError(
@@ -215,61 +189,55 @@ def _check_decided(
 
 
 def _check_bare(
-    parameters: Mapping[str, nn.Parameter], buffers: Mapping[str, tuple[Tensor, bool]], plan: sharding.ModelPlan
+    parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module], plan: sharding.ModelPlan
 ) -> None:
     """Check that each pattern of bare parameters and buffers matches one, and that its rule suits it."""
+    buffers = dict(_buffers(modules))
     for pattern, rule in plan.bare.items():
-        said = f"shard has {type(rule).__name__}"
+        said = f"shard has {type(rule).__name__} at {pattern!r}"
         if not isinstance(rule, (*_WITHIN, sharding.Sharded)):
             raise UserError(
-                f"{said} at {pattern!r}, which is a bare parameter; use Replicated() or PerHead(), Sharded(dim) to cut "
-                "it, or make it the weight of a module."
+                f"{said}, which is a bare parameter; use Replicated() or PerHead(), Sharded(dim) to cut it, or make it "
+                "the weight of a module."
             )
-        for name, parameter in parameters.items():
-            if isinstance(rule, sharding.Sharded) and sharding.matches(name, pattern):
-                _check_shard(f"{said}({rule.dim}) at {pattern!r}", rule, tuple(parameter.shape))
-            if not isinstance(rule, sharding.PerHead) and plan.is_bare(name) and sharding.matches(name, pattern):
-                _check_per_head(f"{said} at {pattern!r}", pattern, name, plan)
-        for name, (buffer, is_kept) in buffers.items():
-            if sharding.matches(name, pattern):
-                _check_bare_buffer(f"{said} at {pattern!r}", rule, name, buffer, is_kept)
-        named = {**parameters, **buffers}
-        if not any(sharding.matches(name, pattern) for name in named):
-            raise UserError(
-                f"shard has {pattern!r}, which no parameter or buffer has for a name{nearest(pattern, named)}."
-            )
+        matching = [name for name in parameters if sharding.matches(name, pattern)]
+        for name in matching:
+            if isinstance(rule, sharding.Sharded):
+                _check_shard(pattern, rule, parameters[name].shape, "parameter")
+            of_module = plan.patterns.deciding(name.rpartition(".")[0])
+            if isinstance(rule, sharding.PerHead) or not plan.is_bare(name) or of_module is None:
+                continue
+            # A parameter of a PerHead module that the pattern takes by chance: its gradient would not be summed.
+            by_chance = sharding.specificity(pattern) <= sharding.specificity(of_module)
+            if by_chance and isinstance(plan.split[of_module], sharding.PerHead):
+                raise UserError(
+                    f"{said}, which {name!r} has for a name as well, of a module that is PerHead at {of_module!r}; "
+                    "write more of the name of the parameter that is meant."
+                )
+        kept = [name for name in buffers if sharding.matches(name, pattern)]
+        for name in kept:
+            buffer, is_persistent = buffers[name]
+            if isinstance(rule, sharding.PerHead):
+                raise UserError(
+                    f"{said}, which {name!r}, a buffer, has for a name as well; use Replicated() or Sharded(dim)."
+                )
+            if isinstance(rule, sharding.Sharded):
+                _check_shard(pattern, rule, buffer.shape, "buffer")
+                if is_persistent:
+                    raise UserError(
+                        f"{said}, and the buffer {name!r} is persistent, but a rank has the constructor's values for a "
+                        "part of it alone; register it with persistent=False."
+                    )
+        if not matching and not kept:
+            near = nearest(pattern, {**parameters, **buffers})
+            raise UserError(f"shard has {pattern!r}, which no parameter or buffer has for a name{near}.")
 
 
-def _check_bare_buffer(said: str, rule: sharding.Split, name: str, buffer: Tensor, is_kept: bool) -> None:
-    if isinstance(rule, sharding.PerHead):
-        raise UserError(f"{said}, which {name!r}, a buffer, has for a name as well; use Replicated() or Sharded(dim).")
-    if not isinstance(rule, sharding.Sharded):
-        return
-    _check_shard(f"{said.replace('Sharded', f'Sharded({rule.dim})', 1)}", rule, tuple(buffer.shape), "buffer")
-    if is_kept:
-        raise UserError(
-            f"{said}, and the buffer {name!r} is persistent, but a rank has the constructor's values for a part of it "
-            "alone; register it with persistent=False."
-        )
-
-
-def _check_per_head(said: str, pattern: str, name: str, plan: sharding.ModelPlan) -> None:
-    """Refuse a bare pattern that takes a parameter of a PerHead module by chance: its gradient would not be summed."""
-    of_module = plan.patterns.deciding(name.rpartition(".")[0])
-    if of_module is None or not isinstance(plan.split[of_module], sharding.PerHead):
-        return
-    if sharding.specificity(pattern) <= sharding.specificity(of_module):
-        raise UserError(
-            f"{said}, which {name!r} has for a name as well, of a module that is PerHead at {of_module!r}; write more "
-            "of the name of the parameter that is meant."
-        )
-
-
-def _check_shard(said: str, rule: sharding.Sharded, shape: tuple[int, ...], kind: str = "parameter") -> None:
-    sizes = " × ".join(map(str, shape)) or "a number"
+def _check_shard(pattern: str, rule: sharding.Sharded, shape: Sequence[int], kind: str) -> None:
+    said, sizes = f"shard has Sharded({rule.dim}) at {pattern!r}", " × ".join(map(str, shape)) or "a number"
     if not 0 <= rule.dim < len(shape):
-        nearest = f"use Sharded({rule.dim % len(shape)})" if shape else "use Replicated()"
-        raise UserError(f"{said}, a {kind} of {sizes}, which has no such dim; {nearest}.")
+        instead = f"use Sharded({rule.dim % len(shape)})" if shape else "use Replicated()"
+        raise UserError(f"{said}, a {kind} of {sizes}, which has no such dim; {instead}.")
     if rule.heads and shape[rule.dim] % rule.heads:
         raise UserError(
             f"{said} with heads={rule.heads}, which must divide dim {rule.dim} of {sizes}; use "
@@ -346,9 +314,9 @@ def _check_recompute(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan)
                 raise UserError(f"recompute has {pattern!r} for {mode} but may not have **; write * for each part.")
             found = [name for name in modules if sharding.matches(name, pattern)]
             if not found:
+                near = nearest(pattern, modules)
                 raise UserError(
-                    f"recompute has {pattern!r} for {mode}, which no module of the model has for a "
-                    f"name{nearest(pattern, modules)}."
+                    f"recompute has {pattern!r} for {mode}, which no module of the model has for a name{near}."
                 )
             stray = next((name for name in found if not any(covers(layer, name) for layer in plan.layers)), None)
             if stray is not None:
@@ -396,14 +364,13 @@ def _check_values(
         if buffer.is_meta and not plan.constructed:
             raise UserError(f"The model keeps the buffer {name!r}, which nothing initialises; compute it instead.")
     for name in parameters:
+        whole = plan.whole_name(name)
         try:
-            initial = plan.initial(plan.whole_name(name))
+            initial = plan.initial(whole)
         except Exception as error:
-            raise UserError(f"initial({plan.whole_name(name)!r}) raises {type(error).__name__}: {error}.") from error
+            raise UserError(f"initial({whole!r}) raises {type(error).__name__}: {error}.") from error
         if not isinstance(initial, sharding.Initial):
-            raise UserError(
-                f"initial({plan.whole_name(name)!r}) returns {initial!r} but must return a Normal or a Constant."
-            )
+            raise UserError(f"initial({whole!r}) returns {initial!r} but must return a Normal or a Constant.")
 
 
 def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[Tensor, bool]]]:
@@ -420,14 +387,14 @@ _KNOWN = (sharding.Column, sharding.Row, sharding.Vocab, sharding.Replicated, sh
 def check_forward(
     make_model: Callable[[], nn.Module], plan: sharding.ModelPlan, tp: int, batch: Any, takes_labels: bool = False
 ) -> None:
-    """Check that the sizes in a tensor rank's part of a model fit together.
+    """Check that the sizes in a tensor rank's part of a model fit together, by its forward pass on the meta device.
 
-    A model whose forward pass needs values passes the check, as does one that already fails without sharding.
+    Linear layers have their sharded widths, bare parameters and buffers are cut, and communication is left out. A model
+    whose forward pass needs values passes the check, as does one that already fails without sharding.
 
     Args:
         batch: at least one sample on the meta device, as the first layer takes it; (tokens, labels) with
-            `takes_labels`.
-        takes_labels: whether the last layer computes the loss from labels.
+            `takes_labels`, if the last layer computes the loss.
 
     Raises:
         UserError: sizes do not match; the message names the module, the sizes and the rule that is likely missing.
@@ -436,6 +403,7 @@ def check_forward(
     if tp == 1 or not all(isinstance(rule, _KNOWN) for rule in rules):
         return
     if _failure(_made(make_model), plan, batch, takes_labels) is not None:
+        return
         return
     for rank in dict.fromkeys((0, tp - 1)):  # every other rank has the sizes of one of these
         model = _made(make_model)
