@@ -77,7 +77,7 @@ def tied_weight_untied_by_splitting() -> list[Patch]:
             each.detach().zero_()
 
     allocate = parallelize._allocate
-    return [(parallelize, "_tie", lambda stages, plan: None), (parallelize, "_allocate", allocate_zeros)]
+    return [(parallelize, "_further_uses", lambda stages: []), (parallelize, "_allocate", allocate_zeros)]
 
 
 def replicated_parameters_counted_tp_times_in_the_norm() -> list[Patch]:

@@ -116,11 +116,7 @@ class SharedMemoryGroup(PythonGroup):
     """
 
     def __init__(
-        self,
-        gloo: dist.ProcessGroup,
-        shared: Shared,
-        sharing_bytes: int = _TWO_PHASE_BYTES,
-        rounding: bool = False,
+        self, gloo: dist.ProcessGroup, shared: Shared, sharing_bytes: int = _TWO_PHASE_BYTES, rounding: bool = False
     ) -> None:
         """Wrap memory and pipes that are already set up; `over_shared_memory` sets them up."""
         self._index, self._size = shared.index, len(shared.ranks)

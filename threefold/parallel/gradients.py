@@ -21,17 +21,14 @@ BUCKET_BYTES = 25 << 20
 
 
 class _Place:
-    """A leaf's part of a bucket; longer than the leaf, by `gap`, if another tensor rank has a longer shard.
-
-    `view` has the leaf's shape; `is_set` is whether it holds a gradient of this step, rather than an old value.
-    """
+    """A leaf's part of a bucket; longer than the leaf, by `gap`, if another tensor rank has a longer shard."""
 
     def __init__(self, flat: Tensor, leaf: Tensor) -> None:
         # In memory order of the dense leaf, as autograd's own gradients: fused optimizers go by memory order alone.
         stride = leaf.stride() if leaf.is_contiguous() else torch.empty_like(leaf, device="meta").stride()
         self.view = flat.as_strided(leaf.shape, stride)
         self.gap = flat[leaf.numel() :]
-        self.is_set = True
+        self.is_set = True  # whether it holds a gradient of this step, rather than an old value
         self._is_grad = flat.dtype == leaf.dtype
 
     def begin(self, leaf: Tensor) -> None:
@@ -40,7 +37,7 @@ class _Place:
             self.gap.zero_()  # `scale_` with a factor that is not finite would have left NaN
 
     def add_(self, leaf: Tensor, gradient: Tensor) -> None:
-        """Add a gradient; if `view` has the leaf's dtype, autograd adds later ones in place."""
+        # If `view` has the leaf's dtype, autograd adds later gradients in place.
         if self.is_set:
             self.view.add_(gradient)
             return
@@ -51,7 +48,7 @@ class _Place:
         self._hold(leaf)
 
     def finish(self, leaf: Tensor) -> None:
-        """Zero the gradient if this rank did not use the leaf."""
+        # Zero the gradient if this rank did not use the leaf.
         if not self.is_set:
             self.view.zero_()
             self._hold(leaf)
@@ -67,25 +64,13 @@ class LeafOrder:
 
     A leaf is one sample or several (`ops.exact.Grain`), whose forward and backward pass are the same in every layout.
     Context ranks add up their parts of a leaf's gradient first. The gradients of a group's leaves are added up in
-    order, and those of groups in a balanced binary tree.
-
-    Args:
-        leaves: leaves of this rank in a step.
-        groups: groups of this rank, a power of two.
-        context: ranks that share each leaf's positions; None for this rank alone.
-
-    Attributes:
-        running: number of the leaf that runs, from 0; set by the runner of the micro-batches.
+    order, and those of groups, a power of two on each rank, in a balanced binary tree. The runner of the micro-batches
+    sets `running`, the number of the leaf that runs.
     """
 
     def __init__(self, leaves: int, groups: int, context: Axis | None = None) -> None:
-        self.groups, self._leaves, self._context = groups, leaves, context
+        self.groups, self.leaves, self._context = groups, leaves, context
         self.running = 0
-
-    @property
-    def group(self) -> int:
-        """Number of the running leaf's group."""
-        return self.running * self.groups // self._leaves
 
     def over_context(self, gradient: Tensor) -> Tensor:
         """Sum a leaf's gradient over the context ranks in a tree; each keeps a share of the sum, and zeros elsewhere.
@@ -109,25 +94,17 @@ class GroupTree:
 
     def __init__(self, order: LeafOrder) -> None:
         self._order = order
-        self._chain: Tensor | None = None
-        self._pushed = 0
-        self._levels: list[Tensor | None] = []
-        self._occupied: list[bool] = []
         self.clear()
 
     def clear(self) -> None:
         """Begin a step."""
-        self._chain, self._pushed = None, 0
-        depth = self._order.groups.bit_length()
-        self._levels, self._occupied = [None] * depth, [False] * depth
+        self._chain: Tensor | None = None
+        self._pushed = 0
+        self._sums: list[Tensor | None] = []  # of ever fewer groups, as in a binary counter
 
     def add_(self, gradient: Tensor, dtype: torch.dtype) -> None:
-        """Add a gradient of the running leaf, which may be kept and changed; `dtype` is that of the sum.
-
-        Raises:
-            RuntimeError: the leaves of a parameter do not come in order.
-        """
-        group = self._order.group
+        """Add a gradient of the running leaf, which may be kept and changed; `dtype` is that of the sum."""
+        group = self._order.running * self._order.groups // self._order.leaves
         if group < self._pushed:
             raise RuntimeError(f"a gradient of group {group} of samples came after group {self._pushed} had begun")
         while self._pushed < group:
@@ -139,36 +116,28 @@ class GroupTree:
             self._chain.add_(gradient)
 
     def total(self) -> Tensor | None:
-        """Return the sum over this rank's samples; None if it has no gradient."""
+        """Return the sum over this rank's samples; None if there is no gradient."""
         while self._pushed < self._order.groups:
             self._push()
-        return self._levels[-1]
+        return self._sums[-1]
 
     def _push(self) -> None:
-        carried, level = self._chain, 0
-        while self._occupied[level]:
-            left = self._levels[level]
-            self._occupied[level], self._levels[level] = False, None
+        self._pushed += 1
+        carried, self._chain = self._chain, None
+        for _ in range((self._pushed & -self._pushed).bit_length() - 1):  # the zeros that the number ends with
+            left = self._sums.pop()
             if left is not None:
                 carried = left if carried is None else left.add_(carried)
-            level += 1
-        self._occupied[level], self._levels[level] = True, carried
-        self._chain = None
-        self._pushed += 1
+        self._sums.append(carried)
 
 
 class SenderTrees:
-    """Sums of one parameter's gradients over the leaves of several ranks, which run theirs at once (experts).
-
-    Args:
-        senders: neighboring replicas whose leaves reach this rank's parameter.
-    """
+    """Sums of one parameter's gradients over the leaves of `senders` neighboring ranks, which run theirs at once."""
 
     def __init__(self, order: LeafOrder, senders: int = 1) -> None:
         self._trees = [GroupTree(order) for _ in range(senders)]
 
     def clear(self) -> None:
-        """Begin a step."""
         for tree in self._trees:
             tree.clear()
 
@@ -179,7 +148,6 @@ class SenderTrees:
             tree.add_(part, dtype)
 
     def total(self) -> Tensor | None:
-        """Return the sum over all samples of the senders; None if there is no gradient."""
         totals = [total for tree in self._trees if (total := tree.total()) is not None]
         return tree_sum(totals) if totals else None
 
@@ -208,15 +176,10 @@ class _TreePlace(_Place):
 
 
 class _Bucket:
-    """Flat buffer of gradients, and how many it still waits for in this step."""
+    """Flat buffer of gradients, and how many it is still waiting for in this step."""
 
     def __init__(
-        self,
-        leaves: Sequence[Tensor],
-        dtype: torch.dtype,
-        sizes: Sequence[int],
-        order: LeafOrder | None,
-        senders: int,
+        self, leaves: Sequence[Tensor], dtype: torch.dtype, sizes: Sequence[int], order: LeafOrder | None, senders: int
     ) -> None:
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=leaves[0].device)
         parts = zip(leaves, self.flat.split(list(sizes)), strict=True)
@@ -251,9 +214,8 @@ class Gradients(ABC):
     def begin(self, arrivals: int | None) -> None:
         """Begin a step: drop the gradients of the last one, including `.grad` of the leaves.
 
-        Args:
-            arrivals: number of gradients that autograd accumulates into each parameter in the step, so that sums can
-                start early; None if unknown, in which case all sums wait for `finish`.
+        `arrivals` is the number of gradients that autograd accumulates into each parameter in the step, so that sums
+        can start early; None if unknown, in which case all sums wait for `finish`.
         """
 
     def add_(self, leaf: Tensor, gradient: Tensor) -> None:
@@ -303,7 +265,7 @@ class GradientBuckets(Gradients):
         longest: leaf → number of elements of its longest shard on any tensor rank; None for the leaf's own size.
         tp: tensor ranks, whose buckets hold shards of the same parameters; None without tensor parallelism.
         order: order of an exact run's sums; None to add gradients as they come.
-        senders: in an exact run, ranks whose leaves run at once; with several, `add_` gets the gradients [senders, …].
+        senders: ranks of an exact run whose leaves run at once; with several, `add_` gets the gradients [senders, …].
     """
 
     def __init__(

@@ -4,7 +4,7 @@ The model is made and sharded on the meta device, so no rank ever holds more tha
 from a config or given in code, come first.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -46,12 +46,7 @@ from threefold.parallel.parameter import (
 from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.parallel.pipeline.schedules import DeferredGradients
 from threefold.parallel.pipeline.stage import Stage, TiedWeights, whole_parameters
-from threefold.parallel.plan_check import (
-    check_cut_modules,
-    check_grain,
-    check_plan,
-    check_sharded_parameters,
-)
+from threefold.parallel.plan_check import check_cut_modules, check_grain, check_plan, check_sharded_parameters
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
 from threefold.parallel.shard_modules import bare_cut, float8_layers, shard_modules, use_fp8
 from threefold.parallel.zero import (
@@ -72,7 +67,6 @@ class PieceSizes:
     `threefold verify` makes them tiny, so that the small tensors of a shrunk model have several pieces too.
 
     Attributes:
-        bucket_bytes: size at which a bucket of gradients is closed and the next one started.
         norm_elements: number of adjacent elements whose squares are summed in the gradients' own dtype.
         logits_at_once: number of logits that the loss processes at once on a CPU.
         kept_logits_at_once: number of logits that the loss processes at once if it keeps all for the backward pass; 0
@@ -92,30 +86,15 @@ class PieceSizes:
 
 @dataclass(frozen=True)
 class TrainingSettings:
-    """Settings for how a model is distributed, stored and computed in training.
+    """Settings for how a model is distributed, stored and computed in training, as in a config unless listed.
 
     Apart from the seed, the dtypes and gradient compression, settings change no result, only memory and time.
 
     Attributes:
-        seed: seed of initial weights, dropout and random streams.
         micro_batches: number of parts in which a replica's samples of a step are computed, one after another (gradient
             accumulation); with a pipeline, the micro-batches of its schedule.
-        dtype: dtype of the computation.
-        master_weights: whether parameters narrower than fp32 are updated, and their gradients accumulated, in fp32.
-        fp8: whether linear layers of blocks multiply in float8.
-        zero: ZeRO stage, 0 to 3: the replicas shard optimizer state (1), gradients (2) and weights (3).
         zero_shards: number of replicas that share one copy if `zero` is not 0; None for all.
-        gradient_compression: dtype that gradients are rounded to while they are summed: `none`, `fp16` or `bf16`.
-        sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
-        cp_method: how context parallelism exchanges keys and values, `all-gather` or `ring`.
-        schedule: pipeline schedule, by its name in `parallel.schedule` of a config, or the schedule itself.
         stage_chunks: number of pipeline stages per rank; None for the schedule's default.
-        partition: partition of the layers into stages, as `parallel.partition` of a config.
-        recompute: activation checkpointing: a key of the plan's `recompute`, or `none`.
-        recompute_every: treat only every n-th of the layers that have modules to recompute.
-        compile: whether layers run through `torch.compile`.
-        loss_chunk_size: number of vocabulary entries whose logits are in memory at once; 0 for all.
-        pieces: sizes of the pieces that work is divided into.
         grain: pieces of an exact run's sums, whose micro-batches are its leaves; None for any other run.
         own_model: whether the model or the loss is not this package's, so that an exact run reports calls that are not
             known to be exact.
@@ -145,7 +124,11 @@ class TrainingSettings:
     @classmethod
     def of(cls, config: Config, pieces: PieceSizes | None = None) -> "TrainingSettings":
         """Return the settings of a resolved config, with pieces of the usual sizes of its device by default."""
-        parallel, train = config.parallel, config.train
+        parallel, train, grain = config.parallel, config.train, None
+        if train.exact:
+            context = train.grain_context
+            positions = gcd(train.grain_tensor, config.data.sequence_length // context)
+            grain = Grain(train.grain_samples, train.grain_tensor, positions, context, train.grain_leaf)
         return cls(
             seed=train.seed,
             micro_batches=executed_micro_batches(config)[0],
@@ -165,7 +148,7 @@ class TrainingSettings:
             compile=train.compile,
             loss_chunk_size=train.loss_chunk_size,
             pieces=pieces or PieceSizes.of_device(train.device),
-            grain=grain_of(config),
+            grain=grain,
             own_model=(family := config.model.architecture) == OWN or family not in FAMILIES.built_in,
         )
 
@@ -180,24 +163,11 @@ class TrainingSettings:
         return self.schedule if isinstance(self.schedule, Schedule) else find_schedule(self.schedule)
 
 
-def grain_of(config: Config) -> Grain | None:
-    """Return the pieces of an exact run's sums; None for any other run."""
-    train = config.train
-    if not train.exact:
-        return None
-    context = train.grain_context
-    positions = gcd(train.grain_tensor, config.data.sequence_length // context)
-    return Grain(train.grain_samples, train.grain_tensor, positions, context, train.grain_leaf)
-
-
 @dataclass(frozen=True)
 class Parallelism:
     """Distribution of a model over a mesh. Attributes that are not listed are those of `TrainingSettings`.
 
     Attributes:
-        mesh: mesh axes, and this rank's coordinates.
-        stages: stages of the pipeline, with their layers and ranks.
-        zero: sharding of the state over the replicas; None without ZeRO.
         deferred: store of the weight gradients that the schedule defers; None if it defers none.
         order: order of an exact run's sums over samples; None for any other run.
         calls: records the functions that an exact run's passes call and that are not known to be exact; None for any
@@ -336,13 +306,8 @@ def apply_parallelism(
 ) -> ParallelModel:
     """Build this rank's part of a model. Collective over the world.
 
-    Args:
-        make_model: makes the whole, single-device model.
-        plan: layers of the model, and how each weight is sharded.
-        how: distribution of the model over the mesh.
-        training: settings of a model to train; None for one whose weights are only used.
-        seed: seed of the run that trained the model, if its weights are only used; determines buffers that its
-            constructor draws.
+    Without `training`, the weights are only used; `seed` is then that of the run that trained the model, and determines
+    buffers that its constructor draws.
 
     Raises:
         UserError: the plan does not fit the model, or has no such `recompute`.
@@ -364,8 +329,12 @@ def apply_parallelism(
     shard_modules(stages, plan.split, how.context_for(plan), plan.bare)
     # Sharding made new parameters, so they are tied and frozen again; an exact run ties their values alone.
     if how.grain is None or training is None:
-        _tie(stages, plan)
-    _freeze(stages, plan)
+        for stage, name, _, first in _further_uses(stages):
+            set_in(stage, name, first)
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if plan.whole_name(name) in plan.frozen:
+                parameter.requires_grad_(False)
     constructed = ConstructedModel(make_model, seed)
     if training is None:
         _allocate(stages, how, constructed)
@@ -385,7 +354,8 @@ def apply_parallelism(
         compile_layers(stages, how.deferred is not None, training.fp8)
     # Data parallelism, or ZeRO.
     _allocate(stages, how, constructed)
-    copies = [] if how.grain is None else _tied_copies(stages)
+    further = [] if how.grain is None else _further_uses(stages)
+    copies = [(local(stored(first)), local(stored(parameter))) for _, _, parameter, first in further]
     if how.zero is None:
         for leaf, copy in copies:
             copy.data = leaf.data
@@ -399,14 +369,14 @@ def apply_parallelism(
     return TrainableModel(stages, plan, how, tied, streams, gradients, weights, copies)
 
 
-def _tie(stages: Sequence[Stage], plan: ModelPlan) -> None:
-    """Tie weights that a rank uses several times again, since sharding made a parameter for each use."""
+def _further_uses(stages: Sequence[Stage]) -> Iterator[tuple[Stage, str, nn.Parameter, nn.Parameter]]:
+    """Yield each use of a tied weight after its first on this rank: stage, name, parameter, and the first use's."""
     kept: dict[str, nn.Parameter] = {}
     for stage in stages:
         for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
-            first = kept.setdefault(plan.whole_name(name), parameter)
+            first = kept.setdefault(stage.model_plan.whole_name(name), parameter)
             if first is not parameter:
-                set_in(stage, name, first)
+                yield stage, name, parameter, first
 
 
 def _untie(stages: Sequence[Stage]) -> None:
@@ -419,67 +389,35 @@ def _untie(stages: Sequence[Stage]) -> None:
             kept.add(parameter)
 
 
-def _tied_copies(stages: Sequence[Stage]) -> list[tuple[Tensor, Tensor]]:
-    """Return the leaf of each tied weight with that of each further use on this rank."""
-    kept: dict[str, nn.Parameter] = {}
-    pairs = []
-    for stage in stages:
-        for name, parameter in list(stage.named_parameters()):
-            first = kept.setdefault(stage.model_plan.whole_name(name), parameter)
-            if first is not parameter:
-                pairs.append((local(stored(first)), local(stored(parameter))))
-    return pairs
-
-
-def _freeze(stages: Sequence[Stage], plan: ModelPlan) -> None:
-    for stage in stages:
-        for name, parameter in stage.named_parameters():
-            if plan.whole_name(name) in plan.frozen:
-                parameter.requires_grad_(False)
-
-
 def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: ConstructedModel) -> None:
-    """Allocate the parameters, values unset, and set the buffers."""
+    """Allocate the parameters, values unset, and set the buffers to the constructor's values."""
+    model = nn.ModuleList(stages)
     for stage in stages:
-        if stage.model_plan.constructed:
-            _set_buffers(stage, constructed, how)
-    if how.zero is None:
-        _allocate_on(stages, how.mesh.device, how.dtype, how.deferred)
-    else:
-        # Sharded before allocation, in the width of the master weights.
-        _allocate_on(stages, torch.device("meta"), how.master_dtype)
-        shard_parameters(stages, how.zero, how.mesh, how.dtype)
+        for name, buffer in list(stage.named_buffers(remove_duplicate=False)):
+            if buffer.is_meta and not stage.model_plan.constructed:
+                raise TypeError(f"The model keeps the buffer {name!r}, which nothing initialises; compute it instead")
+            if buffer.is_meta:
+                dim = bare_cut(stage.model_plan.bare, name, how.mesh.tp)
+                whole = constructed.buffer(name)
+                value = whole if dim is None else local_part(whole, how.mesh.tp, dim).clone()
+                dtype = how.dtype if value.is_floating_point() else value.dtype
+                set_in(stage, name, value.to(how.mesh.device, dtype))
 
-
-def _set_buffers(stage: Stage, constructed: ConstructedModel, how: Parallelism) -> None:
-    """Set a stage's buffers to the constructor's values, floats in the dtype of the computation."""
-    for name, buffer in list(stage.named_buffers(remove_duplicate=False)):
-        if buffer.is_meta:
-            dim = bare_cut(stage.model_plan.bare, name, how.mesh.tp)
-            whole = constructed.buffer(name)
-            value = whole if dim is None else local_part(whole, how.mesh.tp, dim).clone()
-            dtype = how.dtype if value.is_floating_point() else value.dtype
-            set_in(stage, name, value.to(how.mesh.device, dtype))
-
-
-def _allocate_on(
-    stages: Sequence[Stage], device: torch.device, dtype: torch.dtype, deferred: DeferredGradients | None = None
-) -> None:
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
         # Contiguous, however its constructor made it: optimizer kernels and ZeRO rely on memory order.
         shard = torch.empty(local(parameter).shape, device=device, dtype=dtype)
-        if deferred is None or not parameter.requires_grad:
+        if how.zero is not None or how.deferred is None or not parameter.requires_grad:
             return fresh_parameter(like(parameter, shard), parameter.requires_grad)
-        return stored_as(like(parameter, shard), DeferrableWeight(shard, deferred))
+        return stored_as(like(parameter, shard), DeferrableWeight(shard, how.deferred))
 
-    model = nn.ModuleList(stages)
-    for child in model.modules():
-        for name, buffer in child.named_buffers(recurse=False, remove_duplicate=False):
-            if buffer.is_meta:
-                raise TypeError(
-                    f"{type(child).__name__} keeps the buffer {name!r}, which nothing initialises; compute it instead"
-                )
-    replace_parameters(model, allocated)
+    if how.zero is None:
+        device, dtype = how.mesh.device, how.dtype
+        replace_parameters(model, allocated)
+    else:
+        # Sharded before allocation, in the width of the master weights.
+        device, dtype = torch.device("meta"), how.master_dtype
+        replace_parameters(model, allocated)
+        shard_parameters(stages, how.zero, how.mesh, how.dtype)
 
 
 def _make_gradients(

@@ -138,11 +138,7 @@ def _when_accumulated(unit: nn.Module, places: _Places, arrived: Callable[[str, 
 
 
 def _watch(
-    places: _Places,
-    watched: set[Tensor],
-    arrived: Callable[[str, Tensor], None],
-    _module: nn.Module,
-    _arguments: Any,
+    places: _Places, watched: set[Tensor], arrived: Callable[[str, Tensor], None], _module: nn.Module, _arguments: Any
 ) -> None:
     # Called when whole parameters have been gathered; torch keeps one object for each.
     for owner, attribute, name in places:

@@ -227,16 +227,7 @@ class PassMaker:
             shapes = StageShapes(inputs, (self._loss,) if stage.gives_loss else activations[number])
             made.append(
                 ScheduledStage(
-                    stage,
-                    number,
-                    placement,
-                    mesh,
-                    self._micro_batches,
-                    shapes,
-                    later,
-                    sends,
-                    mailbox,
-                    self._order,
+                    stage, number, placement, mesh, self._micro_batches, shapes, later, sends, mailbox, self._order
                 )
             )
         return made
