@@ -18,7 +18,7 @@ from threefold.launch.worker_pool import WorkerPool
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import SampleInfo
 from threefold.ops import exact
-from threefold.parallel.context import ExactContextAttention
+from threefold.parallel.context import ContextParallelAttention
 from threefold.parallel.gradients import LeafOrder
 from threefold.random.rng import ALL
 
@@ -116,12 +116,12 @@ def pieces_of_neighboring_chunks() -> list[Patch]:
 
 
 def attention_in_tiles_of_the_whole_sequence() -> list[Patch]:
-    def of_whole(self: ExactContextAttention, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo) -> Tensor:
+    def of_whole(self: ContextParallelAttention, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo) -> Tensor:
         attention = CausalAttention(window=self.chunks[0].window)  # type: ignore[arg-type]
         attention.exact, attention.dropout = True, self.chunks[0].dropout.of_part({2: ALL})  # type: ignore[operator, union-attr, assignment]
         return attention(q, k, v, samples)
 
-    return [(ExactContextAttention, "forward", of_whole)]
+    return [(ContextParallelAttention, "forward", of_whole)]
 
 
 MISTAKES = [

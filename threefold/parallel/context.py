@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 
 from threefold.comm.axis import Axis, all_gather_equal, reduce_scatter
 from threefold.comm.reductions import all_reduce
@@ -29,11 +29,7 @@ class SequenceCut:
 
     Context parallelism cuts the sequence into 2·cp chunks. Rank i takes the i-th and the i-th from the end, so that
     causal attention is the same amount of work for all ranks (Llama 3, arXiv 2407.21783, section 3.3.2). Sequence
-    parallelism cuts each rank's part into tp consecutive shards.
-
-    Attributes:
-        cp, cp_index: size of the context axis, and this rank's index.
-        tp, tp_index: size of the tensor axis and this rank's index if it shards the sequence, else 1 and 0.
+    parallelism cuts each rank's part into tp consecutive shards; without it, `tp` is 1.
     """
 
     cp: int = 1
@@ -61,11 +57,7 @@ class SequenceCut:
         return size * self.shares
 
     def indices(self, size: int, device: torch.device) -> Tensor:
-        """Return the `size` positions held, int64, ascending within a chunk.
-
-        Raises:
-            ValueError: the sequence does not divide into 2·cp chunks.
-        """
+        """Return the `size` positions held, int64, ascending within a chunk."""
         held = torch.arange(self.tp_index * size, (self.tp_index + 1) * size, device=device)
         if self.cp == 1:
             return held
@@ -85,12 +77,9 @@ def chunk_length(positions: int) -> int:
 
 @dataclass(frozen=True)
 class ShardingContext:
-    """Mesh axes that parallel layers are made for, and this rank's coordinates on them.
+    """Mesh axes that parallel layers are made for, with this rank's coordinates, and settings of these layers.
 
     Attributes:
-        ep: replicas that share the experts.
-        sequence_parallel: whether activations between parallel layers are sharded along the sequence over tp.
-        cp_method: how keys and values reach the queries of other context ranks, as in `parallel.cp_method`.
         tp_shares: number of neighbouring tensor ranks that share a unit → axis of these ranks.
         grain: pieces of an exact run's sums; None for any other run.
         own: whether the model is a user's own, whose activations may have any shapes.
@@ -147,11 +136,8 @@ class ShardingContext:
 def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
     """All-reduce gradients of weights that each rank of `axis` holds whole but used on its own positions only.
 
-    For training steps of your own; the training step of a run sums them itself (`train.step`).
-
-    Args:
-        gradients: gradients of one dtype, in the same order on every rank; replaced by their sums.
-        axis: ranks that share the sequence.
+    The gradients, of one dtype and in the same order on every rank, are replaced by their sums. For training steps of
+    your own; the training step of a run sums them itself (`train.step`).
     """
     axis.all_reduce_together_(gradients)
 
@@ -181,18 +167,26 @@ class SequenceChunk:
 
 
 class ContextParallelAttention(nn.Module):
-    """Causal attention with all-gathered keys and values, for the queries of this rank's `heads`."""
+    """Causal attention with all-gathered keys and values, for the queries of this rank's `heads`.
 
-    def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
+    An exact run has the bits of one process on any number of ranks: the queries of each chunk of its context pieces
+    attend separately, so no tile of attention crosses the bounds of a chunk. The gradients of keys and values are
+    summed over the two chunks of a piece, then over the pieces in a tree, whose upper part is over the context ranks.
+
+    Args:
+        pieces: context pieces of an exact run's grain, a multiple of the ranks; None for any other run.
+    """
+
+    def __init__(self, core: CausalAttention, axis: Axis, heads: Slice, pieces: int | None = None) -> None:
         super().__init__()
-        self.axis = axis
-        self.numbers = SequenceCut(axis.size, axis.index).chunks
-        self.chunks = nn.ModuleList(
-            of_chunk(core, heads, SequenceChunk(number, 2 * axis.size)) for number in self.numbers
-        )
+        whole = pieces or axis.size
+        self.axis, self.is_exact, self.own = axis, pieces is not None, whole // axis.size
+        numbers = list(range(self.own * axis.index, self.own * (axis.index + 1)))
+        self.numbers = numbers + [2 * whole - 1 - each for each in reversed(numbers)]
+        self.chunks = nn.ModuleList(of_chunk(core, heads, SequenceChunk(number, 2 * whole)) for number in self.numbers)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """Attend from `q` [B, S / cp, heads, d], this rank's two chunks in a row → [B, S / cp, heads · d].
+        """Attend from `q` [B, S / cp, heads, d], this rank's chunks in a row → [B, S / cp, heads · d].
 
         Args:
             k, v: keys and values [B, S / cp, key-value heads, d] of the same positions.
@@ -201,12 +195,19 @@ class ContextParallelAttention(nn.Module):
         Raises:
             ValueError: this rank's positions are not two chunks of equal length.
         """
-        size = chunk_length(q.shape[1])
-        k, v = gather_sequence(torch.stack([k, v]), self.axis, dim=2).unbind()
+        size = chunk_length(q.shape[1]) // self.own
+        own = torch.stack([k, v])
+        if self.is_exact:
+            by_piece = _KeysOfPieces.apply(own, self.axis, self.own)
+        else:
+            by_piece = (_GatherSequence.apply(own, self.axis, 2),)
+        keys = [each.unbind() for each in by_piece]
         out = []
-        for number, attend, queries in zip(self.numbers, self.chunks, q.split(size, 1), strict=True):
-            end = (number + 1) * size
-            out.append(attend(queries, k[:, :end], v[:, :end], samples))
+        for number, of_piece, attend, queries in zip(
+            self.numbers, keys + keys[::-1], self.chunks, q.split(size, 1), strict=True
+        ):
+            k, v = (each[:, : (number + 1) * size] for each in of_piece)
+            out.append(attend(queries, k, v, samples))
         return torch.cat(out, 1)
 
 
@@ -219,17 +220,12 @@ def of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> Cau
     return attention
 
 
-def gather_sequence(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Gather the ranks' chunks along `dim`, in the order of the sequence; backward is a reduce-scatter."""
-    return _GatherSequence.apply(x, axis, dim)
-
-
 def whole_sequence(x: Tensor, context: ShardingContext) -> Tensor:
     """Gather the whole sequence along dim 1; not differentiable."""
     if context.sequence_parallel:
         x = all_gather_equal(x, context.tp, 1)
     if context.cp.size > 1:
-        x = _take_chunks(all_gather_equal(x, context.cp, 1), 1, _places(context.cp.size))
+        x = in_order(x, context.cp, 1)
     return x
 
 
@@ -244,14 +240,33 @@ def by_rank(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 class _GatherSequence(torch.autograd.Function):
+    """Gather of the ranks' chunks along `dim`, in the order of the sequence; backward is a reduce-scatter."""
+
     @staticmethod
-    def forward(ctx: FunctionCtx, x: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim  # type: ignore[attr-defined]
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
         return in_order(x, axis, dim)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter(by_rank(grad, ctx.axis, ctx.dim), ctx.axis, ctx.dim), None, None
+
+
+class _KeysOfPieces(torch.autograd.Function):
+    """Keys and values [2, B, S, heads, d] of the whole sequence, once for each context piece of this rank."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, axis: Axis, pieces: int) -> tuple[Tensor, ...]:
+        ctx.axis = axis
+        whole = in_order(own, axis, 2)
+        return tuple(whole.view_as(whole) for _ in range(pieces))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        total = tree_sum(widened(each).clone() for each in grads)
+        own = reduce_scatter(by_rank(total, ctx.axis, 2), ctx.axis, 2)
+        return own.to(grads[0].dtype), None, None
 
 
 def _held(cp: int) -> list[int]:
@@ -291,13 +306,7 @@ class RingAttention(nn.Module):
 
 @dataclass(frozen=True)
 class _Ring:
-    """Settings of one pass of ring attention, shared by all its tiles.
-
-    Attributes:
-        p: probability of dropping an attention weight; 0 for no dropout.
-        site: number of the dropout's random stream.
-        window: positions back that a query attends to; 0 for all.
-    """
+    """Settings of one pass of ring attention, shared by all its tiles; `p` and `site` are its dropout's."""
 
     axis: Axis
     heads: Slice
@@ -332,9 +341,7 @@ class _Ring:
 class _RingTile:
     """Some of this rank's queries, and keys of one rank that they attend to.
 
-    Attributes:
-        tile: their positions in the whole sequence.
-        at_queries, at_keys: their positions within the blocks of the two ranks.
+    `tile` has their positions in the whole sequence, `at_queries` and `at_keys` those in the blocks of the two ranks.
     """
 
     ring: _Ring
@@ -376,7 +383,7 @@ class _Attention(torch.autograd.Function):
         for owner, block in ring.rounds(own):
             for part in ring.of_owner(owner, len(q), chunk_length(held)):
                 query, mean, sofar = (part.of_queries(each) for each in (q, out, total))
-                key, value = _served(part.of_keys(block), q)
+                key, value = serve_heads(part.of_keys(block), q.shape[1], dim=2)
                 scores = part.scores(query, key)
                 joined = torch.logaddexp(sofar, scores.logsumexp(-1))
                 base = _finite(joined)
@@ -401,7 +408,7 @@ class _Attention(torch.autograd.Function):
                 query, upper, base, shared, to_query = (
                     part.of_queries(each) for each in (q, grad, _finite(total), common, grad_q)
                 )
-                key, value = _served(part.of_keys(block), q)
+                key, value = serve_heads(part.of_keys(block), q.shape[1], dim=2)
                 to_key, to_value = part.of_keys(grad_own)
                 weights = (part.scores(query, key) - base.unsqueeze(-1)).exp_()
                 dropped = part.drop(weights, held * ring.axis.size)
@@ -416,11 +423,6 @@ class _Attention(torch.autograd.Function):
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
-def _served(block: Tensor, q: Tensor) -> Tensor:
-    """Expand keys and values [2, b, key-value heads, S, d] to all heads of `q` [B, heads, S, d]."""
-    return serve_heads(block, q.shape[1], dim=2)
-
-
 def _gathered(gradient: Tensor, own: Tensor) -> Tensor:
     """Sum a key or value gradient [b, heads, keys, d] over the heads that share a key-value head."""
     return gradient.unflatten(1, (own.shape[2], -1)).sum(2)
@@ -429,59 +431,3 @@ def _gathered(gradient: Tensor, own: Tensor) -> Tensor:
 def _finite(total: Tensor) -> Tensor:
     """Replace −∞ log-sum-exps (queries without a key so far), since −∞ − (−∞) would be NaN."""
     return total.clamp_min(torch.finfo(total.dtype).min)
-
-
-class ExactContextAttention(nn.Module):
-    """Causal attention with all-gathered keys and values, for the queries of this rank's `heads`, in an exact run.
-
-    It has the bits of one process on any number of ranks. The queries of each chunk attend separately, as on a rank
-    that holds only two chunks, so no tile of attention crosses the bounds of a chunk. The gradients of keys and values
-    are summed over the two chunks of a context piece, then over the pieces in a tree, whose upper part is over the
-    context ranks.
-
-    Args:
-        core: attention of the whole model.
-        axis: context ranks.
-        heads: heads of this rank.
-        pieces: context pieces of the run's grain, a multiple of the ranks.
-    """
-
-    def __init__(self, core: CausalAttention, axis: Axis, heads: Slice, pieces: int) -> None:
-        super().__init__()
-        self.axis, self.own = axis, pieces // axis.size
-        first = self.own * axis.index
-        numbers = [first + each for each in range(self.own)]
-        numbers += [2 * pieces - 1 - each for each in reversed(numbers)]
-        self.numbers = numbers
-        self.chunks = nn.ModuleList(of_chunk(core, heads, SequenceChunk(number, 2 * pieces)) for number in numbers)
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """Attend as `ContextParallelAttention.forward` does, with the same shapes."""
-        size = q.shape[1] // len(self.numbers)
-        by_piece = _KeysOfPieces.apply(torch.stack([k, v]), self.axis, self.own)
-        keys = [each.unbind() for each in by_piece]
-        out = []
-        for place, (number, attend, queries) in enumerate(
-            zip(self.numbers, self.chunks, q.split(size, 1), strict=True)
-        ):
-            whole_k, whole_v = keys[min(place, 2 * self.own - 1 - place)]
-            end = (number + 1) * size
-            out.append(attend(queries, whole_k[:, :end], whole_v[:, :end], samples))
-        return torch.cat(out, 1)
-
-
-class _KeysOfPieces(torch.autograd.Function):
-    """Keys and values [2, B, S, heads, d] of the whole sequence, once for each context piece of this rank."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, axis: Axis, pieces: int) -> tuple[Tensor, ...]:
-        ctx.axis = axis
-        whole = in_order(own, axis, 2)
-        return tuple(whole.view_as(whole) for _ in range(pieces))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        total = tree_sum(widened(each).clone() for each in grads)
-        own = reduce_scatter(by_rank(total, ctx.axis, 2), ctx.axis, 2)
-        return own.to(grads[0].dtype), None, None

@@ -2,16 +2,22 @@
 
 The `DTensor` has the global shape and the placement, so checkpoints, counts and comparisons use global tensors. The
 forward pass computes with a plain leaf that shares its memory: on a CPU, dispatch through `DTensor` costs many times as
-much as a small layer's own operations. A parameter carries its leaf in the attribute `local_leaf` (read it through
-`local`). If ZeRO shards it further, the attribute `stored_whole` is a `DTensor` that describes both the tp and the ZeRO
-sharding (read it through `stored`).
+much as a small layer's own operations. If ZeRO shards a parameter further, another `DTensor` describes both shardings.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 
 from threefold.torch_private.distributed import fresh_parameter
+
+
+def as_stored(shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
+    """Wrap this rank's shard as a tensor of the global shape and stride of `whole`."""
+    return DTensor.from_local(shard, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -42,14 +48,7 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
     """Wrap a tensor of the local shard's shape (a gradient, an optimizer state) the way the parameter is stored."""
     if not isinstance(parameter, DTensor):
         return shard
-    return DTensor.from_local(
-        shard,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return as_stored(shard, parameter.device_mesh, parameter.placements, parameter)
 
 
 def stored(parameter: nn.Parameter) -> nn.Parameter:

@@ -1,8 +1,5 @@
 """Parameters sharded over mesh axes: how they are made, cut and gathered; weights with their masters and initial
 values.
-
-A `Weight` is a parameter with the master copy that is updated: the leaf itself (`parallel.leaf`), unless it is narrower
-than the update.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,7 +16,7 @@ from threefold.comm.layout import shard_bounds
 from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
 from threefold.models.source import ConstructedModel, drawn
 from threefold.parallel.gradients import Gradients
-from threefold.parallel.leaf import like, local
+from threefold.parallel.leaf import as_stored, like, local
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.distributed import fresh_parameter
 from threefold.torch_private.tensors import foreach_copy_
@@ -28,36 +25,31 @@ from threefold.torch_private.tensors import foreach_copy_
 def split_parameter(whole: Tensor, *cuts: tuple[Axis, int]) -> nn.Parameter:
     """Return a parameter stored as this rank's shard of `whole`, whose sizes need not be divisible.
 
-    Args:
-        whole: unsharded values; on the meta device for the shape alone.
-        cuts: axis and dim that it shards. Of two axes the outer one comes first; its `device_mesh` has both.
+    Each of `cuts` is an axis and the dim that it shards. Of two axes the outer one comes first; its `device_mesh` has
+    both. `whole` may be on the meta device, for the shape alone.
     """
     part = whole.detach()
     for axis, dim in cuts:
         part = local_part(part, axis, dim)
     # A dense copy, so that nothing refers to the whole tensor's storage.
     dense = part.clone(memory_format=torch.contiguous_format)
-    return _as_parameter(dense, whole.shape, cuts[0][0], [dim for _, dim in cuts])
+    return _as_parameter(dense, whole, cuts[0][0], [dim for _, dim in cuts])
 
 
 def empty_parameter(shape: tuple[int, ...], axis: Axis, dim: int, device: torch.device | None = None) -> nn.Parameter:
     """Return a parameter of global shape `shape`, with an uninitialised shard along `dim` on this rank."""
     start, end = shard_bounds(shape[dim], axis.size, axis.index)
     local = torch.empty(*shape[:dim], end - start, *shape[dim + 1 :], device=device)
-    return _as_parameter(local, torch.Size(shape), axis, [dim])
+    return _as_parameter(local, torch.empty(shape, device="meta"), axis, [dim])
 
 
-def _as_parameter(local: Tensor, shape: torch.Size, axis: Axis, dims: Sequence[int]) -> nn.Parameter:
-    """Wrap a rank's shard as a parameter of global `shape`, whose `dims` the axes of `axis.device_mesh` shard."""
+def _as_parameter(local: Tensor, whole: Tensor, axis: Axis, dims: Sequence[int]) -> nn.Parameter:
+    """Wrap a rank's shard as a parameter of the shape of `whole`, whose `dims` the axes of `axis.device_mesh` shard."""
     if axis.device_mesh is None and axis.size == 1:  # of `Mesh.alone`
         return fresh_parameter(local)
     if axis.device_mesh is None:
         raise ValueError(f"axis {axis.name!r} is not an axis of the mesh, so no parameter can be split over it")
-    placements = [Shard(dim) for dim in dims]
-    stride = torch.empty(shape, device="meta").stride()
-    return fresh_parameter(
-        DTensor.from_local(local, axis.device_mesh, placements, run_check=False, shape=shape, stride=stride)
-    )
+    return fresh_parameter(as_stored(local, axis.device_mesh, [Shard(dim) for dim in dims], whole))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -90,48 +82,44 @@ def slice_of(parameter: Tensor, value: Tensor) -> Tensor:
     return value
 
 
+def axes_of(parameter: Tensor) -> frozenset[str]:
+    """Return the names of the axes that shard a parameter."""
+    return frozenset(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else frozenset()
+
+
 def is_split(parameter: Tensor) -> bool:
     """Return whether a parameter is sharded over the tensor axis."""
-    if not isinstance(parameter, DTensor):
-        return False
-    return "tp" in (parameter.device_mesh.mesh_dim_names or ())
+    return "tp" in axes_of(parameter)
+
+
+def is_of_experts(parameter: Tensor) -> bool:
+    """Return whether a parameter is sharded over the expert axis."""
+    return "ep" in axes_of(parameter)
+
+
+def _tensor_cut(parameter: Tensor) -> tuple[int, int] | None:
+    """Return the dim that the tensor axis shards, and the size of that axis; None if it shards none."""
+    if not isinstance(parameter, DTensor) or not is_split(parameter):
+        return None
+    place = (parameter.device_mesh.mesh_dim_names or ()).index("tp")
+    dim = cut_dims(parameter)[place]
+    assert dim is not None
+    return dim, parameter.device_mesh.size(place)
 
 
 def longest_shard(parameter: Tensor) -> int:
     """Return the number of elements of the longest shard on any tensor rank, the same on every rank."""
     sizes = list(local(parameter).shape)
-    if is_split(parameter):
-        dim, ranks = _tensor_cut(parameter)
+    if (cut := _tensor_cut(parameter)) is not None:
+        dim, ranks = cut
         sizes[dim] = -(-parameter.shape[dim] // ranks)
     return prod(sizes)
 
 
 def has_uneven_shards(parameter: Tensor) -> bool:
     """Return whether tensor ranks hold shards of different lengths."""
-    if not is_split(parameter):
-        return False
-    dim, ranks = _tensor_cut(parameter)
-    return parameter.shape[dim] % ranks > 0
-
-
-def _tensor_cut(parameter: Tensor) -> tuple[int, int]:
-    """Return the dim that the tensor axis shards, and the size of that axis."""
-    assert isinstance(parameter, DTensor)  # as `is_split` says
-    mesh = parameter.device_mesh
-    place = (mesh.mesh_dim_names or ()).index("tp")
-    dim = cut_dims(parameter)[place]
-    assert dim is not None
-    return dim, mesh.size(place)
-
-
-def is_of_experts(parameter: Tensor) -> bool:
-    """Return whether a parameter is sharded over the expert axis."""
-    return isinstance(parameter, DTensor) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
-
-
-def axes_of(parameter: Tensor) -> frozenset[str]:
-    """Return the names of the axes that shard a parameter."""
-    return frozenset(parameter.device_mesh.mesh_dim_names or ()) if isinstance(parameter, DTensor) else frozenset()
+    cut = _tensor_cut(parameter)
+    return cut is not None and parameter.shape[cut[0]] % cut[1] > 0
 
 
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
@@ -205,13 +193,9 @@ class ShardedMatrix:
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of a rank.
+    """A parameter of a rank, named as in the whole model, stored as `parameter` and computed with as `leaf`.
 
-    Attributes:
-        name: name in the whole model.
-        parameter: parameter as the stage stores it.
-        leaf: local shard that the model computes with.
-        master: weight that is updated, of the leaf's shape; the leaf itself if its dtype is wide enough.
+    `master` is the weight that is updated, of the leaf's shape: the leaf itself unless that is too narrow.
     """
 
     name: str

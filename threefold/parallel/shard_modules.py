@@ -18,7 +18,7 @@ from threefold.models.layers.experts import Experts, Routing
 from threefold.ops import exact, fp8
 from threefold.ops.exact import Pieces
 from threefold.ops.exact_functions import ExactArithmetic
-from threefold.parallel.context import ContextParallelAttention, ExactContextAttention, RingAttention, ShardingContext
+from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
 from threefold.parallel.leaf import local
@@ -39,9 +39,8 @@ def shard_bare(model: nn.Module, rules: Mapping[str, sharding.Split], axis: Axis
             continue
         if parameter not in made:
             made[parameter] = split_parameter(parameter, (axis, dim))
-        module = model.get_submodule(owner)
-        setattr(module, own, made[parameter])
-        _read_local(module, own)
+        set_in(model, name, made[parameter])
+        _read_local(model.get_submodule(owner), own)
 
 
 def bare_cut(rules: Mapping[str, sharding.Split], name: str, axis: Axis) -> int | None:
@@ -56,9 +55,7 @@ def _read_local(module: nn.Module, name: str) -> None:
     A property of a subclass does it, as in `torch.nn.utils.parametrize` and `fully_shard`: the parameter itself stays
     under its name, where torch looks for it.
     """
-
-    kind = type(module)
-    if name in vars(kind):  # the module has several places in the model
+    if name in vars(type(module)):  # the module has several places in the model
         return
 
     def read(self: nn.Module) -> Tensor:
@@ -91,17 +88,9 @@ class ConcatenatedLinear(ColumnParallelLinear):
     features: int
 
     @classmethod
-    def from_groups(
-        cls,
-        module: nn.Linear,
-        axis: Axis,
-        groups: int,
-        *,
-        sequence_dim: int | None = None,
-        pieces: Pieces | None = None,
-    ) -> Self:
+    def from_groups(cls, module: nn.Linear, axis: Axis, groups: int, **options: Any) -> Self:
         """Split a linear layer whose output features are `groups` groups of equal size."""
-        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim, pieces=pieces)
+        layer = cls.from_linear(module, axis, gather_output=False, **options)
         layer.groups, layer.features = groups, module.out_features
         return layer
 
@@ -127,16 +116,11 @@ class GroupedHeadsLinear(ColumnParallelLinear):
     """Column-parallel layer whose units are shared by several ranks, which divide some parts and repeat others.
 
     In an exact run, the pieces of the features do so too, even on one rank. Made by `from_units`.
-
-    Attributes:
-        sharing: ranks whose features are gathered: those of one unit, or the whole axis.
-        longest: number of features of a rank; the last ones may have fewer.
-        unit_parts: parts that a unit is divided into.
     """
 
     unit: sharding.Unit
     sharing: Axis
-    longest: int
+    longest: int  # features of a rank; the last ones may have fewer
 
     @classmethod
     def from_units(
@@ -146,16 +130,15 @@ class GroupedHeadsLinear(ColumnParallelLinear):
         unit: sharding.Unit,
         sharing: Axis | None,
         *,
-        sequence_dim: int | None = None,
-        pieces: Pieces | None = None,
+        pieces: Pieces | None,
+        **options: Any,
     ) -> Self:
         """Split a linear layer over an axis whose size is a multiple of `unit.count`, or into as many pieces.
 
-        Args:
-            sharing: neighbouring ranks that share a unit; None to gather over the whole axis, as also happens if the
-                rows of a unit do not divide equally.
+        The features are gathered over `sharing`, the neighbouring ranks that share a unit; over the whole axis if it is
+        None, or if the rows of a unit do not divide equally.
         """
-        layer = cls.from_linear(module, axis, gather_output=False, sequence_dim=sequence_dim, pieces=pieces)
+        layer = cls.from_linear(module, axis, gather_output=False, pieces=pieces, **options)
         layer.unit, layer.longest = unit, -(-module.out_features // axis.size)
         divides = module.out_features % axis.size == 0
         layer.sharing = sharing if sharing is not None and divides else axis
@@ -192,9 +175,6 @@ class GroupedHeadsLinear(ColumnParallelLinear):
         return f"{super().extra_repr()}, a unit in {self.unit_parts} parts"
 
 
-_CONTEXT_ATTENTION = {"all-gather": ContextParallelAttention, "ring": RingAttention}
-
-
 class Sharding(NamedTuple):
     """Application of a rule: the modules it is for, and (rule, module, context) → the module for this rank."""
 
@@ -213,36 +193,27 @@ def grain_units(rule: sharding.Split, module: nn.Linear) -> int:
 
 
 def _column(rule: sharding.Column, module: nn.Linear, context: ShardingContext) -> nn.Module:
-    own = context.pieces_of(grain_units(rule, module))
+    tp, dim, own = context.tp, context.sequence_dim, context.pieces_of(grain_units(rule, module))
     if rule.groups > 1:
-        return ConcatenatedLinear.from_groups(
-            module, context.tp, rule.groups, sequence_dim=context.sequence_dim, pieces=own
-        )
-    parts = context.tp.size if context.grain is None else context.grain.tensor
+        return ConcatenatedLinear.from_groups(module, tp, rule.groups, sequence_dim=dim, pieces=own)
+    parts = tp.size if context.grain is None else context.grain.tensor
     if rule.unit is not None and rule.unit.is_shared(parts):
-        sharing = context.tp_shares.get(context.tp.size // rule.unit.count)
-        return GroupedHeadsLinear.from_units(
-            module, context.tp, rule.unit, sharing, sequence_dim=context.sequence_dim, pieces=context.pieces
-        )
-    return ColumnParallelLinear.from_linear(
-        module, context.tp, gather_output=False, sequence_dim=context.sequence_dim, pieces=own
-    )
+        sharing = context.tp_shares.get(tp.size // rule.unit.count)
+        return GroupedHeadsLinear.from_units(module, tp, rule.unit, sharing, sequence_dim=dim, pieces=context.pieces)
+    return ColumnParallelLinear.from_linear(module, tp, gather_output=False, sequence_dim=dim, pieces=own)
 
 
 def _row(rule: sharding.Row, module: nn.Linear, context: ShardingContext) -> nn.Module:
-    pieces = context.pieces_of(grain_units(rule, module))
-    return RowParallelLinear.from_linear(
-        module, context.tp, input_is_parallel=True, sequence_dim=context.sequence_dim, pieces=pieces
-    )
+    pieces, dim = context.pieces_of(grain_units(rule, module)), context.sequence_dim
+    return RowParallelLinear.from_linear(module, context.tp, input_is_parallel=True, sequence_dim=dim, pieces=pieces)
 
 
 def _vocab(rule: sharding.Vocab, module: nn.Embedding | nn.Linear, context: ShardingContext) -> nn.Module:
+    tp, dim = context.tp, context.sequence_dim
     if isinstance(module, nn.Linear):
         pieces = context.pieces_of(grain_units(rule, module))
-        return ColumnParallelLinear.from_linear(module, context.tp, sequence_dim=context.sequence_dim, pieces=pieces)
-    return VocabParallelEmbedding.from_embedding(
-        module, context.tp, sequence_dim=context.sequence_dim, pieces=context.pieces
-    )
+        return ColumnParallelLinear.from_linear(module, tp, sequence_dim=dim, pieces=pieces)
+    return VocabParallelEmbedding.from_embedding(module, tp, sequence_dim=dim, pieces=context.pieces)
 
 
 def _vocab_loss(rule: sharding.VocabLoss, module: nn.Module, context: ShardingContext) -> nn.Module:
@@ -254,9 +225,10 @@ def _attention_core(rule: sharding.AttentionCore, module: CausalAttention, conte
     heads = Slice(start, rule.heads)
     module.exact = context.grain is not None
     if context.grain is not None and context.grain.context > 1:
-        return ExactContextAttention(module, context.cp, heads, context.grain.context)
+        return ContextParallelAttention(module, context.cp, heads, context.grain.context)
     if context.cp.size > 1:
-        return _CONTEXT_ATTENTION[context.cp_method](module, context.cp, heads)
+        kind = RingAttention if context.cp_method == "ring" else ContextParallelAttention
+        return kind(module, context.cp, heads)
     module.dropout = module.dropout.of_part({1: heads})  # of the weights [B, heads, queries, keys]
     return module
 
@@ -342,13 +314,8 @@ def shard_modules(
 ) -> None:
     """Replace each module that the table names by its version for `context`, and shard bare parameters, in place.
 
-    Args:
-        stages: all stages of a rank, since they may share modules.
-        table: pattern of modules of the whole model → how they are split.
-        bare: pattern of parameters outside the table, by their own names → how they are cut.
-
-    Raises:
-        ValueError: a parameter is in no module of the table.
+    `stages` are all stages of a rank, since they may share modules; `bare` has the patterns of parameters outside the
+    table, by their own names.
     """
     named = [(stage, *each) for stage in stages for each in _named(stage, table, bare or {})]
     if not context.divides:
@@ -358,7 +325,7 @@ def shard_modules(
         if rule.needs_tensor_axis and context.tp.size == 1 and context.grain is None:
             continue
         if module not in made:
-            made[module] = _shard(rule, module, context)
+            made[module] = SHARDINGS[type(rule)].make(rule, module, context)
         set_in(stage, name, made[module])
     if context.tp.size > 1 and bare:
         for stage in stages:
@@ -369,10 +336,7 @@ def float8_layers(model: nn.Module, plan: sharding.ModelPlan) -> list[str]:
     """Return the names of the linear layers of a whole model that multiply in float8: the same ones in every layout.
 
     They are those in inner layers that the plan splits by `Column` or `Row`, so not routers, experts and the projection
-    to the vocabulary.
-
-    Raises:
-        UserError: there is none.
+    to the vocabulary. Raises a `UserError` if there is none.
     """
     inner = tuple(f"{name}." for name in plan.layers[1:-1])
     names = [
@@ -402,23 +366,14 @@ def use_fp8(stages: Sequence[nn.Module], names: Collection[str]) -> None:
                 _extend(module, {"forward": lambda self, x: fp8.linear(x, self.weight, self.bias)})
 
 
-def _shard(rule: sharding.Split, module: nn.Module, context: ShardingContext) -> nn.Module:
-    kinds, make = SHARDINGS[type(rule)]
-    if not isinstance(module, kinds):
-        names = " or ".join(kind.__name__ for kind in kinds)
-        raise TypeError(f"{type(rule).__name__} is for {names}, not {type(module).__name__}")
-    return make(rule, module, context)
-
-
 def _named(
     model: nn.Module, table: Mapping[str, sharding.Split], bare: Collection[str]
 ) -> list[tuple[str, nn.Module, sharding.Split]]:
     """Return the modules that the table names, each with its rule."""
     patterns = sharding.Patterns(table)
     for name, _ in model.named_parameters():
-        if patterns.deciding(name.rpartition(".")[0]) is None and not any(
-            sharding.matches(name, each) for each in bare
-        ):
+        is_bare = any(sharding.matches(name, each) for each in bare)
+        if not is_bare and patterns.deciding(name.rpartition(".")[0]) is None:
             raise ValueError(
                 f"the split table says nothing about the parameter {name!r}; give it Replicated() at least"
             )

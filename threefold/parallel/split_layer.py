@@ -1,7 +1,4 @@
-"""Base classes of the tensor-parallel layers: parameters split over a mesh axis, and their initial values.
-
-Initial values are those of the whole weight, of which a rank keeps its shard, so they are the same in every layout.
-"""
+"""Base classes of the tensor-parallel layers: parameters split over a mesh axis, and their initial values."""
 
 from collections.abc import Callable
 from functools import partial
@@ -32,14 +29,8 @@ def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> N
     """Set this rank's shard of a parameter to its part of the values that `initializer` gives the whole.
 
     Each rank has the whole in memory while it is drawn, on the CPU and in fp32 at least; on the meta device nothing is
-    drawn.
-
-    Args:
-        initializer: draws from torch's default generator, which is seeded with `key` for it and restored after it.
-        what: name of the argument in errors.
-
-    Raises:
-        UserError: `initializer` is not a function, or returns a tensor of another shape.
+    drawn. The initializer draws from torch's default generator, which is seeded with `key` and restored afterwards.
+    `what` is the name of the argument in errors.
     """
     if not callable(initializer):
         raise UserError(
@@ -119,11 +110,7 @@ def check_sizes(axis: Any, **sizes: Any) -> None:
 
 
 class SplitLinear(SplitLayer):
-    """Linear layer with a split weight, and a bias or none.
-
-    Attributes:
-        fp8: whether its products are in float8.
-    """
+    """Linear layer with a split weight, and a bias or none."""
 
     bias: nn.Parameter | None
     fp8: bool = False

@@ -1,22 +1,16 @@
 """ZeRO (sharded data parallelism): weights, gradients and optimizer state sharded over the replicas by `fully_shard`.
 
-ZeRO has three stages (Rajbhandari et al., arXiv 1910.02054). A rank keeps its shard of the weights in the width of the
-update, and the shard's optimizer state. In a step, weights are gathered layer by layer in the width of the computation
-(all-gather), and gradients are summed over the replicas into the shards (reduce-scatter). The stages differ in how long
-whole tensors stay in memory: with 1, weights and gradients from their first micro-batch to the end of the step; with 2,
-a layer's gradients are reduce-scattered after each micro-batch; with 3, its weights are also freed after each forward
-and each backward pass. In an exact run, gradients stay whole to the end of the step with 2 and 3 too.
-
-With `zero_shards` below dp, a copy is sharded over that many replicas. Ranks that hold the same shard sum its gradients
-once a step (hybrid sharding, Zhao et al., arXiv 2304.11277, section 3.2.2). Experts that `ep` replicas share are
-sharded over those of them that have the same experts.
+The stages (Rajbhandari et al., arXiv 1910.02054) differ in how long whole tensors stay in memory: with 1, weights and
+gradients from their first micro-batch to the end of the step; with 2, a layer's gradients are reduce-scattered after
+each micro-batch; with 3, its weights are also freed after each forward and each backward pass. With `zero_shards` below
+dp, ranks that hold the same shard sum its gradients once a step (hybrid sharding, Zhao et al., arXiv 2304.11277,
+section 3.2.2). Experts that `ep` replicas share are sharded over those of them that have the same experts.
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -31,7 +25,7 @@ from threefold.models.sharding import OverExperts
 from threefold.parallel.compression import narrowed, widen_
 from threefold.parallel.experts import ParallelExperts
 from threefold.parallel.gradients import Gradients, LeafOrder, Observer, SenderTrees
-from threefold.parallel.leaf import keep_stored, like, local, stored
+from threefold.parallel.leaf import as_stored, keep_stored, like, local, stored
 from threefold.parallel.parameter import has_uneven_shards, is_of_experts, replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import unwrapped
@@ -41,13 +35,10 @@ from threefold.torch_private.tensors import foreach_copy_, foreach_mul_
 
 @dataclass(frozen=True)
 class ZeroSharding:
-    """ZeRO stage, and axes of hybrid sharding.
+    """ZeRO stage (1 shards the optimizer state, 2 gradients too, 3 weights too), and axes of hybrid sharding.
 
-    Attributes:
-        stage: 1 shards the optimizer state, 2 gradients too, 3 weights too.
-        shards: ranks over which one copy of the state is sharded.
-        replicas: ranks that hold the same shard.
-        expert_shards, expert_replicas: such ranks for experts that some replicas share.
+    One copy of the state is sharded over the ranks of `shards`; those of `replicas` hold the same shard. Experts that
+    some replicas share have axes of their own.
     """
 
     stage: int
@@ -71,18 +62,29 @@ def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dt
     The stages are on the meta device, already split over the tensor axis, in the dtype of the update; `dtype` is the
     computation's.
     """
+
+    def allocated(parameter: nn.Parameter) -> nn.Parameter:
+        assert isinstance(parameter, DTensor)  # what `fully_shard` made it
+        shard = torch.empty_like(parameter.to_local(), device=mesh.device, requires_grad=False)
+        return distributed.fresh_parameter(like(parameter, shard), parameter.requires_grad)
+
     for stage in stages:
-        before = dict(stage.named_parameters())
+        before, wide = dict(stage.named_parameters()), next(stage.parameters()).dtype
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
         # FSDP gets this tensor rank's shard as a plain tensor, so that layers compute with plain tensors.
         replace_parameters(stage, lambda each: nn.Parameter(local(each).detach(), each.requires_grad))
-        _wrap_experts(stage, zero, dtype)
-        layers = [stage.get_submodule(name) for name in stage.layer_names]
-        _wrap(stage, layers, zero, _policy(stage, dtype))
-        replace_parameters(stage, lambda parameter: _allocated(parameter, mesh.device))
+        for module in stage.modules():
+            experts = unwrapped(module)
+            if isinstance(experts, ParallelExperts) and experts.context.ep.size > 1:
+                rule = OverExperts()
+                places = {weight: Shard(rule.uncut_dim(name)) for name, weight in experts.named_parameters()}
+                _wrap(module, zero.expert_shards, zero.stage, policy, places.get)
+        _wrap_layers(stage, [stage.get_submodule(name) for name in stage.layer_names], zero, policy)
+        replace_parameters(stage, allocated)
         stage.to(mesh.device)  # makes torch take over the new tensors (and pad those that need it)
         for name, parameter in stage.named_parameters():
-            experts = is_of_experts(before[name])
-            _describe(parameter, before[name], zero.expert_shards if experts else zero.shards)
+            of_experts = is_of_experts(before[name])
+            _describe(parameter, before[name], zero.expert_shards if of_experts else zero.shards)
 
 
 def shard_values(
@@ -100,7 +102,8 @@ def shard_values(
     replace_parameters(
         module, lambda each: nn.Parameter(local(each).detach().contiguous(), requires_grad=each.requires_grad)
     )
-    _wrap(module, _listed_layers(module), zero, MixedPrecisionPolicy(cast_forward_inputs=False), compression, tp)
+    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
+    _wrap_layers(module, _listed_layers(module), zero, policy, compression, tp)
     for name, parameter in module.named_parameters():
         _describe(parameter, before[name], zero.shards)
 
@@ -134,18 +137,17 @@ def _units(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str, str]
 
 def _when_accumulated(unit: nn.Module, places: _Places, arrived: Callable[[str, Tensor], None]) -> None:
     """Call `arrived(name, parameter)` when autograd has accumulated the gradient of a whole parameter of `unit`."""
-    unit.register_forward_pre_hook(partial(_watch, places, set(), arrived))
+    watched: set[Tensor] = set()
 
+    def watch(_module: nn.Module, _arguments: Any) -> None:
+        # Called when whole parameters have been gathered; torch keeps one object for each.
+        for owner, attribute, name in places:
+            parameter = getattr(owner, attribute)
+            if parameter.requires_grad and parameter not in watched:
+                watched.add(parameter)
+                parameter.register_post_accumulate_grad_hook(partial(arrived, name))
 
-def _watch(
-    places: _Places, watched: set[Tensor], arrived: Callable[[str, Tensor], None], _module: nn.Module, _arguments: Any
-) -> None:
-    # Called when whole parameters have been gathered; torch keeps one object for each.
-    for owner, attribute, name in places:
-        parameter = getattr(owner, attribute)
-        if parameter.requires_grad and parameter not in watched:
-            watched.add(parameter)
-            parameter.register_post_accumulate_grad_hook(partial(arrived, name))
+    unit.register_forward_pre_hook(watch)
 
 
 def _listed_layers(module: nn.Module) -> list[nn.Module]:
@@ -159,29 +161,7 @@ def _listed_layers(module: nn.Module) -> list[nn.Module]:
     return found
 
 
-def _wrap_experts(stage: Stage, zero: ZeroSharding, dtype: torch.dtype) -> None:
-    """Shard experts over the ranks that hold the same ones."""
-    for module in stage.modules():
-        experts = unwrapped(module)
-        if isinstance(experts, ParallelExperts) and experts.context.ep.size > 1:
-            rule = OverExperts()
-            places = {weight: Shard(rule.uncut_dim(name)) for name, weight in experts.named_parameters()}
-            fully_shard(
-                module,
-                mesh=zero.expert_shards.device_mesh,
-                reshard_after_forward=zero.stage == 3,
-                mp_policy=_policy(stage, dtype),
-                shard_placement_fn=places.get,
-            )
-            _set_up(module, zero.expert_shards)
-
-
-def _policy(stage: Stage, dtype: torch.dtype) -> MixedPrecisionPolicy:
-    wide = next(stage.parameters()).dtype
-    return MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
-
-
-def _wrap(
+def _wrap_layers(
     root: nn.Module,
     layers: Sequence[nn.Module],
     zero: ZeroSharding,
@@ -193,24 +173,30 @@ def _wrap(
     # Layers with tied weights must be gathered together: the root does it, around all its layers.
     alone = [layer for layer in layers if all(uses[parameter] == 1 for parameter in layer.parameters())]
     for module in (*alone, root):
-        mesh, reshard = zero.shards.device_mesh, zero.stage == 3
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-        _set_up(module, zero.shards, compression, tp)
+        _wrap(module, zero.shards, zero.stage, policy, None, compression, tp)
 
 
-def _set_up(module: nn.Module, axis: Axis, compression: torch.dtype | None = None, tp: Axis | None = None) -> None:
+def _wrap(
+    module: nn.Module,
+    axis: Axis,
+    stage: int,
+    policy: MixedPrecisionPolicy,
+    place: Callable[[nn.Parameter], Shard | None] | None,
+    compression: torch.dtype | None = None,
+    tp: Axis | None = None,
+) -> None:
+    mesh, reshard = axis.device_mesh, stage == 3
+    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, shard_placement_fn=place)
+    _set_up(module, axis, compression, tp)
+
+
+def _set_up(module: nn.Module, axis: Axis, compression: torch.dtype | None, tp: Axis | None) -> None:
     assert isinstance(module, FSDPModule)  # what `fully_shard` made it
     # The loss is divided by the tokens of the global batch, so gradients are summed over replicas, not averaged.
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
     module.set_custom_all_gather(_AllGather(axis))
     module.set_custom_reduce_scatter(_ReduceScatter(axis, dtype=compression, tp=tp))
-
-
-def _allocated(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    assert isinstance(parameter, DTensor)  # what `fully_shard` made it
-    shard = torch.empty_like(parameter.to_local(), device=device, requires_grad=False)
-    return distributed.fresh_parameter(like(parameter, shard), parameter.requires_grad)
 
 
 def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None:
@@ -224,15 +210,7 @@ def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None
     placement: Placement = shard
     if any(isinstance(cut, Shard) and cut.dim == shard.dim for cut in before.placements):
         placement = distributed.StridedPlacement(shard.dim, split_factor=before.device_mesh.size())
-    whole = DTensor.from_local(
-        parameter.to_local().detach(),
-        mesh,
-        [placement, *before.placements],
-        run_check=False,
-        shape=before.shape,
-        stride=before.stride(),
-    )
-    keep_stored(parameter, whole)
+    keep_stored(parameter, as_stored(parameter.to_local().detach(), mesh, [placement, *before.placements], before))
 
 
 class ShardedGradients(Gradients):
@@ -322,8 +300,6 @@ class ExactShardedGradients(ShardedGradients):
     as many as log₂(groups of samples) + 1 of each parameter; stages 2 and 3 save less memory than in other runs.
 
     Args:
-        stages, zero: see `ShardedGradients`.
-        order: order of the sums over samples.
         senders: ranks that share the experts, whose samples reach an expert at once.
         copies: leaves of tied weights, each with the leaf of another use on this rank. FSDP shards every use as a
             separate parameter, whose values follow those of the first.
@@ -340,8 +316,7 @@ class ExactShardedGradients(ShardedGradients):
         super().__init__(stages, zero)
         self._copies = copies
         self._trees = {leaf: SenderTrees(order, senders if leaf in self._experts else 1) for leaf in self._parameters}
-        self._reduced: list[list[Tensor]] = []
-        """Leaves whose gradients are reduce-scattered together: those of one FSDP module."""
+        self._reduced: list[list[Tensor]] = []  # leaves of each FSDP module, which are reduce-scattered together
         for stage in stages:
             for unit, places in _units(stage).items():
                 held = {name: local(stored(getattr(owner, attribute))) for owner, attribute, name in places}
@@ -379,8 +354,14 @@ class ExactShardedGradients(ShardedGradients):
     def _reduce_scatter(self, leaves: Sequence[Tensor]) -> None:
         """Sum the whole gradients of `leaves` over the shards' ranks; keep this rank's shards."""
         axis = self._zero.expert_shards if leaves[0] in self._experts else self._zero.shards
-        cuts = [_cut_dim(self._parameters[leaf]) for leaf in leaves]
-        rooms = [_longest_chunk(self._parameters[leaf], dim, axis.size) for leaf, dim in zip(leaves, cuts, strict=True)]
+        cuts, rooms = [], []
+        for parameter in (self._parameters[leaf] for leaf in leaves):
+            assert isinstance(parameter, DTensor)  # what `fully_shard` made it
+            (shard,) = parameter.placements
+            assert isinstance(shard, Shard)
+            longest = -(-parameter.shape[shard.dim] // axis.size)
+            cuts.append(shard.dim)
+            rooms.append(parameter.numel() // max(1, parameter.shape[shard.dim]) * longest)
         buffer = leaves[0].new_zeros(axis.size, sum(rooms), requires_grad=False)
         for leaf, dim, columns in zip(leaves, cuts, buffer.split(rooms, dim=1), strict=True):
             tree = self._trees[leaf]
@@ -402,21 +383,6 @@ def _add_to_tree(trees: Mapping[str, tuple[SenderTrees, torch.dtype]], name: str
     if gradient is not None:
         tree, dtype = trees[name]
         tree.add_(gradient, dtype)
-
-
-def _cut_dim(parameter: nn.Parameter) -> int:
-    """Return the dim that FSDP shards."""
-    assert isinstance(parameter, DTensor)  # what `fully_shard` made it
-    (shard,) = parameter.placements
-    assert isinstance(shard, Shard)
-    return shard.dim
-
-
-def _longest_chunk(parameter: nn.Parameter, dim: int, ranks: int) -> int:
-    """Return the number of elements of the longest shard."""
-    sizes = list(parameter.shape)
-    sizes[dim] = -(-sizes[dim] // ranks)
-    return prod(sizes)
 
 
 class _OverAxis:
@@ -451,20 +417,15 @@ class _ReduceScatter(_OverAxis, distributed.ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        if self._dtype is None:
-            return self._reduce(output_tensor, input_tensor, group, op, async_op)
-        narrow, exponent = narrowed(input_tensor, self.axis, self._dtype, self._tp)
-        summed = torch.empty_like(output_tensor, dtype=self._dtype)
-        self._reduce(summed, narrow, group, op, async_op=False)
-        widen_(output_tensor, summed, exponent)
-        return None
-
-    def _reduce(
-        self, output: Tensor, given: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool
-    ) -> dist.Work | None:
-        axis = self.axis
+        axis, given, output = self.axis, input_tensor, output_tensor
+        if self._dtype is not None:
+            given, exponent = narrowed(input_tensor, axis, self._dtype, self._tp)
+            output, async_op = torch.empty_like(output_tensor, dtype=self._dtype), False
         if self._observer is not None:
             self._observer(given)
         axis.recorder.add(axis.name, "reduce_scatter", given)
         with axis.waiting("reduce_scatter"):
-            return dist.reduce_scatter_single(output, given, group=axis.group, op=op, async_op=async_op)
+            work = dist.reduce_scatter_single(output, given, group=axis.group, op=op, async_op=async_op)
+        if self._dtype is not None:
+            widen_(output_tensor, output, exponent)
+        return work
