@@ -47,16 +47,12 @@ class ParallelRouting(Routing):
 
 
 class ParallelExperts(nn.Module):
-    """`Experts` sharded over the expert axis, with each expert split over the tensor axis.
-
-    Attributes:
-        adds: parameter name → function that takes the parameter's gradients for the samples of all expert ranks, which
-            an exact run sums separately; empty for any other run.
-    """
+    """`Experts` sharded over the expert axis, with each expert split over the tensor axis."""
 
     gate_up: nn.Parameter
     down: nn.Parameter
     adds: Mapping[str, AddGradient]
+    """Parameter name → function that takes its gradients for the samples of each expert rank, in an exact run."""
 
     def __init__(self, experts: Experts, context: ShardingContext) -> None:
         super().__init__()
@@ -118,9 +114,7 @@ class ParallelExperts(nn.Module):
     def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Compute the outputs of rows [n, H] as in an exact run, whole on every tensor rank.
 
-        Args:
-            rows: sorted by expert rank that sent them, then expert.
-            counts: int64 [senders · experts of this rank], number of rows of each.
+        Rows are sorted by the expert rank that sent them, then expert; `counts` [senders · experts] has their numbers.
         """
         assert self.context.pieces is not None  # in an exact run
         tp, features, groups = self.context.tp, self.context.pieces.features, counts.tolist()
@@ -136,10 +130,7 @@ class ParallelExperts(nn.Module):
 
 
 def all_to_all(rows: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-    """Send the first `sent[0]` rows to the first rank of the axis, the next `sent[1]` to the second, and so on.
-
-    Rows [sum(sent), H] become [sum(received), H], in the order of the senders. Backward sends the gradients back.
-    """
+    """Send rows to each rank of the axis: [sum(sent), H] → [sum(received), H]; backward sends the gradients back."""
     return _AllToAll.apply(rows, axis, sent, received)
 
 

@@ -29,32 +29,19 @@ _ALIKE = 1e-3
 
 @dataclass(eq=False)
 class _Buffer:
-    """A persistent buffer of a rank's stages.
-
-    Attributes:
-        name: first name in the stage.
-        value: value between steps, from which each micro-batch starts.
-        places: modules that hold it, and its attribute name there.
-        is_recomputed: whether it is in a module under activation checkpointing.
-        before: value before the last step.
-        given: copy that the current micro-batch computes with.
-        results: `count` results of the step's micro-batches: their fp64 sum for floats, else the first one.
-        differs: whether results that are not floats differ.
-        moved: whether a forward pass has changed it.
-        version: tensor version of `given`, or of `value` if nothing should change it.
-    """
+    """A persistent buffer of a rank's stages, under its first name, with the modules and attributes that hold it."""
 
     name: str
-    value: Tensor
+    value: Tensor  # between steps; each micro-batch starts from it
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
-    is_recomputed: bool = False
-    before: Tensor | None = None
-    given: Tensor | None = None
-    results: Tensor | None = None
+    is_recomputed: bool = False  # by activation checkpointing
+    before: Tensor | None = None  # value before the last step
+    given: Tensor | None = None  # copy that the current micro-batch computes with
+    results: Tensor | None = None  # of the step's `count` micro-batches: their fp64 sum for floats, else the first
     count: int = 0
-    differs: bool = False
-    moved: bool = False
-    version: int = -1
+    differs: bool = False  # whether results that are not floats differ
+    moved: bool = False  # whether a forward pass has changed it
+    version: int = -1  # tensor version of `given`, or of `value` if nothing should change it
 
     def put(self, value: Tensor) -> None:
         for module, attribute in self.places:
@@ -103,15 +90,23 @@ class _Buffer:
 class MovingBuffers:
     """Persistent buffers of a rank's stages, of which training updates those that forward passes change.
 
-    Attributes:
-        is_idle: whether steps need no `begin` and `finish`: after the first step, if there are no persistent buffers.
+    It `is_idle`, so that steps need no `begin` and `finish`, after the first step if there are no persistent buffers.
     """
 
     def __init__(self, stages: Sequence[Stage], plan: ModelPlan, mesh: Mesh) -> None:
         self._mesh, self._running, self._known, self.is_idle = mesh, False, False, False
         self._stages, self._names = stages, _names(stages)
-        found: dict[int, _Buffer] = {}
-        self._by_stage = {stage: _collect(stage, found) for stage in stages}
+        found: dict[int, _Buffer] = {}  # a buffer that several stages hold is one
+        self._by_stage: dict[Stage, list[_Buffer]] = {}
+        for stage in stages:
+            around = tuple(f"{name}." for name, module in stage.named_modules() if isinstance(module, Recomputed))
+            mine: dict[int, _Buffer] = {}
+            for name, module in stage.named_modules():
+                for attribute, value in persistent_buffers(module):
+                    mine[id(value)] = buffer = found.setdefault(id(value), _Buffer(_joined(name, attribute), value))
+                    buffer.places.append((module, attribute))
+                    buffer.is_recomputed |= f"{name}.".startswith(around)
+            self._by_stage[stage] = list(mine.values())
         self._buffers = list(found.values())
         self._shared = {each.name for each in self._buffers if plan.whole_name(each.name) != each.name}
         if self._buffers:
@@ -225,23 +220,19 @@ class MovingBuffers:
             assert each.results is not None
             if not each.value.is_floating_point():
                 mean = mean.round().to(each.value.dtype)
-                self._require_alike(each, mean)
+                if not isinstance(mean, FakeTensor) and (
+                    each.differs or not torch.equal(mean, each.results.to(mean.dtype))
+                ):
+                    raise UserError(
+                        f"forward makes something else of the buffer {each.name!r} for other samples, and it holds no "
+                        "floats, of which replicas and micro-batches could take the mean; make it one of floats that "
+                        "is a running mean."
+                    )
             each.before = each.value.clone()
             each.value.copy_(mean)
             each.results = None
             if first:
                 self._require_same_on_tensor_ranks(each)
-
-    def _require_alike(self, each: _Buffer, mean: Tensor) -> None:
-        if isinstance(mean, FakeTensor):
-            return
-        assert each.results is not None
-        if each.differs or not torch.equal(mean, each.results.to(mean.dtype)):
-            raise UserError(
-                f"forward makes something else of the buffer {each.name!r} for other samples, and it holds no floats, "
-                "of which replicas and micro-batches could take the mean; make it one of floats that is a running "
-                "mean."
-            )
 
     def _require_same_on_tensor_ranks(self, each: _Buffer) -> None:
         tp = self._mesh.tp
@@ -266,19 +257,6 @@ def stored_buffers(stages: Sequence[Stage]) -> dict[str, Tensor]:
             for attribute, value in persistent_buffers(module):
                 found.setdefault(stage.model_plan.whole_name(_joined(name, attribute)), value)
     return found
-
-
-def _collect(stage: Stage, found: dict[int, _Buffer]) -> list[_Buffer]:
-    """Collect the buffers of a stage; one that another stage holds too is one `_Buffer`."""
-    mine: dict[int, _Buffer] = {}
-    around = {name for name, module in stage.named_modules() if isinstance(module, Recomputed)}
-    for name, module in stage.named_modules():
-        for attribute, value in persistent_buffers(module):
-            buffer = found.setdefault(id(value), _Buffer(_joined(name, attribute), value))
-            buffer.places.append((module, attribute))
-            buffer.is_recomputed |= any(f"{name}.".startswith(f"{each}.") for each in around)
-            mine[id(value)] = buffer
-    return list(mine.values())
 
 
 def _names(stages: Sequence[Stage]) -> set[str]:

@@ -32,11 +32,8 @@ class Recomputed(nn.Module):
 
     It has the module's own parameters, buffers and submodules under the same names, so names in checkpoints do not
     change; other attributes are read from the module. Hooks on this wrapper's call (sharded weights) are outside the
-    recomputation.
-
-    Args:
-        streams: random streams that modules inside draw from, if any does.
-        arithmetic: makes the context of forward passes, which the recomputation enters too.
+    recomputation, which enters the context of forward passes that `arithmetic` makes. `streams` are the random streams
+    that modules inside draw from, if any does.
     """
 
     wrapped: nn.Module
@@ -111,17 +108,10 @@ def apply_recompute(
     streams: RandomStreams | None = None,
     arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> None:
-    """Wrap each module whose activations are computed again in a `Recomputed`.
+    """Wrap each module whose activations are computed again in a `Recomputed`; `mode` is one of the plan, or `none`.
 
-    Args:
-        mode: key of the plan's `recompute`, or `none`.
-        every: treat every n-th layer that has such modules, from the first; counted over the whole model, so that the
-            choice does not depend on the stages.
-        streams: random streams of modules that draw in sequence.
-        arithmetic: makes the context of forward passes.
-
-    Raises:
-        UserError: the plan has no such mode.
+    It treats every n-th layer (`every`) that has such modules, from the first; counted over the whole model, so that
+    the choice does not depend on the stages. Raises a `UserError` if the plan has no such mode.
     """
     if mode == "none":
         return
@@ -133,32 +123,18 @@ def apply_recompute(
         plan = stage.model_plan
         chosen = set(chosen_layers(plan.layers, plan.recompute, mode, every))
         for layer in chosen.intersection(stage.layer_names):
-            for name, module in _matching(stage, layer, plan.recompute[mode]):
+            for inner, module in list(stage.get_submodule(layer).named_modules(remove_duplicate=False)):
+                name = f"{layer}.{inner}" if inner else layer
+                if not any(matches(name, pattern) for pattern in plan.recompute[mode]):
+                    continue
+                if type(module).forward is nn.Module.forward:  # a container computes nothing
+                    continue
                 if isinstance(module, Recomputed):  # in a parent that another layer has too
                     continue
                 if module not in made:
                     draws = any(draws_in_sequence(child) for child in module.modules())
                     made[module] = Recomputed(module, streams if draws else None, arithmetic)
                 set_in(stage, name, made[module])
-
-
-def _matching(stage: Stage, layer: str, patterns: Sequence[str]) -> list[tuple[str, nn.Module]]:
-    """Return the modules of a layer, itself included, that match a pattern; containers compute nothing."""
-    found = []
-    for inner, module in stage.get_submodule(layer).named_modules(remove_duplicate=False):
-        name = f"{layer}.{inner}" if inner else layer
-        if type(module).forward is not nn.Module.forward and any(matches(name, pattern) for pattern in patterns):
-            found.append((name, module))
-    return found
-
-
-_IN_PLACE = {"allow_buffer_reuse": False, "inplace_buffers": False}
-"""Options that keep compiled code from reusing memory, for operators that keep their arguments."""
-
-
-_APART = {"triton.mix_order_reduction": False}
-"""Option that keeps sums of rows and of columns in separate kernels: for a bias's gradient next to the maximum of each
-row, torch 2.13 writes code that reads a buffer before it is made."""
 
 
 def compile_layers(stages: Sequence[Stage], defers: bool = False, fp8: bool = False) -> None:
@@ -174,7 +150,11 @@ def compile_layers(stages: Sequence[Stage], defers: bool = False, fp8: bool = Fa
     keep_signals_from_compilers()
     first = stages[0].model_plan.layers[0]
     layers = [stage.get_submodule(name) for stage in stages for name in stage.layer_names if name != first]
-    options = {"reorder_for_peak_memory": False} | (_IN_PLACE if defers else {}) | (_APART if fp8 else {})
+    options = {"reorder_for_peak_memory": False}
+    if defers:  # no reuse of memory, since operators keep their arguments
+        options |= {"allow_buffer_reuse": False, "inplace_buffers": False}
+    if fp8:  # For a bias's gradient next to each row's maximum, torch 2.13 writes code that reads a buffer too early.
+        options["triton.mix_order_reduction"] = False
     for layer in layers:
         layer.compile(recompile_limit=8 * len(layers), options=options)
 

@@ -98,7 +98,7 @@ def replicas_summed_at_the_first_use_of_a_tied_weight() -> list[Patch]:
 
 
 def tied_weight_of_a_rank_in_two_copies() -> list[Patch]:
-    return [(parallelize, "_tie", lambda stages, plan: None)]
+    return [(parallelize, "_further_uses", lambda stages: [])]
 
 
 def third_use_forgotten() -> list[Patch]:
@@ -108,14 +108,13 @@ def third_use_forgotten() -> list[Patch]:
 
 def ties_of_borrowers_alone_forgotten() -> list[Patch]:
     """Two uses on a rank that does not hold the owner."""
-    tie = parallelize._tie
+    further_uses = parallelize._further_uses
 
-    def owners_only(stages: Any, plan: Any) -> None:
+    def owners_only(stages: Any) -> Any:
         held = {name for stage in stages for name, _ in stage.named_parameters(remove_duplicate=False)}
-        if "blocks.1.mlp.up.weight" in held:
-            tie(stages, plan)
+        return further_uses(stages) if "blocks.1.mlp.up.weight" in held else []
 
-    return [(parallelize, "_tie", owners_only)]
+    return [(parallelize, "_further_uses", owners_only)]
 
 
 def micro_batches_of_the_labels_reversed() -> list[Patch]:

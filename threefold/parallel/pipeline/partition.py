@@ -17,15 +17,12 @@ from threefold.models.sharding import ModelPlan, OverExperts, Split, matches
 
 @dataclass(frozen=True)
 class StageMap:
-    """Stages of a pipeline, with their layers and ranks.
-
-    Attributes:
-        bounds: first layer of each stage, then the number of layers.
-        ranks: coordinate on the pp axis of the rank that holds each stage.
-    """
+    """Stages of a pipeline, with their layers and ranks."""
 
     bounds: tuple[int, ...]
+    """First layer of each stage, then the number of layers."""
     ranks: tuple[int, ...]
+    """Coordinate on the pp axis of the rank that holds each stage."""
 
     def held_by(self, rank: int) -> list[int]:
         """Return the numbers of the stages on `rank` of the pp axis, ascending."""
@@ -50,16 +47,10 @@ def stage_bounds(
     partition: str | Sequence[int] = "cost",
     pp: int | None = None,
 ) -> list[int]:
-    """Return the first layer of each stage, then the number of layers.
+    """Return the first layer of each stage, then the number of layers, from each layer's cost and class name.
 
-    Args:
-        costs: cost of each layer, in any unit.
-        kinds: class name of each layer.
-        partition: `cost`, `uniform`, `uniform-chunks`, `class:NAME`, or the stage split points.
-        pp: number of pipeline ranks, for `uniform-chunks`; by default as many as stages.
-
-    Raises:
-        UserError: the layers cannot be partitioned like that.
+    `partition` is `cost`, `uniform`, `uniform-chunks` (which needs `pp`), `class:NAME`, or the stage split points.
+    Raises a `UserError` if the layers cannot be partitioned like that.
     """
     count = len(costs)
     if partition == "cost":
@@ -218,27 +209,19 @@ def _bounds_by_cost(costs: tuple[float, ...], pp: int) -> tuple[int, ...]:
         _last_stages(costs, stages)
     bounds = [len(costs)]
     for stages in range(pp, 0, -1):
-        bounds.append(_last_stages(costs, stages).begins[bounds[-1]])
+        bounds.append(_last_stages(costs, stages)[1][bounds[-1]])
     return tuple(reversed(bounds))
 
 
-class _LastStages(NamedTuple):
-    """Best partitions of the first n layers into a number of stages, for each n.
-
-    Attributes:
-        peaks: cost of the most expensive stage; infinite if there are fewer layers than stages.
-        begins: first layer of the last stage.
-    """
-
-    peaks: list[float]
-    begins: list[int]
-
-
 @lru_cache(maxsize=2048)
-def _last_stages(costs: tuple[float, ...], stages: int) -> _LastStages:
-    """Return the best partitions into `stages` stages; cached, since those into more stages build on them."""
-    count, sums = len(costs), _sums(costs)
-    worst = _last_stages(costs, stages - 1).peaks if stages > 1 else [0.0] + [float("inf")] * count
+def _last_stages(costs: tuple[float, ...], stages: int) -> tuple[list[float], list[int]]:
+    """Return the best partitions of the first n layers, for each n; cached, since those into more stages build on them.
+
+    The first list has the cost of the most expensive stage, infinite if there are fewer layers than stages; the second
+    one the first layer of the last stage.
+    """
+    count, sums = len(costs), [0.0, *accumulate(costs)]
+    worst = _last_stages(costs, stages - 1)[0] if stages > 1 else [0.0] + [float("inf")] * count
     peaks, begins = [float("inf")] * (count + 1), [0] * (count + 1)
     low, crossing = stages - 1, stages - 1
     for end in range(stages, count + 1):
@@ -255,13 +238,7 @@ def _last_stages(costs: tuple[float, ...], stages: int) -> _LastStages:
         while sums[end] - sums[begin] > peak:
             begin += 1
         peaks[end], begins[end] = peak, begin
-    return _LastStages(peaks, begins)
-
-
-@lru_cache(maxsize=8)
-def _sums(costs: tuple[float, ...]) -> list[float]:
-    """Return the cost of the first n layers, for each n."""
-    return [0.0, *accumulate(costs)]
+    return peaks, begins
 
 
 def _require_bounds(bounds: Sequence[int], layers: int, stages: int) -> None:
@@ -269,21 +246,16 @@ def _require_bounds(bounds: Sequence[int], layers: int, stages: int) -> None:
     ends = [0, *bounds, layers]
     if len(bounds) == stages - 1 and all(a < b for a, b in pairwise(ends)):
         return
-    nearest = (
-        _nearest_split_points(bounds, layers) if len(bounds) == stages - 1 else partition_uniform(layers, stages)[1:-1]
-    )
+    nearest = partition_uniform(layers, stages)[1:-1]
+    if len(bounds) == stages - 1:  # the nearest ascending numbers that leave no stage empty
+        up: list[int] = []
+        for bound in bounds:
+            up.append(max(bound, up[-1] + 1 if up else 1))
+        nearest = [min(bound, layers - len(up) + place) for place, bound in enumerate(up)]
     raise UserError(
         f"parallel.partition is {list(bounds)} but {stages} stages of {layers} layers need {stages - 1} ascending "
         f"numbers from 1 to {layers - 1}; use {nearest}."
     )
-
-
-def _nearest_split_points(bounds: Sequence[int], layers: int) -> list[int]:
-    """Return the nearest ascending numbers that leave no stage empty."""
-    up: list[int] = []
-    for bound in bounds:
-        up.append(max(bound, up[-1] + 1 if up else 1))
-    return [min(bound, layers - len(up) + place) for place, bound in enumerate(up)]
 
 
 def _require_enough(items: int, parts: int) -> None:
@@ -292,11 +264,7 @@ def _require_enough(items: int, parts: int) -> None:
 
 
 def stage_map(plan: ModelPlan, config: Config) -> StageMap:
-    """Return the stages of a model's layers, as a config partitions them.
-
-    Raises:
-        UserError: the layers cannot be divided among the stages like that, or not with ZeRO.
-    """
+    """Return the stages of a model's layers; raise a `UserError` if they cannot be divided as a config says."""
     parallel = config.parallel
     if parallel.pp == 1:
         return StageMap((0, len(plan.layers)), (0,))
@@ -310,12 +278,14 @@ def partitioned(
 ) -> StageMap:
     ranks = schedule.stage_ranks(pp, chunks)
     stages = StageMap(tuple(stage_bounds(plan.costs, plan.kinds, len(ranks), partition, pp)), ranks)
-    if zero and (found := between_stages_of_a_rank(plan, stages)):
-        one, other, place = found
-        raise UserError(
-            f"parallel.zero is {zero} but {one} and {other} share weights and are on two stages of pp rank "
-            f"{place}; use 0 or a parallel.schedule of one stage a rank, such as 1f1b."
-        )
+    for group in plan.tied_groups() if zero else ():
+        for one, other in combinations(group, 2):
+            first, second = (_stage_of(name, plan, stages) for name in (one, other))
+            if first != second and ranks[first] == ranks[second]:
+                raise UserError(
+                    f"parallel.zero is {zero} but {one} and {other} share weights and are on two stages of pp rank "
+                    f"{ranks[first]}; use 0 or a parallel.schedule of one stage a rank, such as 1f1b."
+                )
     return stages
 
 
@@ -328,16 +298,6 @@ def shared_between(plan: ModelPlan, stages: StageMap) -> dict[str, tuple[int, ..
         if len(ranks) > 1:
             used[owner] = ranks
     return used
-
-
-def between_stages_of_a_rank(plan: ModelPlan, stages: StageMap) -> tuple[str, str, int] | None:
-    """Return two names that share a weight across stages of one pp rank, and that rank; None if there are none."""
-    for group in plan.tied_groups():
-        places = [(name, _stage_of(name, plan, stages)) for name in group]
-        for (name, stage), (other, later) in combinations(places, 2):
-            if stage != later and stages.ranks[stage] == stages.ranks[later]:
-                return name, other, stages.ranks[stage]
-    return None
 
 
 def covers(owner: str, name: str) -> bool:
@@ -365,10 +325,8 @@ class ShardIndex:
 class ShardCoordinates(NamedTuple):
     """Coordinates of a rank on the axes that shard weights.
 
-    Attributes:
-        tp, ep: coordinates on the tensor axis and the expert axis.
-        zero: index among the ranks that hold shards of one copy (ZeRO).
-        zero_experts: index among those of them that have the same experts.
+    With ZeRO, `zero` is the index among the ranks that hold shards of one copy, `zero_experts` among those of them that
+    have the same experts.
     """
 
     tp: ShardIndex = ShardIndex()
@@ -417,9 +375,9 @@ def chosen_layers(layers: Sequence[str], patterns: Mapping[str, Sequence[str]], 
     """Return the layers in which `mode` recomputes something, every `every`-th; `patterns` as in `ModelPlan`."""
     if mode == "none":
         return []
-    found = []
-    for layer in layers:
+
+    def is_chosen(layer: str) -> bool:
         depth = layer.count(".") + 1
-        if any(matches(layer, ".".join(pattern.split(".")[:depth])) for pattern in patterns[mode]):
-            found.append(layer)
-    return found[::every]
+        return any(matches(layer, ".".join(pattern.split(".")[:depth])) for pattern in patterns[mode])
+
+    return list(filter(is_chosen, layers))[::every]

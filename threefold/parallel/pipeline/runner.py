@@ -1,7 +1,7 @@
 """Run of a step's micro-batches: gradient accumulation on one stage, a pipeline schedule on several."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -13,34 +13,36 @@ from threefold.comm.rank_state import Activity
 from threefold.config.schedules import Action, Schedule
 from threefold.parallel.gradients import LeafOrder
 from threefold.parallel.parallelize import Parallelism
-from threefold.parallel.pipeline.scheduled_stage import ScheduledStage, SendQueue, TimedAction
-from threefold.parallel.pipeline.schedules import PassMaker, ScheduledPasses, actions
+from threefold.parallel.pipeline.scheduled_stage import Mailbox, ScheduledStage, SendQueue, TimedAction
+from threefold.parallel.pipeline.schedules import (
+    actions,
+    evaluation_schedule,
+    find_activations,
+    share_mailbox,
+    training_schedule,
+)
 from threefold.parallel.pipeline.stage import Stage, StepSamples
+from threefold.torch_private.pipelining import PipelineSchedule
+
+_Passes = tuple[list[ScheduledStage], PipelineSchedule, PipelineSchedule]
+"""Torch's objects for the batches of one shape: stages and schedule of training, and schedule of evaluation."""
 
 
 class Runner(ABC):
-    """Runner of a replica's micro-batches through the stages of its ranks.
-
-    Attributes:
-        has_loss: whether this rank has the last stage, which computes the loss.
-        arrivals: how often autograd accumulates a gradient into each parameter in a step; None if this differs among
-            them.
-    """
+    """Runner of a replica's micro-batches through the stages of its ranks."""
 
     has_loss: bool
+    """Whether this rank has the last stage, which computes the loss."""
     arrivals: int | None
+    """How often autograd accumulates a gradient into each parameter in a step; None if this differs among them."""
 
     @abstractmethod
     def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
         """Run the forward and backward passes of all micro-batches; gradients accumulate in the parameters' leaves.
 
-        Args:
-            batch: samples of the replica, the same on all its stages.
-            scale: factor of each loss: the loss scale, divided by the number of valid tokens if a micro-batch's loss is
-                the sum over its tokens.
-
-        Returns:
-            the scaled loss of each micro-batch if `has_loss`, else a zero (fp32 or fp64 [n]).
+        Returns the loss of each micro-batch, multiplied by `scale`, if `has_loss`, else a zero (fp32 or fp64 [n]).
+        `scale` is the loss scale, divided by the number of valid tokens if a micro-batch's loss is the sum over its
+        tokens. All stages of a replica get the same batch.
         """
 
     def knows(self, shapes: Hashable) -> bool:
@@ -89,11 +91,8 @@ class LoopRunner(Runner):
 class PipelineRunner(Runner):
     """Several stages, run in the order of a pipeline schedule by `torch.distributed.pipelining`.
 
-    The shape of the activations is declared, or found once per batch shape, so that steps exchange no metadata.
-
-    Args:
-        activation: shape [b, S, H] of a micro-batch's activations between stages; None if `prepare` finds the shapes.
-        add_gradient: adds a deferred gradient to that of a leaf.
+    The shape [b, S, H] of a micro-batch's activations between stages is declared (`activation`), or found once per
+    batch shape by `prepare`, so that steps exchange no metadata. `add_gradient` adds a deferred gradient to a leaf's.
     """
 
     def __init__(
@@ -105,7 +104,9 @@ class PipelineRunner(Runner):
         activation: tuple[int, int, int] | None,
         add_gradient: Callable[[Tensor, Tensor], None],
     ) -> None:
-        self._mesh, self._deferred, self._add_gradient = parallelism.mesh, parallelism.deferred, add_gradient
+        self._stages, self._placement, self._schedule = stages, parallelism.stages, schedule
+        self._mesh, self._deferred, self._order = parallelism.mesh, parallelism.deferred, parallelism.order
+        self._add_gradient, self._declared = add_gradient, activation is not None
         self.has_loss = any(stage.gives_loss for stage in stages)
         # With several stages on a rank, a tied weight may get a gradient from each, or a deferred one.
         self.arrivals = micro_batches if schedule.one_backward_per_micro_batch else None
@@ -116,34 +117,59 @@ class PipelineRunner(Runner):
         self._numbers = torch.arange(micro_batches)
         self._micro_batches: list[StepSamples] = []
         self._sends = SendQueue()
+        self._mailbox: Mailbox | None = None
         self._log: list[TimedAction] | None = None
-        self._maker = PassMaker(
-            stages,
-            parallelism.stages,
-            self._mesh,
-            schedule,
-            self._numbers,
-            self._micro_batches,
-            self._zero[0],
-            self._sends,
-            None if self._deferred is None else self._deferred.take,
-            parallelism.order,
-        )
-        self._found: dict[Hashable, ScheduledPasses] = {}
-        self._declared = activation is not None
+        self._found: dict[Hashable, _Passes] = {}
         self.scheduled_stages: list[ScheduledStage] = []
         if activation is not None:
             shape = torch.empty(activation, dtype=parallelism.dtype, device="meta", requires_grad=True)
-            self._use(self._maker.of_declared(shape))
+            numbers = self._placement.held_by(self._mesh.pp.index)
+            self._use(self._make({place: (shape,) for stage in numbers for place in (stage - 1, stage)}))
 
     def knows(self, shapes: Hashable) -> bool:
         return self._declared or shapes in self._found
 
     def prepare(self, batch: StepSamples) -> None:
-        self._found[batch.shapes] = self._maker.of_samples(batch.split(len(self._numbers))[0])
+        micro_batch = batch.split(len(self._numbers))[0]
+        self._found[batch.shapes] = self._make(find_activations(self._stages, self._placement, self._mesh, micro_batch))
 
-    def _use(self, passes: ScheduledPasses) -> None:
+    def _use(self, passes: _Passes) -> None:
         self.scheduled_stages, self._train, self._eval = passes
+
+    def _make(self, activations: Mapping[int, tuple[Tensor, ...]]) -> _Passes:
+        """Make the schedules for the activations that each stage (of this rank, or before one of them) sends on."""
+        pp, count = self._mesh.pp, len(self._numbers)
+        # For training; evaluation uses the process group, whose waits keep stages in step.
+        if self._mailbox is None and pp.group is not None and pp.shares_memory:
+            nbytes = max(each.nbytes for given in activations.values() for each in given)
+            # An activation and a gradient per micro-batch and stage.
+            messages = 2 * max(map(len, activations.values())) * count * len(self._stages)
+            with pp.waiting("gather"):
+                self._mailbox = share_mailbox(pp.group, nbytes, messages)
+        later = None if self._deferred is None else self._deferred.take
+        sends = self._sends if self._schedule.sends_apart else None
+        stages = self._make_stages(activations, later, sends, self._mailbox)
+        train = training_schedule(self._schedule, stages, count, _scaled, self._order is not None)
+        # Separate stages: torch's keep buffers and shapes of the last pass, with or without gradients.
+        apart = self._make_stages(activations, None, self._sends, None)
+        return stages, train, evaluation_schedule(apart, self._placement, count, _scaled)
+
+    def _make_stages(
+        self,
+        activations: Mapping[int, tuple[Tensor, ...]],
+        later: Callable[[], Callable[[], None]] | None,
+        sends: SendQueue | None,
+        mailbox: Mailbox | None,
+    ) -> list[ScheduledStage]:
+        loss = torch.empty_like(self._zero[0], device="meta").requires_grad_()
+        number_of_one = torch.empty(1, dtype=self._numbers.dtype, device="meta")
+        made = []
+        for stage, number in zip(self._stages, self._placement.held_by(self._mesh.pp.index), strict=True):
+            inputs = activations[number - 1] if number else (number_of_one,)
+            shapes = inputs, (loss,) if stage.gives_loss else activations[number]
+            place = number, self._placement, self._mesh
+            made.append(ScheduledStage(stage, *place, self._micro_batches, shapes, later, sends, mailbox, self._order))
+        return made
 
     def actions(self) -> list[Action]:
         """Return the actions of this rank in a step, in order."""
@@ -170,12 +196,11 @@ class PipelineRunner(Runner):
     def _step(self, *args: Any, **options: Any) -> None:
         for stage in self.scheduled_stages:
             stage.log = self._log
-        mailbox = self._maker.mailbox
-        if mailbox is not None:
-            mailbox.begin()
+        if self._mailbox is not None:
+            self._mailbox.begin()
         self._train.step(*args, **options)
-        if mailbox is not None:
-            mailbox.finish()
+        if self._mailbox is not None:
+            self._mailbox.finish()
 
     def _evaluate(self, *args: Any, **options: Any) -> None:
         self._eval.eval(*args, **options)
@@ -203,3 +228,8 @@ class PipelineRunner(Runner):
             self._micro_batches.clear()
             self._sends.abandon()  # left over if the step failed
         return torch.stack([loss.detach() for loss in losses]) if self.has_loss else self._zero
+
+
+def _scaled(loss: Tensor, _number: Tensor, *, scale: float) -> Tensor:
+    """Scale the loss, which the last stage has computed already."""
+    return loss * scale

@@ -50,7 +50,7 @@ _READ_BYTES = 4096
 
 
 class _Message(NamedTuple):
-    """An arrived message: in a slot of its sender, or received through the process group."""
+    """Message that has arrived: in a slot of its sender, or received through the process group."""
 
     slot: int
     nbytes: int
@@ -61,11 +61,8 @@ class Mailbox:
     """Sends and receives between the ranks of a process group on one host.
 
     Messages from one rank to another are numbered in the order of their sends, anew in each pass. All ranks run the
-    same number of passes, with matching sends and receives; remaining messages of a failed pass are dropped.
-
-    Args:
-        shared: memory with `SLOTS` slots per rank, and pipes: inboxes of all ranks, then pipes that return slots.
-        group: process group of the same ranks.
+    same number of passes, with matching sends and receives; remaining messages of a failed pass are dropped. `shared`
+    has `SLOTS` slots of memory per rank, and pipes: inboxes of all ranks, then pipes that return slots.
     """
 
     def __init__(self, shared: Shared, group: dist.ProcessGroup) -> None:
@@ -127,10 +124,7 @@ class Mailbox:
     def receive(self, source: int, number: int, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         """Wait for message `number` (from `expect`) of the rank at index `source`, and take it.
 
-        Raises:
-            PeerLostError: the sender has ended.
-            TimeoutError: the message has not arrived in time.
-            RuntimeError: the message has another length.
+        Raises a `PeerLostError` if the sender has ended, a `TimeoutError` if the message has not arrived in time.
         """
         arrived = self._arrived[self._pass, source]
         while len(arrived) <= number:
@@ -173,17 +167,14 @@ class Mailbox:
                 os.write(pipe, content)
                 return
             except BlockingIOError:  # full: its reader is passes behind
-                self._wait_for_room(pipe, peer, operation)
-
-    def _wait_for_room(self, pipe: int, peer: int, operation: str) -> None:
-        full = select.poll()
-        full.register(pipe, select.POLLOUT)
-        full.register(self._alive[peer], 0)
-        events = dict(full.poll(self._timeout * 1000))
-        if not events:
-            raise self._too_late(operation, peer)
-        if pipe not in events:
-            raise self._lost(operation, peer)
+                full = select.poll()
+                full.register(pipe, select.POLLOUT)
+                full.register(self._alive[peer], 0)
+                events = dict(full.poll(self._timeout * 1000))
+            if not events:
+                raise self._too_late(operation, peer)
+            if pipe not in events:
+                raise self._lost(operation, peer)
 
     def _read(self, source: int) -> None:
         """Read the available notes, or wait for one from the rank at index `source`."""
@@ -191,7 +182,13 @@ class Mailbox:
         try:
             notes = os.read(inbox, _READ_BYTES)
         except BlockingIOError:
-            return self._sleep(source, inbox)
+            events = dict(self._pollers[source].poll(self._timeout * 1000))
+            if not events:
+                raise self._too_late("receive", source) from None
+            # Messages of a rank that has ended can still be taken.
+            if inbox not in events and not poller(inbox, {}).poll(0):
+                raise self._lost("receive", source) from None
+            return
         for number, sender, slot, nbytes in NOTE.iter_unpack(notes):
             received = None
             if slot >= SLOTS:  # now, since these tensors arrive in the order of the notes
@@ -203,14 +200,6 @@ class Mailbox:
                 self._give_back(sender, slot)
             else:
                 self._arrived[number, sender].append(_Message(slot, nbytes, received))
-
-    def _sleep(self, source: int, inbox: int) -> None:
-        events = dict(self._pollers[source].poll(self._timeout * 1000))
-        if not events:
-            raise self._too_late("receive", source)
-        # Messages of a rank that has ended can still be taken.
-        if inbox not in events and not poller(inbox, {}).poll(0):
-            raise self._lost("receive", source)
 
     def _lost(self, operation: str, peer: int) -> PeerLostError:
         return PeerLostError(f"rank {self.ranks[peer]} ended while {self._me} was in {operation}")
@@ -260,8 +249,6 @@ _ACTIVITIES = {
     "W": Activity.WEIGHT_GRADIENTS,
 }
 
-DeferredWeights = Callable[[], Callable[[], None]]
-
 
 class TimedAction(NamedTuple):
     """Start and end of an action on this rank, in seconds of `time.perf_counter`."""
@@ -282,18 +269,6 @@ class _StageOfMicroBatches(nn.Module):
         return self.micro_batches[int(number)].through(self.stage, None if self.is_first else received)
 
 
-class StageShapes(NamedTuple):
-    """Shapes of a stage's inputs and outputs on the meta device, declared so that no metadata is exchanged.
-
-    Attributes:
-        inputs: activations received; on the first stage the number of the micro-batch.
-        outputs: activations sent; on the last stage the loss.
-    """
-
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
-
-
 class ScheduledStage(BufferedPipelineStage):
     """One stage of a rank, as a `PipelineStage` of torch.
 
@@ -303,6 +278,8 @@ class ScheduledStage(BufferedPipelineStage):
 
     Args:
         micro_batches: list that holds the micro-batches of the current pass.
+        shapes: inputs (on the first stage the number of the micro-batch) and outputs (on the last stage the loss) on
+            the meta device, declared so that no metadata is exchanged.
         deferred: called after each backward pass; returns the function that computes its deferred weight gradients.
         sends: queue of the stage's sends; None if torch's schedule sends, together with receives.
         mailbox: carries all sends and receives between the stages' ranks; None for their process group.
@@ -316,25 +293,26 @@ class ScheduledStage(BufferedPipelineStage):
         stages: StageMap,
         mesh: Mesh,
         micro_batches: Sequence[StepSamples],
-        shapes: StageShapes,
-        deferred: DeferredWeights | None = None,
+        shapes: tuple[tuple[Tensor, ...], tuple[Tensor, ...]],
+        deferred: Callable[[], Callable[[], None]] | None = None,
         sends: SendQueue | None = None,
         mailbox: Mailbox | None = None,
         order: LeafOrder | None = None,
     ) -> None:
+        inputs, outputs = shapes
         super().__init__(
             _StageOfMicroBatches(stage, micro_batches, number == 0),
             number,
             len(stages.ranks),
             mesh.device,
-            input_args=shapes.inputs,
-            output_args=shapes.outputs,
+            input_args=inputs,
+            output_args=outputs,
             group=mesh.pp.group,
             dw_builder=deferred,
         )
         self.log: list[TimedAction] | None = None
         self._order = order
-        self._recorder, self._declared, self._sends, self._mailbox = mesh.recorder, shapes, sends, mailbox
+        self._recorder, self._declared, self._sends, self._mailbox = mesh.recorder, outputs, sends, mailbox
         self._expected: dict[RecvInfo, int] = {}
         self._heartbeat, self._exchange = mesh.heartbeat, wait_code("send", mesh.pp.number)
 
@@ -364,19 +342,15 @@ class ScheduledStage(BufferedPipelineStage):
         with self._timed("B" if full_backward else "I", bwd_chunk_id):
             if self.is_last or any(each.requires_grad for each in self.fwd_cache[bwd_chunk_id][0]):
                 super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-            else:
-                self._skip_backward(bwd_chunk_id, full_backward)
+            else:  # through outputs without gradients
+                del self.fwd_cache[bwd_chunk_id]
+                self.bwd_cache[bwd_chunk_id] = (None,) * len(self.args_recv_info[bwd_chunk_id])
+                if not full_backward and self.dw_builder is not None:
+                    self.dw_runner[bwd_chunk_id] = self.dw_builder()
         if loss is not None:
             loss.detach_()  # torch keeps it to the end of the step, and its graph keeps the receive buffer
         _drop(self.args_recv_info[bwd_chunk_id])
         _drop(self.grad_recv_info[bwd_chunk_id])
-
-    def _skip_backward(self, micro_batch: int, full_backward: bool) -> None:
-        """Skip a backward pass through outputs without gradients."""
-        del self.fwd_cache[micro_batch]
-        self.bwd_cache[micro_batch] = (None,) * len(self.args_recv_info[micro_batch])
-        if not full_backward and self.dw_builder is not None:
-            self.dw_runner[micro_batch] = self.dw_builder()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         infos = self.grad_recv_info[mb_index]
@@ -396,14 +370,10 @@ class ScheduledStage(BufferedPipelineStage):
             super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        if self._expects(self.args_recv_info[fwd_chunk_id]):
-            return []
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        return [] if self._expects(self.args_recv_info[fwd_chunk_id]) else super().get_fwd_recv_ops(fwd_chunk_id)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        if not self.has_backward or self.is_last:
-            return []
-        if self._expects(self.grad_recv_info[bwd_chunk_id]):
+        if not self.has_backward or self.is_last or self._expects(self.grad_recv_info[bwd_chunk_id]):
             return []
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
@@ -431,23 +401,18 @@ class ScheduledStage(BufferedPipelineStage):
         return []
 
     def _check(self, out: Tensor | Sequence[Tensor]) -> None:
-        given, declared = (out,) if isinstance(out, Tensor) else tuple(out), self._declared.outputs
+        given, declared = (out,) if isinstance(out, Tensor) else tuple(out), self._declared
         if len(given) != len(declared):
             raise ValueError(
                 f"stage {self.stage_index} gave {len(given)} tensors of activations, but {len(declared)} were declared"
             )
         for place, (tensor, known) in enumerate(zip(given, declared, strict=True)):
             which = "activations" if len(declared) == 1 else f"activations {place}"
+            gave = f"stage {self.stage_index} gave {which} {list(tensor.shape)} of {tensor.dtype}"
             if (tensor.shape, tensor.dtype) != (known.shape, known.dtype):
-                raise ValueError(
-                    f"stage {self.stage_index} gave {which} {list(tensor.shape)} of {tensor.dtype}, "
-                    f"but {list(known.shape)} of {known.dtype} were declared"
-                )
+                raise ValueError(f"{gave}, but {list(known.shape)} of {known.dtype} were declared")
             if self.has_backward and tensor.requires_grad and not known.requires_grad:
-                raise ValueError(
-                    f"stage {self.stage_index} gave {which} {list(tensor.shape)} of {tensor.dtype} that need a "
-                    "gradient, but were declared without one"
-                )
+                raise ValueError(f"{gave} that need a gradient, but were declared without one")
 
     def _expects(self, infos: tuple[RecvInfo, ...]) -> bool:
         """Reserve a micro-batch's inputs in the mailbox; without one, allocate buffers and return False."""

@@ -1,9 +1,9 @@
 """Parts of a pipeline's passes: torch's schedules, the shapes of activations, and deferred gradients."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,18 +14,8 @@ from threefold.comm.mesh import Mesh
 from threefold.comm.segments import Room, share, whole_pages
 from threefold.config.schedules import Action, Orders, OwnSchedule, Schedule, TorchSchedule
 from threefold.models.own_batch import inputs_from
-from threefold.parallel.gradients import LeafOrder
 from threefold.parallel.pipeline.partition import StageMap
-from threefold.parallel.pipeline.scheduled_stage import (
-    MOST_BYTES,
-    NOTE,
-    SLOTS,
-    DeferredWeights,
-    Mailbox,
-    ScheduledStage,
-    SendQueue,
-    StageShapes,
-)
+from threefold.parallel.pipeline.scheduled_stage import MOST_BYTES, NOTE, SLOTS, Mailbox, ScheduledStage
 from threefold.parallel.pipeline.stage import Stage, StepSamples
 from threefold.torch_private import pipelining
 
@@ -60,11 +50,7 @@ class ActionSchedule(pipelining.AnyOrderRuntime):
 def training_schedule(
     schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss, ascending: bool = False
 ) -> pipelining.PipelineSchedule:
-    """Make torch's object for a schedule of the config.
-
-    Args:
-        ascending: whether the backward passes of a stage must be in the order of the micro-batches.
-    """
+    """Make torch's object for a schedule; `ascending`: a stage's backward passes go in the order of micro-batches."""
     pp = stages[0].group_size
     if ascending and schedule.name == "looped-bfs" and isinstance(schedule, TorchSchedule):  # its own run backwards
         count = len(stages)
@@ -120,12 +106,9 @@ def _torch_class(schedule: Schedule) -> type[pipelining.PipelineSchedule]:
 def share_mailbox(group: dist.ProcessGroup, nbytes: int, messages: int) -> Mailbox | None:
     """Set up a mailbox between the ranks of a gloo group, or return None if impossible. Collective over the group.
 
-    All ranks get the same result. It is None if the ranks are not all on one host, the host has no room for the memory
-    or for that many notes, or a rank has messages of more than `MOST_BYTES`.
-
-    Args:
-        nbytes: largest message that goes through memory; the first rank's value counts.
-        messages: maximum number of messages that a rank sends or receives in a pass.
+    It carries messages of up to `nbytes` (the first rank's value counts), and up to `messages` of a rank in a pass. All
+    ranks get None if they are not all on one host, the host has no room for the memory or for that many notes, or one
+    has messages of more than `MOST_BYTES`.
     """
     shared = share([group], partial(room_for_mail, nbytes=nbytes, messages=messages))[0]
     return None if shared is None else Mailbox(shared, group)
@@ -139,115 +122,14 @@ def room_for_mail(size: int, nbytes: int, messages: int) -> Room | None:
     return Room(size * SLOTS * whole_pages(nbytes), dict.fromkeys(names, b""), unread=2 * messages * NOTE.size)
 
 
-class ScheduledPasses(NamedTuple):
-    """Torch's objects for the passes of batches of one shape: the schedules, and the stages of `train`."""
-
-    stages: list[ScheduledStage]
-    train: pipelining.PipelineSchedule
-    evaluate: pipelining.PipelineSchedule
-
-
-class PassMaker:
-    """Maker of the passes of a rank's stages, for batches of each shape.
-
-    Args:
-        numbers: numbers of the micro-batches, which the passes get instead of samples.
-        micro_batches: list that holds the micro-batches of the current pass.
-        loss: tensor like the loss.
-        sends: queue of the stages' sends.
-        later: returns the function that computes deferred weight gradients, as for `ScheduledStage`.
-        order: order of an exact run's sums over samples; None for any other run.
-
-    Attributes:
-        mailbox: mailbox for training; None if sends and receives go through the process group.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[Stage],
-        placement: StageMap,
-        mesh: Mesh,
-        schedule: Schedule,
-        numbers: Tensor,
-        micro_batches: Sequence[StepSamples],
-        loss: Tensor,
-        sends: SendQueue,
-        later: DeferredWeights | None,
-        order: LeafOrder | None,
-    ) -> None:
-        self._order = order
-        self._stages, self._placement, self._mesh, self._schedule = stages, placement, mesh, schedule
-        self._numbers, self._micro_batches, self._sends, self._later = numbers, micro_batches, sends, later
-        self._loss = torch.empty_like(loss, device="meta").requires_grad_()
-        self.mailbox: Mailbox | None = None
-
-    def of_declared(self, activation: Tensor) -> ScheduledPasses:
-        """Make the passes for stages that all send an activation like the given one."""
-        numbers = self._placement.held_by(self._mesh.pp.index)
-        return self._make({place: (activation,) for stage in numbers for place in (stage - 1, stage)})
-
-    def of_samples(self, micro_batch: StepSamples) -> ScheduledPasses:
-        """Make the passes for micro-batches shaped like the given one. Collective, like `find_activations`."""
-        return self._make(find_activations(self._stages, self._placement, self._mesh, micro_batch))
-
-    def _make(self, activations: Mapping[int, tuple[Tensor, ...]]) -> ScheduledPasses:
-        """Make the schedules for the activations that each stage (of this rank, or before one of them) sends on."""
-        count = len(self._numbers)
-        self.mailbox = self.mailbox or self._make_mailbox(activations)
-        stages = self._make_stages(activations, self._schedule.sends_apart, self._later, self.mailbox)
-        train = training_schedule(self._schedule, stages, count, _scaled, self._order is not None)
-        # Separate stages: torch's keep buffers and shapes of the last pass, with or without gradients.
-        evaluate = evaluation_schedule(self._make_stages(activations, True), self._placement, count, _scaled)
-        return ScheduledPasses(stages, train, evaluate)
-
-    def _make_mailbox(self, activations: Mapping[int, tuple[Tensor, ...]]) -> Mailbox | None:
-        """Make the mailbox for training; evaluation uses the process group, whose waits keep stages in step."""
-        pp = self._mesh.pp
-        if pp.group is None or not pp.shares_memory:
-            return None
-        nbytes = max(each.nbytes for given in activations.values() for each in given)
-        tensors = max(map(len, activations.values()))
-        # An activation and a gradient per micro-batch and stage.
-        messages = 2 * tensors * len(self._numbers) * len(self._stages)
-        with pp.waiting("gather"):
-            return share_mailbox(pp.group, nbytes, messages)
-
-    def _make_stages(
-        self,
-        activations: Mapping[int, tuple[Tensor, ...]],
-        apart: bool,
-        later: DeferredWeights | None = None,
-        mailbox: Mailbox | None = None,
-    ) -> list[ScheduledStage]:
-        mesh, placement, sends = self._mesh, self._placement, self._sends if apart else None
-        number_of_one = torch.empty(1, dtype=self._numbers.dtype, device="meta")
-        made = []
-        for stage, number in zip(self._stages, placement.held_by(mesh.pp.index), strict=True):
-            inputs = activations[number - 1] if number else (number_of_one,)
-            shapes = StageShapes(inputs, (self._loss,) if stage.gives_loss else activations[number])
-            made.append(
-                ScheduledStage(
-                    stage, number, placement, mesh, self._micro_batches, shapes, later, sends, mailbox, self._order
-                )
-            )
-        return made
-
-
-def _scaled(loss: Tensor, _number: Tensor, *, scale: float) -> Tensor:
-    """Scale the loss, which the last stage has computed already."""
-    return loss * scale
-
-
 def find_activations(
     stages: Sequence[Stage], placement: StageMap, mesh: Mesh, micro_batch: StepSamples
 ) -> dict[int, tuple[Tensor, ...]]:
     """Find the activations of this rank's stages, and of the stages before them, by a forward pass.
 
     The micro-batch, real samples since layers may depend on their values, passes through all stages but the last.
-    Collective over the pipeline, and over all that the layers communicate with.
-
-    Returns:
-        number of a stage → its activations, on the meta device.
+    The activations, by the number of their stage, are on the meta device. Collective over the pipeline, and over all
+    that the layers communicate with.
     """
     found: dict[int, tuple[Tensor, ...]] = {}
     last: tuple[Tensor, ...] = ()
@@ -296,12 +178,12 @@ def _receive(mesh: Mesh, source: int) -> tuple[Tensor, ...]:
     return tuple(received)
 
 
-Entry = tuple[Tensor, Callable[[], Tensor]]
-"""Leaf, and the function that computes one of its gradients."""
-
-
 Watch = Callable[[Tensor], Callable[[Tensor], None]]
 """Function called with a leaf when its gradient is deferred; returns a function to call with the computed gradient."""
+
+
+_Entry = tuple[Tensor, Callable[[], Tensor]]
+"""Leaf, and the function that computes one of its gradients."""
 
 
 class DeferredGradients:
@@ -309,16 +191,22 @@ class DeferredGradients:
 
     def __init__(self) -> None:
         self.is_open = False
-        self._entries: list[Entry] = []
+        self._entries: list[_Entry] = []
         self._outstanding = 0
         self._add: Callable[[Tensor, Tensor], None] | None = None
         self._watch: Watch | None = None
 
     def defer(self, leaf: Tensor, gradient: Callable[[], Tensor]) -> None:
         """Add `gradient()` to the gradient of `leaf` later."""
-        if self._watch is not None:
-            gradient = partial(_watched, gradient, self._watch(leaf))
-        self._entries.append((leaf, gradient))
+        see = None if self._watch is None else self._watch(leaf)
+
+        def computed() -> Tensor:
+            found = gradient()
+            if see is not None:
+                see(found)
+            return found
+
+        self._entries.append((leaf, computed))
 
     @contextmanager
     def watching(self, watch: Watch) -> Iterator[None]:
@@ -337,11 +225,7 @@ class DeferredGradients:
 
     @contextmanager
     def collecting(self, add: Callable[[Tensor, Tensor], None]) -> Iterator[None]:
-        """Defer the weight gradients of one step's backward passes; `add` accumulates each in its leaf's gradient.
-
-        Raises:
-            RuntimeError: some gradients were never computed.
-        """
+        """Defer the weight gradients of one step's backward passes; `add` accumulates each in its leaf's gradient."""
         self.is_open, self._add = True, add
         try:
             yield
@@ -350,19 +234,13 @@ class DeferredGradients:
         if self._entries or self._outstanding:
             raise RuntimeError("the schedule ended before all weight gradients were computed")
 
-    def _compute(self, entries: list[Entry]) -> None:
+    def _compute(self, entries: list[_Entry]) -> None:
         self._outstanding -= 1
         self._add_all(entries)
 
     @torch.no_grad()
-    def _add_all(self, entries: list[Entry]) -> None:
+    def _add_all(self, entries: list[_Entry]) -> None:
         assert self._add is not None  # set before anything was deferred
         while entries:  # each frees its activations when it is done
             leaf, gradient = entries.pop(0)
             self._add(leaf, gradient())
-
-
-def _watched(gradient: Callable[[], Tensor], see: Callable[[Tensor], None]) -> Tensor:
-    computed = gradient()
-    see(computed)
-    return computed

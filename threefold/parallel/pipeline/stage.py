@@ -33,12 +33,7 @@ class Stage(nn.Module):
     """Layers `first` to `end` (exclusive) of a model, on the meta device or materialised.
 
     Parameters keep their names in the model. A tied weight also appears on the stage of its second use, under its
-    second name; `whole_parameters` yields its one name.
-
-    Args:
-        arithmetic: makes the context of forward passes.
-        calls: records the functions that an exact run's passes call and that are not known to be exact; None for any
-            other run, and for the families of this package.
+    second name; `whole_parameters` yields its one name. `arithmetic` and `calls` are those of `Parallelism`.
     """
 
     def __init__(
@@ -62,7 +57,13 @@ class Stage(nn.Module):
         }
         self._alone = {name for name, each in self.layer_signatures.items() if each.takes_one_tensor}
         for name in plan.layers[first:end]:
-            _place(self, name, model.get_submodule(name))
+            around, _, leaf = name.rpartition(".")
+            parent: nn.Module = self
+            for part in around.split(".") if around else ():
+                if not hasattr(parent, part):
+                    parent.add_module(part, nn.Module())
+                parent = parent.get_submodule(part)
+            parent.add_module(leaf, model.get_submodule(name))
 
     def forward(self, x: Tensor | LayerInputs, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Any:
         """Run the stage's layers.
@@ -123,15 +124,6 @@ def whole_parameters(stages: Sequence[Stage]) -> Iterator[tuple[str, nn.Paramete
                 yield whole, stored(parameter)
 
 
-def _place(root: nn.Module, name: str, module: nn.Module) -> None:
-    *path, leaf = name.split(".")
-    for part in path:
-        if not hasattr(root, part):
-            root.add_module(part, nn.Module())
-        root = root.get_submodule(part)
-    root.add_module(leaf, module)
-
-
 class TiedWeights:
     """Tied weights (such as tied embeddings) of this rank's stages that another rank uses too.
 
@@ -184,11 +176,7 @@ class StepSamples(ABC):
 
     @abstractmethod
     def split(self, parts: int) -> "Sequence[StepSamples]":
-        """Split into micro-batches of equal size.
-
-        Raises:
-            ValueError, UserError: the samples do not divide by `parts`.
-        """
+        """Split into micro-batches of equal size; raise a `ValueError` or `UserError` if that is impossible."""
 
     @abstractmethod
     def through(self, stage: Stage, received: tuple[Tensor, ...] | None = None) -> Any:
