@@ -107,10 +107,11 @@ def test_a_process_group_that_stands_in(pool) -> None:
 
 def _in_a_group_that_stands_in() -> None:
     from threefold.torch_private.distributed import (
+        BLOCKING_GATHER,
+        BLOCKING_MAX,
+        BLOCKING_SCATTER,
+        BLOCKING_SUM,
         PythonGroup,
-        all_gather_options,
-        all_reduce_options,
-        reduce_scatter_options,
         stand_in,
         withdraw,
     )
@@ -130,11 +131,12 @@ def _in_a_group_that_stands_in() -> None:
 
     group, tensor, own = Group(dist.group.WORLD), torch.ones(2), torch.full((1,), float(dist.get_rank()))
     dist.all_reduce(tensor, dist.ReduceOp.MAX, group)
-    group.allreduce([tensor], all_reduce_options(dist.ReduceOp.MAX)).wait()
+    group.allreduce([tensor], BLOCKING_MAX).wait()
     assert seen == [False, False], "the options of a collective no longer say whether it waits"
-    group.all_gather_single(tensor, own, all_gather_options()).wait()
+    assert BLOCKING_SUM.reduceOp == dist.ReduceOp.SUM, "AllreduceOptions no longer have the operation"
+    group.all_gather_single(tensor, own, BLOCKING_GATHER).wait()
     assert tensor.tolist() == [0, 1], "a process group of Python no longer passes on what it does not define"
-    group.reduce_scatter_single(own, tensor, reduce_scatter_options()).wait()
+    group.reduce_scatter_single(own, tensor, BLOCKING_SCATTER).wait()
     assert own.item() == 2 * dist.get_rank(), "ReduceScatterOptions no longer sum"
     dist.broadcast(tensor, 1, group)
     assert dist.get_process_group_ranks(group) == [0, 1], "pg_group_ranks no longer has the ranks of a group"
@@ -186,13 +188,13 @@ def test_onednn_linear() -> None:
 
 
 def test_storage_key() -> None:
-    from threefold.torch_private.tensors import number_of, storage_key
+    from threefold.torch_private.tensors import storage_key
 
     base, other = torch.empty(4, device="meta"), torch.empty(4, device="meta")
     said = "UntypedStorage._cdata no longer tells which meta tensors share memory"
     assert storage_key(base) == storage_key(base[1:]), said
     assert storage_key(base) != storage_key(other), said
-    assert storage_key(base) == number_of(base.untyped_storage()), said
+    assert storage_key(base) == storage_key(base.untyped_storage()), said
 
 
 def test_child_names() -> None:

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.support.devices import staged_on
-from threefold.comm.axis import Axis
+from threefold.comm.axis import Axis, Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.comm.reductions import Event
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 

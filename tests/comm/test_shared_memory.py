@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.support.sweep import sweep
 from threefold.comm import segments as shared_memory_setup
 from threefold.comm.segments import PeerLostError
-from threefold.comm.shared_memory import DEFAULT_CAPACITY, SharedMemoryGroup, over_shared_memory
+from threefold.comm.shared_memory import USUAL_SIZES, SharedMemoryGroup, over_shared_memory
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool]
@@ -220,10 +220,10 @@ def _one_of_each(group: SharedMemoryGroup, parts: list[Tensor]) -> list[bytes]:
 
 
 def _large_sums() -> list[bytes]:
-    group = _group(DEFAULT_CAPACITY)
+    group = _group(USUAL_SIZES.slot)
     results = []
     for dtype in FLOATS:
-        elements = DEFAULT_CAPACITY // dtype.itemsize
+        elements = USUAL_SIZES.slot // dtype.itemsize
         for count in (elements // 2 + 1, elements + elements // 2 + 1):
             parts = [
                 torch.randn(count, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(group.size())

@@ -8,11 +8,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.devices import staged_on
-from threefold.comm.axis import Axis
+from threefold.comm.axis import Axis, Event
 from threefold.comm.capture import capturable
 from threefold.comm.layout import Layout
-from threefold.comm.mesh import Mesh, SharedMemorySizes
-from threefold.comm.reductions import Event
+from threefold.comm.mesh import Mesh
+from threefold.comm.shared_memory import SharedMemorySizes
 from threefold.ops.exact_products import tree_sum
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

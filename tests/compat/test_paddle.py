@@ -9,10 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.sweep import sweep
-from threefold.comm.axis import gather_from, local_part
+from threefold.comm.axis import gather_from, local_part, reduce_from
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.comm.reductions import reduce_from
 from threefold.compat.paddle import Splitter
 from threefold.errors import UserError
 from threefold.parallel.leaf import like, local

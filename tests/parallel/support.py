@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.parity import Case
+from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.comm.reductions import Event
 from threefold.dtypes import DTYPES
 from threefold.parallel.gradients import GradientBuckets, NarrowSum
 from threefold.planner.model_size import RankBlock

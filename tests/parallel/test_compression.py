@@ -11,9 +11,9 @@ from tests.parallel.support import narrow_sums, part
 from tests.planner.step_traffic import wire_bytes
 from tests.support.parity import Case, make_engine, shard_of, whole_tensors
 from tests.support.sweep import sweep
+from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.comm.reductions import Event
 from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.dtypes import DTYPES

@@ -9,7 +9,7 @@ from torch import Tensor
 from tests.parallel.support import case
 from tests.support.parity import Case, check, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
-from threefold.comm.reductions import Event
+from threefold.comm.axis import Event
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.attention import Rotary

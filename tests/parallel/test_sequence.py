@@ -7,9 +7,9 @@ from torch import Tensor, nn
 from tests.parallel.support import SHARED, shared
 from tests.support.parity import Case, check, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
+from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.comm.reductions import Event
 from threefold.errors import UserError
 from threefold.parallel.context import sum_over_shares_
 from threefold.parallel.leaf import like, local

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.parity import LLAMA_SIZES, MOE_SIZES, Case, make_engine, shard_of
-from threefold.comm.reductions import Event
+from threefold.comm.axis import Event
 
 FILE = Path(__file__).with_name("data") / "collectives.json"
 

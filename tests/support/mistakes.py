@@ -8,7 +8,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from threefold.comm import reductions as collectives
+from threefold.comm import axis as collectives
 from threefold.comm.mesh import Axis
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch

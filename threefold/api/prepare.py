@@ -16,9 +16,8 @@ from threefold.api.model import PRECISIONS
 from threefold.api.prepared_loader import CurrentBatch, PreparedLoader
 from threefold.api.prepared_model import GradSync, PreparedModule
 from threefold.api.prepared_optimizer import PreparedOptimizer, PreparedScheduler, require_matches
-from threefold.comm.axis import Axis
+from threefold.comm.axis import Axis, copy_to, reduce_from
 from threefold.comm.mesh import Mesh
-from threefold.comm.reductions import copy_to, reduce_from
 from threefold.config import PrecisionConfig
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole

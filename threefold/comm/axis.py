@@ -1,66 +1,95 @@
-"""Collectives of one axis of the mesh, and the differentiable gathers and scatters of layers.
-
-`comm.reductions` defines the sums.
-"""
+"""The axis of the mesh: its collectives, the differentiable ones of layers, and the record of collectives."""
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from threefold.comm import tree
+from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import shard_bounds
-from threefold.comm.reductions import RankGroup, differentiable, waits
+from threefold.comm.shared_memory import SharedMemoryGroup
 from threefold.errors import UserError
-from threefold.torch_private.distributed import all_gather_options, reduce_scatter_options
+from threefold.torch_private.distributed import BLOCKING_GATHER, BLOCKING_MAX, BLOCKING_SCATTER, BLOCKING_SUM
 from threefold.torch_private.runtime import Handle, operator
+from threefold.torch_private.tensors import foreach_copy_
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
+_Group = TypeVar("_Group", bound="Axis")
+_Method = Callable[Concatenate[_Group, _P], _T]
 
 
-def dumps(value: Any) -> bytes:
-    """Pickle a value with tensors into bytes that `pickle.loads` reads.
+def waits(operation: str) -> Callable[[_Method[_Group, _P, _T]], _Method[_Group, _P, _T]]:
+    """Note in the heartbeat that this rank waits for the others of the axis while the decorated method runs."""
+    first_code = wait_code(operation, 0)
 
-    Tensors are pickled by value, even if they share memory; a replicated `DTensor` becomes a plain tensor.
+    def decorate(method: _Method[_Group, _P, _T]) -> _Method[_Group, _P, _T]:
+        @wraps(method)
+        def waiting(self: _Group, *args: _P.args, **options: _P.kwargs) -> _T:
+            if len(self.ranks) == 1:
+                return method(self, *args, **options)
+            self.heartbeat.wait(first_code + self.number)
+            try:
+                return method(self, *args, **options)
+            finally:
+                self.heartbeat.resume()
 
-    Raises:
-        UserError: a `DTensor` is sharded or partial; it could outlive the mesh of its ranks.
+        return waiting
+
+    return decorate
+
+
+@dataclass(frozen=True)
+class Event:
+    """One recorded collective.
+
+    Attributes:
+        axis: the axis's name.
+        operation: `all_reduce`, `all_reduce_max`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast` or `send`.
+        nbytes: bytes of the unsharded tensor: the input of an all-reduce or a reduce-scatter, the output of an
+            all-gather, the rows that this rank sends in an all-to-all.
     """
-    file = io.BytesIO()
-    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
-    return file.getvalue()
+
+    axis: str
+    operation: str
+    nbytes: int
 
 
-class _Pickler(pickle.Pickler):
-    def reducer_override(self, value: Any) -> Any:
-        if isinstance(value, DTensor):
-            if not all(placement.is_replicate() for placement in value.placements):
-                sizes = " × ".join(map(str, value.shape))
-                raise UserError(
-                    f"A DTensor of {sizes} was returned, of which a rank has a part ({value.placements}); return "
-                    "tensor.full_tensor(), which all ranks of its mesh call."
-                )
-            return Tensor.detach, (value.to_local().detach(),)
-        plain = type(value) is Tensor and value.layout == torch.strided and value.is_cpu and not value.requires_grad
-        if not plain or value.is_quantized or value.is_conj() or value.is_neg():
-            return NotImplemented
-        flat = value.detach().contiguous().view(-1).view(torch.uint8)
-        return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
+@dataclass
+class EventRecorder:
+    """Record of this rank's collectives, kept while a `recording` block is open."""
+
+    _logs: list[list[Event]] = field(default_factory=list)
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Event]]:
+        """Collect the collectives of a block in the list that is yielded."""
+        log: list[Event] = []
+        self._logs.append(log)
+        try:
+            yield log
+        finally:
+            self._logs.remove(log)
+
+    def add(self, axis: str, operation: str, tensor: Tensor, parts: int = 1) -> None:
+        """Record an operation on a tensor that consists of `parts` tensors of the size of `tensor`."""
+        for log in self._logs:
+            log.append(Event(axis, operation, parts * tensor.nbytes))
 
 
-def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
-    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)
-
-
-_GATHER, _SCATTER = all_gather_options(), reduce_scatter_options()
-
-
-class Axis(RankGroup):
+@dataclass(frozen=True)
+class Axis:
     """Group of ranks that differ from this one along one axis only, with its collectives.
 
     Attributes:
@@ -75,6 +104,35 @@ class Axis(RankGroup):
             every node rounded to the tensor's dtype, on every backend (exact runs).
         handle: opaque reference to this axis, for operators of compiled code.
     """
+
+    name: str
+    ranks: tuple[int, ...]
+    index: int
+    group: dist.ProcessGroup | None
+    recorder: EventRecorder
+    device_mesh: DeviceMesh | None = None
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
+    number: int = 0
+    in_tree: bool = False
+    handle: Handle = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "handle", Handle(self))  # compiled code cannot create it
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether collectives of CPU tensors go through shared memory."""
+        return isinstance(self.group, SharedMemoryGroup)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank is the first of the axis."""
+        return self.index == 0
 
     @property
     def is_last(self) -> bool:
@@ -101,6 +159,79 @@ class Axis(RankGroup):
         """Global rank of the next rank on the axis; the last rank's is the first (a ring)."""
         return self.ranks[(self.index + 1) % self.size]
 
+    @waits("all_reduce")
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Return the sum of `tensor` over the axis, bitwise equal on every rank; `tensor` is unchanged."""
+        if isinstance(self.group, SharedMemoryGroup):
+            self.recorder.add(self.name, "all_reduce", tensor)
+            return self.group.sum_of(tensor)
+        return self.all_reduce_(tensor.clone(memory_format=torch.contiguous_format))
+
+    @waits("all_reduce")
+    def all_reduce_(self, tensor: Tensor) -> Tensor:
+        """Sum `tensor` over the axis, in place; the result is bitwise equal on every rank."""
+        if self.size == 1:
+            return tensor
+        if self._exchanges(tensor):
+            return self._all_reduce_in_tree_(tensor)
+        self.recorder.add(self.name, "all_reduce", tensor)
+        self._reduce_contiguous(tensor, BLOCKING_SUM)
+        return tensor
+
+    def all_reduce_values(self, tensor: Tensor) -> list[Any]:
+        """Sum a one-dimensional `tensor` over the axis, in place, and return its elements."""
+        summed = self.all_reduce_(tensor)
+        # On a GPU, reading the values is what waits for the other ranks.
+        with nullcontext() if tensor.is_cpu else self.waiting("all_reduce"):
+            return list(summed.tolist())
+
+    def all_reduce_together_(self, tensors: Sequence[Tensor], in_order: bool = False) -> None:
+        """Sum several tensors of one dtype, in the same order on all ranks, over the axis, in place, in one all-reduce.
+
+        With `in_order`, an element's sum does not depend on its position among the tensors, nor on their sizes.
+        """
+        if self.size == 1 or not tensors:
+            return
+        if len(tensors) == 1:
+            self.all_reduce_(tensors[0])
+            return
+        joined = torch.cat([tensor.flatten() for tensor in tensors])
+        # Two summands have the same sum in either order, and shared memory adds in the order of the ranks.
+        in_order &= self.size > 2 and not self.shares_memory and joined.device.type == "cpu"
+        total = self._all_reduce_in_tree_(joined) if in_order else self.all_reduce_(joined)
+        parts = total.split([tensor.numel() for tensor in tensors])
+        foreach_copy_(list(tensors), [part.view_as(to) for part, to in zip(parts, tensors, strict=True)])
+
+    @waits("all_reduce_max")
+    def all_reduce_max_(self, tensor: Tensor) -> Tensor:
+        """Take the maximum of `tensor` over the axis, in place."""
+        if self.size == 1:
+            return tensor
+        self.recorder.add(self.name, "all_reduce_max", tensor)
+        self._reduce_contiguous(tensor, BLOCKING_MAX)
+        return tensor
+
+    def start_all_reduce_(self, tensor: Tensor) -> dist.Work | None:
+        """Start an all-reduce of a contiguous `tensor`, in place; return the work to wait for (None if done).
+
+        Over shared memory (CPU ranks of one host), the all-reduce runs when it is waited for, and overlaps nothing.
+        """
+        if self.size == 1:
+            return None
+        self.recorder.add(self.name, "all_reduce", tensor)
+        if self._exchanges(tensor):
+            return tree.start_sum_(tensor.detach().view(-1), self._group, rounding=True)
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
+
+    @waits("all_reduce")
+    def finish_all_reduce(self, work: dist.Work) -> None:
+        """Wait for an all-reduce that `start_all_reduce_` started."""
+        work.wait()
+
+    def waiting(self, operation: str) -> AbstractContextManager[None]:
+        """Note in the heartbeat that a block, which uses the process group directly, waits for the others."""
+        return self.heartbeat.waiting(wait_code(operation, self.number))
+
     @waits("all_gather")
     def all_gather(self, tensor: Tensor, dim: int = -1) -> Tensor:
         """Concatenate the ranks' tensors along `dim`, where their sizes may differ."""
@@ -118,7 +249,7 @@ class Axis(RankGroup):
             return tensor
         self.recorder.add(self.name, "all_gather", tensor, parts=self.size)
         parts = tensor.new_empty(self.size, *tensor.shape)
-        self._group.all_gather_single(parts.view(-1), tensor.contiguous().view(-1), _GATHER).wait()
+        self._group.all_gather_single(parts.view(-1), tensor.contiguous().view(-1), BLOCKING_GATHER).wait()
         dim %= tensor.dim()
         return parts.movedim(0, dim).flatten(dim, dim + 1)
 
@@ -140,20 +271,12 @@ class Axis(RankGroup):
         if self._exchanges(tensor):
             tree.reduce_scatter(part.view(-1), parts.view(-1), self._group)
         else:
-            self._group.reduce_scatter_single(part.view(-1), parts.view(-1), _SCATTER).wait()
+            self._group.reduce_scatter_single(part.view(-1), parts.view(-1), BLOCKING_SCATTER).wait()
         return part
 
     @waits("all_to_all")
     def all_to_all(self, rows: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send rows to each rank and receive rows from each (all-to-all).
-
-        Args:
-            rows: [sum(sent), …], in the order of the ranks that they are sent to.
-            sent, received: number of rows to and from each rank.
-
-        Returns:
-            [sum(received), …], in the order of the ranks that sent them.
-        """
+        """Send `sent` rows to each rank and receive `received` from each, in the order of the ranks (all-to-all)."""
         if self.size == 1:
             return rows
         self.recorder.add(self.name, "all_to_all", rows)
@@ -162,10 +285,7 @@ class Axis(RankGroup):
         return arrived
 
     def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start to send `tensor` to the next rank (the last sends to the first); return a function that receives.
-
-        That function waits for the previous rank's tensor and returns it.
-        """
+        """Start to send to the next rank (the last sends to the first); return a function that receives likewise."""
         self.recorder.add(self.name, "send", tensor)
         sent = tensor.contiguous()
         received = torch.empty_like(sent)
@@ -176,16 +296,13 @@ class Axis(RankGroup):
         works = dist.batch_isend_irecv(operations)
 
         def finish() -> Tensor:
-            self._finish_shift(works)
+            with nullcontext() if self.size == 1 else self.waiting("receive"):
+                for work in works:
+                    work.wait()
             operations.clear()  # kept the sent tensor alive until now
             return received
 
         return finish
-
-    @waits("receive")
-    def _finish_shift(self, works: Sequence[dist.Work]) -> None:
-        for work in works:
-            work.wait()
 
     @waits("send")
     def send(self, tensor: Tensor, to: int) -> None:
@@ -225,6 +342,30 @@ class Axis(RankGroup):
         if self.size > 1:
             dist.barrier(group=self.group)
 
+    @property
+    def _group(self) -> Any:
+        """Group of several ranks; its methods cost some ten microseconds less than torch's functions around them."""
+        return self.group
+
+    def _exchanges(self, tensor: Tensor) -> bool:
+        """Whether ranks exchange summands and add them here, because the group would add them in its own order."""
+        return self.in_tree and not self.shares_memory and tensor.is_floating_point()
+
+    @waits("all_reduce")
+    def _all_reduce_in_tree_(self, tensor: Tensor) -> Tensor:
+        """Sum with all additions in one fixed order; in a ring, the order depends on an element's position."""
+        self.recorder.add(self.name, "all_reduce", tensor)
+        dense = tensor.contiguous()
+        tree.start_sum_(dense.detach().view(-1), self._group, self.in_tree).wait()
+        return tensor if dense is tensor else tensor.copy_(dense)
+
+    def _reduce_contiguous(self, tensor: Tensor, options: Any) -> None:
+        # A collective on a non-contiguous view may work on a copy and drop the result.
+        dense = tensor.contiguous()
+        self._group.allreduce([dense], options).wait()
+        if dense is not tensor:
+            tensor.copy_(dense)
+
 
 def gather_uneven(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Concatenate the tensors of a group's ranks along `dim`, where their sizes may differ."""
@@ -238,6 +379,36 @@ def gather_uneven(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded, group=group)
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, dim)
+
+
+# No compiler can follow the Python of an `Axis` collective. Compiled code calls an operator instead, which takes the
+# axis as an input, so that one compilation serves layers on different axes.
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """Return the sum of `x` over the axis; not differentiable."""
+    return _all_reduce(x, axis.handle) if torch.compiler.is_compiling() else axis.all_reduce(x)
+
+
+def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
+    """Return the maximum of `x` over the axis; not differentiable."""
+    return _all_reduce_max(x, axis.handle) if torch.compiler.is_compiling() else axis.all_reduce_max_(x.clone())
+
+
+def _like(x: Tensor, axis: Handle) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@operator("all_reduce", _like)
+def _all_reduce(x: Tensor, axis: Handle) -> Tensor:
+    total: Tensor = axis.value.all_reduce(x)
+    return total
+
+
+@operator("all_reduce_max", _like)
+def _all_reduce_max(x: Tensor, axis: Handle) -> Tensor:
+    largest: Tensor = axis.value.all_reduce_max_(x.clone(memory_format=torch.contiguous_format))
+    return largest
 
 
 def all_gather_equal(x: Tensor, axis: Axis, dim: int) -> Tensor:
@@ -282,6 +453,36 @@ def _own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def _gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return axis.all_gather(x, dim)
+
+
+def differentiable(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> type[torch.autograd.Function]:
+    """Make an autograd function of `forward(x, axis, …)`, whose backward pass is `backward(gradient, axis, …)`."""
+
+    class _Collective(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
+            ctx.where = where
+            return forward(x, *where)
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            return backward(grad, *ctx.where), *(None,) * len(ctx.where)
+
+    return _Collective
+
+
+_CopyTo = differentiable(lambda x, axis: x.view_as(x), all_reduce)
+_ReduceFrom = differentiable(all_reduce, lambda grad, axis: grad)
+
+
+def copy_to(x: Tensor, axis: Axis) -> Tensor:
+    """Return `x` unchanged, before ranks compute with their own shards; backward all-reduces the gradients."""
+    return x if axis.size == 1 else _CopyTo.apply(x, axis)
+
+
+def reduce_from(x: Tensor, axis: Axis) -> Tensor:
+    """All-reduce `x` over the axis; backward is the identity."""
+    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
 _GatherFrom = differentiable(_gather, _own_part)
@@ -342,3 +543,37 @@ def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, di
 def reduce_to_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
     """Reduce-scatter `x` into equal shards along `dim`; backward all-gathers the gradients."""
     return x if axis.size == 1 else _ReduceToShares.apply(x, axis, dim)
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value with tensors into bytes that `pickle.loads` reads.
+
+    Tensors are pickled by value, even if they share memory; a replicated `DTensor` becomes a plain tensor.
+
+    Raises:
+        UserError: a `DTensor` is sharded or partial; it could outlive the mesh of its ranks.
+    """
+    file = io.BytesIO()
+    _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, DTensor):
+            if not all(placement.is_replicate() for placement in value.placements):
+                sizes = " × ".join(map(str, value.shape))
+                raise UserError(
+                    f"A DTensor of {sizes} was returned, of which a rank has a part ({value.placements}); return "
+                    "tensor.full_tensor(), which all ranks of its mesh call."
+                )
+            return Tensor.detach, (value.to_local().detach(),)
+        plain = type(value) is Tensor and value.layout == torch.strided and value.is_cpu and not value.requires_grad
+        if not plain or value.is_quantized or value.is_conj() or value.is_neg():
+            return NotImplemented
+        flat = value.detach().contiguous().view(-1).view(torch.uint8)
+        return _tensor, (bytearray(flat.numpy()), value.dtype, tuple(value.shape))
+
+
+def _tensor(data: bytearray, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+    return torch.frombuffer(data, dtype=dtype).view(shape) if data else torch.empty(shape, dtype=dtype)

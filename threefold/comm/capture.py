@@ -16,10 +16,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from threefold.comm.axis import Axis
-from threefold.torch_private.distributed import FUNCTIONAL_COLLECTIVES
+from threefold.torch_private.distributed import FUNCTIONAL_COLLECTIVES as _ops
 from threefold.torch_private.tensors import foreach_copy_
-
-_ops = FUNCTIONAL_COLLECTIVES
 
 
 class _CapturableAxis(Axis):
@@ -75,10 +73,7 @@ def capturable(axis: Axis) -> Axis:
     """Return the same axis with collectives that a graph can hold, for layers whose step is to be captured.
 
     These collectives use the process group, never shared memory, and are not recorded. Gathers of unequal shards cannot
-    be captured.
-
-    Raises:
-        ValueError: the axis sums in a tree (exact runs), which a process group does not.
+    be captured, nor can the sums of an exact run.
     """
     if axis.in_tree:
         raise ValueError("the sums of an exact run cannot be captured; make the mesh with exact=False")
@@ -111,9 +106,6 @@ def capture_step(
         parameters: tensors to train (`local` of each parameter); unchanged.
         update_: function that changes parameters in place, given them and their gradients.
         example: inputs with the shapes and dtypes of the steps to come.
-
-    Raises:
-        RuntimeError: torch cannot capture an operation of `loss_of` or `update_`.
     """
     before = [parameter.detach().clone() for parameter in parameters]
 

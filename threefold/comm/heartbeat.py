@@ -30,14 +30,10 @@ from threefold.comm.rank_state import (
 
 
 class Heartbeat:
-    """Writer of this rank's state into its page.
+    """Writer of this rank's state into its page, by default into private memory, which nobody reads.
 
     Only the training thread calls its methods, except `beat` and `answer`, which belong to the heartbeat thread.
-
-    Args:
-        page: memory that others read; None for private memory, which nobody reads.
-        everyone: function that reads the pages of all ranks, by rank (None for an unknown one); by default only this
-            rank's page is known.
+    `everyone` reads the pages of all ranks, by rank (None for an unknown one); by default this rank's alone is known.
     """
 
     def __init__(

@@ -59,10 +59,9 @@ class Layout:
         for axis in (*AXES, "ep"):
             if self.size(axis) < 1:
                 raise UserError(f"parallel.{axis} is {self.size(axis)} but must be at least 1; use 1.")
-
         if self.dp % self.ep:
-            rule = f"must divide parallel.dp {self.dp}; use {gcd(self.ep, self.dp)}"
-            raise UserError(f"parallel.ep is {self.ep} but {rule}.")
+            nearest = gcd(self.ep, self.dp)
+            raise UserError(f"parallel.ep is {self.ep} but must divide parallel.dp {self.dp}; use {nearest}.")
 
     def size(self, axis: str) -> int:
         """Number of ranks along `axis`."""
@@ -78,14 +77,7 @@ class Layout:
         return prod(self.shape)
 
     def require_world(self, world_size: int, because: str = "") -> None:
-        """Raise if `world_size` is not the number of ranks of this layout.
-
-        Args:
-            because: source of the world size, with advice to start alone; empty if the caller knows it.
-
-        Raises:
-            UserError: the sizes differ.
-        """
+        """Raise a `UserError` if `world_size`, whose source is `because`, is not the number of this layout's ranks."""
         if world_size == self.world_size:
             return
         fixed, why = self.tp * self.pp * self.cp, f" ({because})" if because else ""
@@ -114,9 +106,8 @@ class Layout:
 
     def groups(self, *axes: str) -> list[list[int]]:
         """Return the groups of ranks that differ only along `axes`, each in the order of those axes (row-major)."""
-        inner = [name for name in AXES if name in axes]
-        others = [name for name in AXES if name not in axes]
-        return [[self.rank_of(**outer, **place) for place in self._places(inner)] for outer in self._places(others)]
+        inner, others = (self._places([name for name in AXES if (name in axes) == is_in]) for is_in in (True, False))
+        return [[self.rank_of(**outer, **place) for place in inner] for outer in others]
 
     def model_groups(self) -> list[list[int]]:
         """Return the groups that hold one copy of the model each: `ep` neighboring replicas, with all pp, cp and tp."""
@@ -188,12 +179,7 @@ _EXAMPLE = "dp2·tp2·pp2 zbv zero1 sp"
 
 @dataclass(frozen=True)
 class LayoutSpec:
-    """A layout with the settings that go with it.
-
-    Attributes:
-        layout: ranks along each axis.
-        settings: (`section.key`, value) of the settings that differ from the default, in the order of `ORDER`.
-    """
+    """Layout with the settings (`section.key`, value) that differ from the default, in the order of `ORDER`."""
 
     layout: Layout
     settings: tuple[tuple[str, Any], ...] = ()
@@ -248,9 +234,6 @@ def parse(text: str) -> LayoutSpec:
 
     Spaces, commas, colons, `·`, `×` or `+` separate words; `=` before a number is optional. A custom pipeline schedule
     is `schedule=PATH.csv` or `schedule=PATH.py:NAME`, with spaces around it.
-
-    Raises:
-        UserError: a word is unknown, or a setting is given twice.
     """
     sizes: dict[str, int] = {}
     settings: dict[str, Any] = {}

@@ -11,35 +11,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from threefold.comm.axis import Axis
+from threefold.comm.axis import Axis, Event, EventRecorder
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
 from threefold.comm.rank_state import Activity
-from threefold.comm.reductions import Event, EventRecorder
-from threefold.comm.shared_memory import SharedMemoryGroup, over_shared_memory
+from threefold.comm.shared_memory import USUAL_SIZES, SharedMemoryGroup, SharedMemorySizes, over_shared_memory
 from threefold.errors import naming_arguments
 from threefold.torch_private import distributed
 
 __all__ = ["Axis", "Event", "EventRecorder", "Mesh"]
 
 
-class SharedMemorySizes(NamedTuple):
-    """Sizes at which shared-memory collectives split their work; they change no result.
-
-    Attributes:
-        slot: bytes of a piece of a message; larger pieces fall out of the cache that the ranks share.
-        sharing: value of piece bytes · (ranks − 2) at or above which ranks divide the additions of a piece.
-    """
-
-    slot: int = 2 << 20
-    sharing: int = 1 << 20
-
-
-USUAL_SIZES = SharedMemorySizes()
-
-
 class PlannedAxis(NamedTuple):
-    """An axis before its set-up: its name, its ranks, and torch's process group and device mesh."""
+    """Axis before its set-up."""
 
     name: str
     ranks: tuple[int, ...]
@@ -205,10 +189,8 @@ class Mesh:
     def shard_and_replica_axes(self, shards: int) -> tuple[Axis, Axis]:
         """Return the axis over which ZeRO shards one copy of the weights, and that of ranks with the same shard.
 
-        Collective over the world.
-
-        Args:
-            shards: number of neighboring dp replicas (with all their cp ranks) that share a copy; a divisor of dp.
+        `shards` neighboring dp replicas, a divisor of dp, share a copy, with all their cp ranks. Collective over the
+        world.
         """
         name = self.replicas.name
         ranks = self._mine(self.layout.shard_groups(shards))
@@ -228,11 +210,8 @@ class Mesh:
     def expert_shard_and_replica_axes(self, shards: int) -> tuple[Axis, Axis]:
         """Return the axis over which ZeRO shards one copy of some experts, and that of ranks with the same shard.
 
-        A group of `shards` replicas has one copy of all experts, or several such groups have one together. Collective
-        over the world.
-
-        Args:
-            shards: number of replicas, as for `shard_and_replica_axes`; a multiple or a divisor of ep.
+        A group of `shards` replicas, a multiple or a divisor of ep, has one copy of all experts, or several such groups
+        have one together. Collective over the world.
         """
         name, ep = self.expert_replicas.name, self.layout.ep
         each = max(1, shards // ep)  # replicas that shard the same experts

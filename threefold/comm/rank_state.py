@@ -15,16 +15,8 @@ HEADER_BYTES: Final = 128
 STAGE_BITS, MICRO_BATCH_BITS = 8, 24
 _MOST_LISTED_RANKS = 64
 OPERATIONS: Final = (
-    "all_reduce",
-    "all_reduce_max",
-    "all_gather",
-    "reduce_scatter",
-    "all_to_all",
-    "send",
-    "receive",
-    "broadcast",
-    "gather",
-    "barrier",
+    *("all_reduce", "all_reduce_max", "all_gather", "reduce_scatter", "all_to_all"),
+    *("send", "receive", "broadcast", "gather", "barrier"),
 )
 """Collectives that a rank can wait in."""
 AXES_PER_OPERATION = 256
@@ -107,39 +99,23 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True)
 class RankState:
-    """State of a rank, as read from its page.
+    """State of a rank, as read from its page; steps count from 1, stages and micro-batches from 0."""
 
-    Attributes:
-        beats: count of the heartbeat thread; does not grow while the process is stopped.
-        progress: count that grows whenever the rank begins or ends something.
-        section, step, activity, stage, micro_batch: current position of the rank; steps count from 1, the others from
-            0.
-        wait: collective that the rank waits in.
-        waited: seconds waited in collectives, excluding the current one.
-        aside: seconds spent, without waiting, on work that ranks do not share evenly: saving, and callbacks of one
-            rank.
-        worked: seconds in which the process had work for a processor, as its heartbeat thread reported.
-        name: name of the callback that is running.
-        process: identifier of the process, if the rank has set one.
-        answered: whether the rank has done the work requested with `ask`.
-        memory: peak memory in bytes; 0 if not reported.
-    """
-
-    beats: int = 0
-    progress: int = 0
+    beats: int = 0  # count of the heartbeat thread; does not grow while the process is stopped
+    progress: int = 0  # count that grows whenever the rank begins or ends something
     section: RunSection = RunSection.NOTHING
     step: int = 0
     activity: Activity = Activity.NOTHING
     stage: int = 0
     micro_batch: int = 0
     wait: Wait | None = None
-    waited: float = 0.0
-    aside: float = 0.0
-    worked: float = 0.0
-    name: str = ""
+    waited: float = 0.0  # seconds in collectives, excluding the current one
+    aside: float = 0.0  # seconds, without waits, of work that ranks do not share evenly: saves, callbacks of one rank
+    worked: float = 0.0  # seconds in which the process had work for a processor, as its heartbeat thread reported
+    name: str = ""  # of the callback that is running
     process: str = ""
-    answered: bool = False
-    memory: int = 0
+    answered: bool = False  # whether the rank has done the work requested with `ask`
+    memory: int = 0  # peak in bytes; 0 if not reported
 
     def __str__(self) -> str:
         """Describe the state, such as `in the forward pass of micro-batch 3 in stage 1 in step 7`."""
@@ -166,8 +142,7 @@ def read(page: Page | bytes) -> RankState:
         known = json.loads(text)
     except ValueError:  # nothing there yet, or just being written
         known = {"process": "", "names": [], "axes": []}
-    stage, kind = activity >> STAGE_BITS & 0xFFFF, Activity(activity & 0xFF)
-    names = known["names"]
+    stage, kind, names = activity >> STAGE_BITS & 0xFFFF, Activity(activity & 0xFF), known["names"]
     return RankState(
         beats=numbers[Slot.BEATS],
         progress=numbers[Slot.PROGRESS],

@@ -31,40 +31,24 @@ _REFUSAL: Final = 1 << 32
 
 
 class Room(NamedTuple):
-    """Memory and pipes that a group needs, besides each rank's pipe that shows it is alive.
-
-    Attributes:
-        nbytes: bytes of memory.
-        pipes: names of the pipes that every rank may read and write, with their initial content.
-        unread: bytes that each of these pipes must hold while nobody reads it.
-    """
+    """Memory and pipes that a group needs, besides each rank's pipe that shows it is alive."""
 
     nbytes: int
-    pipes: Mapping[str, bytes]
-    unread: int = 0
+    pipes: Mapping[str, bytes]  # that every rank may read and write: name → initial content
+    unread: int = 0  # bytes that each of these pipes must hold while nobody reads it
 
 
 @dataclass(frozen=True)
 class Shared:
-    """Shared memory and pipes of a group, as one of its ranks has opened them.
-
-    Attributes:
-        ranks: global ranks of the group.
-        index: this process's index among them.
-        memory: shared memory, of the size that the first rank asked for.
-        pipes: file descriptors of the pipes of the group's `Room`, in their order.
-        alive: by peer index, read end of a pipe that only the peer can write to.
-        own: write end of this rank's pipe, whose read end others have in `alive`.
-        timeout: longest wait for a peer, in seconds.
-    """
+    """Shared memory and pipes of a group, as one of its ranks has opened them; a pipe is a file descriptor."""
 
     ranks: list[int]
     index: int
-    memory: mmap.mmap
-    pipes: tuple[int, ...]
-    alive: dict[int, int]
-    own: int
-    timeout: float
+    memory: mmap.mmap  # of the size that the first rank asked for
+    pipes: tuple[int, ...]  # those of the group's `Room`, in their order
+    alive: dict[int, int]  # by peer index, read end of a pipe that only the peer can write to
+    own: int  # write end of this rank's pipe, whose read end others have in `alive`
+    timeout: float  # longest wait for a peer, in seconds
 
     @property
     def descriptors(self) -> list[int]:
@@ -96,12 +80,8 @@ def share(groups: Sequence[dist.ProcessGroup], room: Callable[[int], Room | None
     """Create memory and pipes between the ranks of each group; None for a group that cannot have them.
 
     Collective over each group, with the same answer on all of its ranks. The answer is None if the ranks are not all on
-    one host, the host has no room for the memory, or a rank's `room` is None.
-
-    Args:
-        groups: gloo process groups, whose store exchanges the names; two ranks pass the groups that they share in one
-            order.
-        room: function from the size of a group to the room that it needs; None to refuse.
+    one host, the host has no room for the memory, or a rank's `room` of the group's size is None. The store of the gloo
+    groups exchanges the names; two ranks pass the groups that they share in one order.
     """
     with contextlib.ExitStack() as stack:
         sharings = [stack.enter_context(contextlib.closing(_sharing(group, room))) for group in groups]
@@ -153,8 +133,7 @@ def _sharing(group: dist.ProcessGroup, room: Callable[[int], Room | None]) -> Ge
                 begun = open_all(wanted)
         exchange.vote("opened", begun is not None)
         yield None
-        # Opening this rank's own pipe for writing requires a reader: all readers exist once all ranks have opened
-        # theirs.
+        # Opening its own pipe for writing requires a reader: all exist once all ranks have opened theirs.
         if exchange.agreed("opened"):
             with contextlib.suppress(OSError):
                 own = open_pipe(_alive(index), os.O_WRONLY if peers else os.O_RDWR)
@@ -232,9 +211,7 @@ class StoreExchange:
         self.timeout = process_group_timeout(group)
         store = default_store()
         place = f"threefold/exchange/{group.group_name}"
-        count = store.add(
-            f"{place}/{self.index}", 1
-        )  # equal on every rank, so that none reads messages of an earlier exchange
+        count = store.add(f"{place}/{self.index}", 1)  # equal on every rank: none reads an earlier exchange's messages
         self._store = dist.PrefixStore(f"{place}/{count}th", store)
 
     def tell(self, name: str, text: str) -> None:

@@ -31,12 +31,18 @@ from threefold.comm.segments import (
 from threefold.comm.tree import HALVES, PostponedWork, accumulate
 from threefold.torch_private.distributed import PythonGroup, Work, stand_in
 
-DEFAULT_CAPACITY = 2 << 20
-"""Bytes of one slot; a longer message is split into pieces of this size."""
 
-_TWO_PHASE_BYTES = 1 << 20
-"""Value of piece bytes · (ranks − 2) at or above which ranks divide the additions instead of each doing all (measured
-with 3, 4 and 8 ranks on two cores; below it, the second round costs more than the additions saved)."""
+class SharedMemorySizes(NamedTuple):
+    """Sizes at which shared-memory collectives split their work; they change no result."""
+
+    slot: int = 2 << 20
+    """Bytes of a piece of a message; larger pieces fall out of the cache that the ranks share."""
+    sharing: int = 1 << 20
+    """Value of piece bytes · (ranks − 2) at or above which ranks divide the additions of a piece: measured with 3, 4
+    and 8 ranks on two cores; below it, the second round costs more than the additions saved."""
+
+
+USUAL_SIZES = SharedMemorySizes()
 
 _SHARE_BYTES = 64
 """Alignment of the shares, so that no two ranks write to one cache line."""
@@ -45,16 +51,8 @@ _KEPT_VIEWS = 256
 """Number of message sizes whose views of the slots are cached; a training step has a few."""
 
 _DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
+    *(torch.float32, torch.float64, torch.bfloat16, torch.float16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 )
 _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 
@@ -64,20 +62,16 @@ _OPERATION_CODES = {name: code for code, name in enumerate(_OPERATIONS)}
 
 def over_shared_memory(
     groups: Sequence[dist.ProcessGroup],
-    capacity: int = DEFAULT_CAPACITY,
-    sharing_bytes: int = _TWO_PHASE_BYTES,
+    capacity: int = USUAL_SIZES.slot,
+    sharing_bytes: int = USUAL_SIZES.sharing,
     rounding: bool = False,
 ) -> list[dist.ProcessGroup]:
     """Return each gloo group as a `SharedMemoryGroup`, or itself if it cannot share memory.
 
     Collective over each group, with the same answer on all of its ranks. A group cannot share memory if its ranks are
-    not all on one host, or the host has no room for it. Several groups are set up in hardly more time than one.
-
-    Args:
-        groups: gloo groups, in the same order on all their ranks.
-        capacity: bytes of one slot, rounded up to whole pages; a group takes 2 · (ranks + 1) · capacity bytes.
-        sharing_bytes: value of piece bytes · (ranks − 2) at or above which ranks divide the additions of a piece.
-        rounding: whether every addition is rounded to the tensors' dtype, as in an exact run.
+    not all on one host, or the host has no room for 2 · (ranks + 1) slots of `capacity` bytes, in whole pages. Several
+    groups, in the same order on all their ranks, are set up in hardly more time than one. With `rounding`, every
+    addition is rounded to the tensors' dtype, as in an exact run.
     """
     made = share(groups, partial(room_for_rounds, capacity=capacity))
     return [
@@ -87,21 +81,13 @@ def over_shared_memory(
 
 
 class _Views(NamedTuple):
-    """Slots of the rounds of one parity, viewed for messages of one dtype and size.
+    """Slots of the rounds of one parity, viewed for messages of one dtype and size."""
 
-    Attributes:
-        slots: [elements] of each rank.
-        rows: the slots as one tensor, [ranks, elements].
-        shares: the elements of each rank's slot that this rank adds if ranks divide the additions.
-        result: [elements] of the sum, to which all ranks write their shares.
-        own_share: this rank's share of `result`.
-    """
-
-    slots: list[Tensor]
-    rows: Tensor
-    shares: list[Tensor]
-    result: Tensor
-    own_share: Tensor
+    slots: list[Tensor]  # [elements] of each rank
+    rows: Tensor  # the slots as one tensor, [ranks, elements]
+    shares: list[Tensor]  # the elements of each rank's slot that this rank adds if ranks divide the additions
+    result: Tensor  # [elements] of the sum, to which all ranks write their shares
+    own_share: Tensor  # this rank's share of `result`
 
 
 class SharedMemoryGroup(PythonGroup):
@@ -116,7 +102,7 @@ class SharedMemoryGroup(PythonGroup):
     """
 
     def __init__(
-        self, gloo: dist.ProcessGroup, shared: Shared, sharing_bytes: int = _TWO_PHASE_BYTES, rounding: bool = False
+        self, gloo: dist.ProcessGroup, shared: Shared, sharing_bytes: int = USUAL_SIZES.sharing, rounding: bool = False
     ) -> None:
         """Wrap memory and pipes that are already set up; `over_shared_memory` sets them up."""
         self._index, self._size = shared.index, len(shared.ranks)
@@ -180,11 +166,8 @@ class SharedMemoryGroup(PythonGroup):
             return self._gloo.reduce_scatter_single(output, source, opts)
         parts, own = _flat(source).view(self._size, output.numel()), output.view(-1)
         for start, count in self._pieces(own, self._capacity // (source.itemsize * self._size)):
-            views = self._exchange("reduce_scatter", parts[:, start : start + count])
-            offset = self._index * count
-            self._accumulate(
-                torch.add, [slot[offset : offset + count] for slot in views.slots], own[start : start + count]
-            )
+            views, piece = self._exchange("reduce_scatter", parts[:, start : start + count]), own[start : start + count]
+            self._accumulate(torch.add, [slot.view(self._size, count)[self._index] for slot in views.slots], piece)
         return _DONE
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
@@ -290,15 +273,7 @@ _FIRST = 2  # even, as the first pipe has the tickets; nonzero, as the memory is
 
 
 class Barrier:
-    """Meeting point of a group of processes, round by round.
-
-    Args:
-        shared: memory and pipes of the group.
-        operations, dtypes: names of operations and dtypes for messages, by their codes.
-
-    Attributes:
-        parity: parity of the next round, 0 or 1.
-    """
+    """Meeting point of a group of processes, round by round; errors name `operations` and `dtypes` by their codes."""
 
     def __init__(self, shared: Shared, operations: tuple[str, ...], dtypes: tuple[str, ...]) -> None:
         self._ranks, self._index, self._timeout = shared.ranks, shared.index, shared.timeout
@@ -313,6 +288,7 @@ class Barrier:
 
     @property
     def parity(self) -> int:
+        """Parity of the next round, 0 or 1."""
         return self._number & 1
 
     def close(self) -> None:
@@ -324,10 +300,8 @@ class Barrier:
     def meet(self, operation: int, dtype: int, count: int, source: int = 0) -> None:
         """Wait until every rank has called this for the same operation; what they wrote before is then visible.
 
-        Raises:
-            PeerLostError: another rank has ended.
-            TimeoutError: another rank has not arrived in time.
-            RuntimeError: another rank called a different operation.
+        Raises a `PeerLostError` if another rank has ended, a `TimeoutError` if it has not arrived in time, and a
+        `RuntimeError` if it called a different operation.
         """
         parity, number = self._number & 1, self._number
         signal = _SIGNAL.pack(number, operation, dtype, source, count)
@@ -361,13 +335,11 @@ class Barrier:
 
     def _missing(self, number: int) -> int:
         """Return the first index that has not reached a round; the last index if all have just reached it."""
-        signals = _SIGNAL.iter_unpack(self._signals[number & 1])
-        come = [at == number for at, *_ in signals]
+        come = [at == number for at, *_ in _SIGNAL.iter_unpack(self._signals[number & 1])]
         return come.index(False) if False in come else len(come) - 1
 
     def _raise_difference(self, found: bytes, mine: bytes) -> None:
-        starts = range(0, len(found), SIGNAL_BYTES)
-        signals = [found[start : start + SIGNAL_BYTES] for start in starts]
+        signals = [found[start : start + SIGNAL_BYTES] for start in range(0, len(found), SIGNAL_BYTES)]
         peer = next(peer for peer, signal in enumerate(signals) if signal != mine)
         raise RuntimeError(
             f"{self._me} called {self._describe(mine)} "

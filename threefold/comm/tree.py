@@ -1,5 +1,4 @@
-"""Sums over ranks in a balanced binary tree, in an order that does not depend on the backend, the group or the tensor's
-size.
+"""Sums over ranks in a balanced binary tree, in an order that is the same for every backend, group and tensor size.
 
 A backend adds in its own order: gloo's and NCCL's rings begin at a different rank for each part of a tensor, and NCCL's
 trees follow the machines. Here a backend only moves numbers, and ranks add them with torch's operations, on any device:
@@ -22,10 +21,8 @@ HALVES = (torch.bfloat16, torch.float16)
 def accumulate(combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor, rounding: bool = False) -> None:
     """Combine `parts` into `out` in a balanced binary tree whose left subtrees have sizes that are powers of two.
 
-    Args:
-        combine: function of two tensors, with the option `out`.
-        rounding: whether every node of the tree is rounded to the dtype of `out`, as in an exact run, rather than only
-            the root: bfloat16 and float16 are otherwise combined in float32.
+    With `rounding`, every node of the tree is rounded to the dtype of `out`, as in an exact run, rather than only the
+    root: bfloat16 and float16 are otherwise combined in float32.
     """
     if len(parts) == 1:
         out.copy_(parts[0])
@@ -64,10 +61,7 @@ def start_sum_(flat: Tensor, group: dist.ProcessGroup, rounding: bool) -> dist.W
     """Start to sum a contiguous one-dimensional tensor over a group, in place.
 
     The summands are being sent when it returns; the additions, and the exchange of the sums, run when the work is
-    waited for. All ranks wait for their work objects in the same order.
-
-    Args:
-        rounding: as for `accumulate`.
+    waited for. All ranks wait for their work objects in the same order. `rounding` is as for `accumulate`.
     """
     size = group.size()
     part = flat.new_empty(-(-flat.numel() // size))

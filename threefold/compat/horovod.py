@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from threefold.api.prepared_optimizer import WrappedOptimizer
-from threefold.comm.axis import Axis
-from threefold.comm.reductions import EventRecorder
+from threefold.comm.axis import Axis, EventRecorder
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
 from threefold.parallel.compression import COMPRESSIONS

@@ -8,10 +8,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from threefold.comm.axis import gather_from, gather_shares, reduce_to_shares, scatter_to
+    from threefold.comm.axis import copy_to, gather_from, gather_shares, reduce_from, reduce_to_shares, scatter_to
     from threefold.comm.layout import Layout
     from threefold.comm.mesh import Axis, Mesh
-    from threefold.comm.reductions import copy_to, reduce_from
     from threefold.parallel.context import sum_over_shares_
     from threefold.parallel.cross_entropy import ParallelCrossEntropy
     from threefold.parallel.pipeline.partition import (
@@ -56,7 +55,6 @@ _MODULES: Final = {
         "comm.axis": "gather_from gather_shares reduce_to_shares scatter_to Axis",
         "comm.layout": "Layout",
         "comm.mesh": "Mesh",
-        "comm.reductions": "copy_to reduce_from",
         "compat.paddle": "Splitter",  # where it has moved to
         "parallel.cross_entropy": "ParallelCrossEntropy",
         "parallel.context": "sum_over_shares_",

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from threefold.comm.axis import Axis, all_gather_equal, reduce_scatter
-from threefold.comm.reductions import all_reduce
+from threefold.comm.axis import Axis, all_gather_equal, all_reduce, reduce_scatter
 from threefold.errors import UserError
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo

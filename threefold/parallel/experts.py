@@ -7,9 +7,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.comm.axis import Axis, gather_from, gather_shares, reduce_to_shares, scatter_to
+from threefold.comm.axis import (
+    Axis,
+    all_reduce,
+    copy_to,
+    differentiable,
+    gather_from,
+    gather_shares,
+    reduce_from,
+    reduce_to_shares,
+    scatter_to,
+)
 from threefold.comm.layout import shard_bounds
-from threefold.comm.reductions import all_reduce, copy_to, differentiable, reduce_from
 from threefold.models.layers.experts import Choice, Experts, Routing, swiglu, through
 from threefold.models.sharding import OverExperts
 from threefold.ops.exact_experts import AddGradient, grouped_linear

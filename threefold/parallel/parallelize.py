@@ -14,9 +14,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.axis import Axis, local_part
+from threefold.comm.axis import Axis, local_part, reduce_from
 from threefold.comm.mesh import Mesh
-from threefold.comm.reductions import reduce_from
 from threefold.config import Config
 from threefold.config.model import FAMILIES, OWN
 from threefold.config.rules import executed_micro_batches

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.comm.axis import Axis, gather_from, over_gathered, reduce_to_shares, scatter_to
+from threefold.comm.axis import Axis, copy_to, gather_from, over_gathered, reduce_from, reduce_to_shares, scatter_to
 from threefold.comm.layout import shard_bounds
-from threefold.comm.reductions import copy_to, reduce_from
 from threefold.errors import UserError
 from threefold.models.sharding import Column, Row, Vocab
 from threefold.ops import exact, fp8

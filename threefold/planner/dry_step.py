@@ -23,7 +23,7 @@ from threefold.random.dropout import DROPPED_ATTENTION, DROPPED_ATTENTION_BACKWA
 from threefold.torch_private import fake
 from threefold.torch_private.distributed import unreduced_gradients
 from threefold.torch_private.fake import FakeTensor, OperationMode, leaves, with_memory
-from threefold.torch_private.tensors import number_of
+from threefold.torch_private.tensors import storage_key
 from threefold.train.step import Engine
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
@@ -278,7 +278,7 @@ class StorageTracker(OperationMode):
         if tensor.device.type == "meta" and not isinstance(tensor, FakeTensor):
             return
         storage = tensor.untyped_storage()
-        key = number_of(storage)
+        key = storage_key(storage)
         known = self._alive.get(key)
         if known is None:
             self._alive[key] = (weakref.ref(storage, partial(self._freed, key)), storage.nbytes(), kind or OTHER)
@@ -299,7 +299,7 @@ class StorageTracker(OperationMode):
         self._add(-nbytes, kind)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        key = number_of(storage)
+        key = storage_key(storage)
         known = self._alive.get(key)
         if known is not None:
             reference, before, kind = known

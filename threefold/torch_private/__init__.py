@@ -1,10 +1,8 @@
 """Private parts of torch that the package uses, each with the reason why, and with what would replace it.
 
-`tensors` contains those of one device, `distributed` those of meshes, FSDP, DTensor and checkpoints, and `pipelining`
-those of pipeline schedules. So models import nothing of `torch.distributed`. No other file uses a name of torch that
+They are in several files so that models import nothing of `torch.distributed`. No other file uses a name of torch that
 begins with an underscore (`tests/test_house.py`). `tests/test_torch_private.py` tests each part; a failing test
-explains in one sentence what has changed in torch. Importing the package checks the parts of another torch than the
-tested one (`probe`).
+explains in one sentence what has changed in torch. Importing the package checks another torch than the tested one.
 """
 
 import torch

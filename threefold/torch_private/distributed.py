@@ -20,8 +20,6 @@ from torch.distributed.fsdp._fully_shard import _fsdp_api
 from torch.distributed.tensor import DTensor, debug, placement_types
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# ---- Meshes ---------------------------------------------------------------------------------------------------------
-
 
 def unflatten_mesh(mesh: DeviceMesh, axis: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """Return the mesh with one axis split into several.
@@ -51,13 +49,8 @@ def concatenate_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
 def new_group_among(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None:
     """Create the process group of the ranks of `groups` that include this rank, and no other.
 
-    Collective over the world.
-
-    Args:
-        groups: disjoint groups of ranks, equal on every rank.
-
-    Returns:
-        the group, with its ranks in ascending order as in `new_group`; None if this rank is in no group, or alone.
+    The groups are disjoint, and equal on every rank; ranks are in ascending order as in `new_group`. Returns None if
+    this rank is in no group, or alone. Collective over the world.
 
     Why: with `new_group`, every rank creates every group; with `use_local_synchronization`, it names a group by the
     number of groups it has created, which differs between ranks inside and outside the groups. `split_group` for CPU
@@ -172,29 +165,14 @@ def with_gloo(
 
 
 _SERVED: Final = (
-    "allgather_coalesced",
-    "all_gather_single",
-    "all_gather_single_coalesced",
-    "allreduce_coalesced",
-    "alltoall",
-    "all_to_all_single",
-    "barrier",
-    "broadcast",
-    "gather",
-    "recv",
-    "recv_anysource",
-    "reduce",
-    "reduce_scatter",
-    "reduce_scatter_single",
-    "reduce_scatter_single_coalesced",
-    "scatter",
-    "send",
+    *("allgather_coalesced", "all_gather_single", "all_gather_single_coalesced", "allreduce_coalesced", "alltoall"),
+    *("all_to_all_single", "barrier", "broadcast", "gather", "recv", "recv_anysource", "reduce", "reduce_scatter"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced", "scatter", "send"),
 )
 
 
 def stand_in(group: dist.ProcessGroup, gloo: dist.ProcessGroup) -> None:
-    """Give a `PythonGroup` the ranks and the backend of a gloo group, which provides all that the class does not
-    define.
+    """Give a `PythonGroup` the ranks and the backend of a gloo group, which provides what the class does not define.
 
     Why, and what would replace it: as for `with_gloo`. Methods are gloo's own. Those that a class in Python inherits
     hold the interpreter's lock while they wait for a thread of gloo, which may need that lock to free a tensor.
@@ -223,30 +201,19 @@ def withdraw(group: dist.ProcessGroup) -> None:
     known.pg_backend_config.pop(group, None)
 
 
-def all_reduce_options(operation: dist.ReduceOp.RedOpType) -> Any:
-    """Return the options of a process group's `allreduce` that is done when it returns.
-
-    Why: the methods of a group take them, and torch exports the classes of some. Public names would replace this and
-    the next two.
-    """
-    return _blocking(dist.distributed_c10d.AllreduceOptions(), operation)
-
-
-def all_gather_options() -> Any:
-    """Return the options of a process group's `all_gather_single` that is done when it returns."""
-    return _blocking(dist.distributed_c10d.AllgatherOptions())
-
-
-def reduce_scatter_options() -> Any:
-    """Return the options of a process group's `reduce_scatter_single` that sums and is done when it returns."""
-    return _blocking(dist.distributed_c10d.ReduceScatterOptions(), dist.ReduceOp.SUM)
-
-
 def _blocking(options: Any, operation: dist.ReduceOp.RedOpType | None = None) -> Any:
     options.asyncOp = False
     if operation is not None:
         options.reduceOp = operation
     return options
+
+
+BLOCKING_SUM = _blocking(dist.distributed_c10d.AllreduceOptions(), dist.ReduceOp.SUM)
+BLOCKING_MAX = _blocking(dist.distributed_c10d.AllreduceOptions(), dist.ReduceOp.MAX)
+BLOCKING_GATHER = _blocking(dist.distributed_c10d.AllgatherOptions())
+BLOCKING_SCATTER = _blocking(dist.distributed_c10d.ReduceScatterOptions(), dist.ReduceOp.SUM)
+"""Options of a group's `allreduce`, `all_gather_single` and `reduce_scatter_single` that are done when they return.
+Why: the methods of a group take them, and torch exports the classes of some. Public names would replace them."""
 
 
 def nccl_records() -> bytes | None:
@@ -271,8 +238,6 @@ def default_store() -> dist.Store:
 FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
 """Collectives as operators that name their process group. Why: a captured graph can hold these. In-place tracing of the
 documented `torch.distributed.all_reduce` would replace it."""
-
-# ---- DTensor --------------------------------------------------------------------------------------------------------
 
 StridedPlacement = placement_types._StridedShard
 """Placement of an axis that shards a dim which another axis has sharded before. Why: tensor parallelism shards rows,
@@ -319,8 +284,6 @@ def fresh_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:
     return tensor  # type: ignore[return-value]
 
 
-# ---- FSDP -----------------------------------------------------------------------------------------------------------
-
 AllGather = _fsdp_api.AllGather
 """Base class for `FSDPModule.set_custom_all_gather`. Why: the method is public and the class is not. A public name
 would replace it."""
@@ -349,9 +312,6 @@ def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
             whole = getattr(each, "_unsharded_param", None)
             found += [each.unsharded_accumulated_grad, each.sharded_param.grad, None if whole is None else whole.grad]
     return [gradient for gradient in found if gradient is not None]
-
-
-# ---- Distributed checkpoints ----------------------------------------------------------------------------------------
 
 
 def share_contents(module: nn.Module, other: nn.Module) -> None:

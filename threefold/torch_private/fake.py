@@ -7,27 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-__all__ = [
-    "ALL_GATHER",
-    "CPU_ATTENTION",
-    "CPU_ATTENTION_BACKWARD",
-    "ONEDNN_LINEAR",
-    "RECEIVE",
-    "SPLIT",
-    "TOP_K",
-    "FakeTensor",
-    "OperationMode",
-    "fake_process_group",
-    "fake_tensors",
-    "leaves",
-    "storage_resizes",
-    "with_memory",
-]
 
 OperationMode = TorchDispatchMode
 """Base class of modes that see every operation in a block. Why: its documentation is in a note on extending torch, but

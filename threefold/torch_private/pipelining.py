@@ -1,7 +1,8 @@
 """Private parts of `torch.distributed.pipelining`, each with the reason why, and with what would replace it."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,12 +77,12 @@ class BufferedPipelineStage(PipelineStage):
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         with self._without_memory():
             super()._setup_forward_recv_info(num_microbatches, has_backward)
-        self._drop_buffers(self.args_recv_info)
+        drop_buffers(*self.args_recv_info.values())
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         with self._without_memory():
             super()._setup_backward_recv_info(num_microbatches)
-        self._drop_buffers(self.grad_recv_info)
+        drop_buffers(*self.grad_recv_info.values())
 
     @contextmanager
     def _without_memory(self) -> Iterator[None]:
@@ -91,10 +92,11 @@ class BufferedPipelineStage(PipelineStage):
         finally:
             self.device = device
 
-    def _drop_buffers(self, infos: Mapping[int, tuple[RecvInfo, ...]]) -> None:
-        for of_micro_batch in infos.values():
-            for info in of_micro_batch:
-                info.buffer = None
+
+def drop_buffers(*of_micro_batches: tuple[RecvInfo, ...]) -> None:
+    """Drop the receive buffers of micro-batches. Why: as for `RecvInfo`."""
+    for info in chain.from_iterable(of_micro_batches):
+        info.buffer = None
 
 
 class Schedule1F1BOfAnyCount(Schedule1F1B):
@@ -132,16 +134,11 @@ def planned_actions(schedule: PipelineSchedule, rank: int | None = None) -> list
 
 
 def lone_schedule(kind: type[PipelineScheduleRuntime], ranks: list[int], micro_batches: int) -> PipelineScheduleRuntime:
-    """Create a schedule of torch's class `kind` that has the actions of all ranks but cannot run.
+    """Create a schedule of torch's class `kind`, with stages on `ranks`, that has all ranks' actions but cannot run.
 
     Why: planning needs the actions of torch's schedules without their ranks, and without
     `_prepare_schedule_with_comms`, which takes minutes for many micro-batches. Functions that return only the actions
     would replace it.
-
-    Args:
-        kind: class with several stages per rank.
-        ranks: rank of each stage.
-        micro_batches: number of micro-batches in a step.
     """
 
     class Lone(kind):  # type: ignore[misc,valid-type]

@@ -1,7 +1,6 @@
-"""Check that this torch has the private parts that the files beside this one name.
+"""Check that this torch has the private parts that the files beside this one name, as read from their sources.
 
-The parts are read from the source of those files, so that there is no second list of them. The canaries in
-`tests/test_torch_private.py` also test what the parts do, and those that are attributes of objects made on the way.
+The canaries in `tests/test_torch_private.py` also test what the parts do, and attributes of objects made on the way.
 """
 
 import ast
@@ -18,14 +17,7 @@ TESTED: Final = "2.13.0"
 
 
 def require_parts(version: str) -> None:
-    """Check the private parts of another release or build of torch than the tested one.
-
-    Args:
-        version: version of the installed torch.
-
-    Raises:
-        UserError: it lacks one.
-    """
+    """Raise a `UserError` if the installed torch is of another `version` than the tested one, and lacks a part."""
     if version.partition("+")[0] != TESTED and (missing := next(missing_parts(), None)):
         raise UserError(
             f"torch {version} has no {missing}, which Threefold uses; install the release that it is tested with, pip "
@@ -35,9 +27,7 @@ def require_parts(version: str) -> None:
 
 def missing_parts() -> Iterator[str]:
     """Yield the parts of torch that this package's files name and that the installed torch does not have."""
-    for part, found in named_parts():
-        if not found:
-            yield part
+    return (part for part, found in named_parts() if not found)
 
 
 def named_parts() -> Iterator[tuple[str, bool]]:
@@ -113,7 +103,7 @@ class _Reader:
 
     def _looked_up(self, node: ast.Attribute) -> Iterator[tuple[str, bool]]:
         """Yield what a chain of attributes looks up first of an object that is known."""
-        if _is_super(node.value):
+        if ast.unparse(node.value) == "super()":
             if self.bases:
                 yield f"{self.bases[0].path}.{node.attr}", any(base.has(node.attr) for base in self.bases)
         elif (base := self._resolved(node.value)) is None:
@@ -130,10 +120,6 @@ class _Reader:
             found = getattr(base.value, node.attr, missing)
             return None if found is missing else _Known(f"{base.path}.{node.attr}", found)
         return None
-
-
-def _is_super(node: ast.AST) -> bool:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
 
 
 def _found(path: str) -> Any:

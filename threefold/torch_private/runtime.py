@@ -62,12 +62,9 @@ register_opaque_type(Handle, typ="reference")
 def operator(name: str, result: Callable[..., Any]) -> Callable[[_F], _F]:
     """Register a function as the operator `torch.ops.threefold.<name>`, opaque to compiled code and dry runs.
 
-    Args:
-        name: name of the operator.
-        result: function of the same arguments that returns uncomputed tensors like the operator's results.
-
-    The function must not change its arguments, or return results that share memory with them. It is not differentiable:
-    an `autograd.Function` calls it in both passes.
+    `result` is a function of the same arguments that returns uncomputed tensors like the operator's results. The
+    function must not change its arguments, or return results that share memory with them. It is not differentiable: an
+    `autograd.Function` calls it in both passes.
 
     Operators of `torch.library.custom_op` would take three times as long to call. Everything here is public except
     `Handle` as the type of an argument.
@@ -84,16 +81,12 @@ def operator(name: str, result: Callable[..., Any]) -> Callable[[_F], _F]:
 
 
 def cpu_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
-    """Compute torch's fused CPU attention, and the log-sum-exp of each query's scores.
+    """Compute torch's fused CPU attention [B, heads, Q, d], and each query's log-sum-exp [B, heads, Q], fp32 at least.
 
     Args:
-        q: [B, heads, Q, d].
         k, v: [B, key-value heads, K, d]; each key-value head serves a group of neighboring heads of `q`.
         bias: [Q, K], added to the scores, in the dtype of `q` or fp32.
         causal: whether a query attends only to positions up to its own; K must then be Q.
-
-    Returns:
-        [B, heads, Q, d], and [B, heads, Q] in fp32 at least.
 
     Why: `F.scaled_dot_product_attention` keeps the log-sum-exp to its own backward pass, so that results for parts of a
     sequence could not be written into one tensor that is kept once. An argument like `return_aux` of
@@ -181,9 +174,7 @@ def sigmoid_gradient(grad: Tensor, x: Tensor) -> Tensor:
 def layer_norm_gradient(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None) -> Tensor:
     """Return the gradient of the input `x` [..., n] of a layer norm over the last dim, without those of its weights.
 
-    Args:
-        grad, x: contiguous.
-        mean, scale: second and third result of `torch.native_layer_norm`.
+    `grad` and `x` are contiguous; `mean` and `scale` are the second and third result of `torch.native_layer_norm`.
 
     Why: autograd computes all gradients together; those of the weights depend on the number of threads. A public name
     would replace it.
@@ -193,9 +184,6 @@ def layer_norm_gradient(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, we
         grad, x, [x.shape[-1]], mean, scale, weight, None, only_x
     )[0]
     return found
-
-
-_PAUSE_HARD = 2
 
 
 def end_openmp_threads() -> bool:
@@ -208,11 +196,8 @@ def end_openmp_threads() -> bool:
     for library in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
         pause = getattr(ctypes.CDLL(str(library)), "omp_pause_resource_all", None)
         if pause is not None:
-            return int(pause(_PAUSE_HARD)) == 0
+            return int(pause(2)) == 0  # `omp_pause_hard`
     return False
-
-
-_NOTHING: Final = "99"
 
 
 def quieten_kineto() -> None:
@@ -222,4 +207,4 @@ def quieten_kineto() -> None:
     no function to change this; it reads this variable when first used. A log level in `torch.profiler` would replace
     it.
     """
-    os.environ.setdefault("KINETO_LOG_LEVEL", _NOTHING)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -1,41 +1,27 @@
 """Private parts of torch for tensors and modules of one device."""
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+assert_async = torch._assert_async
+"""Raise RuntimeError if a scalar is false: at once on a CPU, as a device-side assertion on a GPU. Why: labels and token
+ids are checked without making the host wait for the GPU. A public name would replace it."""
 
-def assert_async(condition: Tensor, message: str) -> None:
-    """Raise RuntimeError if a scalar is false: at once on a CPU, as a device-side assertion on a GPU.
+foreach_copy_ = torch._foreach_copy_
+"""Copy each tensor of the second list to its place in the first, in few kernels. Why: one launch instead of one for
+each parameter. Documented `torch.foreach_*` functions would replace this and the next two."""
 
-    Why: labels and token ids are checked without making the host wait for the GPU. A public name would replace it.
-    """
-    torch._assert_async(condition, message)
-
-
-def foreach_copy_(into: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each of `sources` to its place in `into`, in few kernels.
-
-    Why: one launch instead of one for each parameter. Documented `torch.foreach_*` functions would replace it.
-    """
-    torch._foreach_copy_(list(into), list(sources))
-
-
-def foreach_mul_(tensors: Sequence[Tensor], factor: float) -> None:
-    """Multiply each tensor, in few kernels. Why, and what would replace it: as for `foreach_copy_`."""
-    torch._foreach_mul_(list(tensors), factor)
+foreach_mul_ = torch._foreach_mul_
+"""Multiply each tensor by a factor, in few kernels."""
 
 
 def foreach_norm(tensors: Sequence[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """Return the norm of each tensor, in few kernels.
+    """Return the norm of each tensor, in few kernels; no tensor may be empty if `order` is infinite.
 
-    Args:
-        tensors: tensors, none of them empty if `order` is infinite.
-        order: order of the norm.
-        dtype: dtype of the sums; None for that of the elements.
-
-    Why, and what would replace it: as for `foreach_copy_`.
+    The sums are in `dtype`, by default that of the elements. Why, and what would replace it: as for `foreach_copy_`.
     """
     return list(torch._foreach_norm(list(tensors), order, dtype=dtype))
 
@@ -60,19 +46,14 @@ def fused_adam_(
     """Update weights by Adam, in place, in few kernels; an element's bits do not depend on the shape of its tensor.
 
     On a CPU, torch's kernel computes the elements after a tensor's last whole vector with other instructions, to other
-    bits. These ends are copied into separate vectors.
-
-    Args:
-        weights, gradients, means, squares: contiguous tensors of one device and dtype.
-        steps: fp32 scalars, number of updates including this one.
-        decoupled: whether weight decay shrinks the weight directly, as in AdamW.
-        lr, betas, weight_decay, eps: hyperparameters of `torch.optim.Adam`.
+    bits. These ends are copied into separate vectors. The tensors are contiguous, of one device and dtype; `steps` are
+    fp32 scalars that include this update. If `decoupled`, weight decay shrinks the weight directly, as in AdamW.
 
     Why: `torch.optim.adam.adam` increments each step in its own operation, and sorts the tensors by device and dtype
     each time, which takes a hundredth of a small model's step. A documented function of the fused kernel would replace
     it.
     """
-    update = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    update: Any = torch._fused_adamw_ if decoupled else torch._fused_adam_
     columns, counts = [list(weights), list(gradients), list(means), list(squares)], list(steps)
     cut = [at for at, each in enumerate(weights) if each.is_cpu and each.numel() % _VECTOR]
     ends: list[Tensor] = []
@@ -89,21 +70,8 @@ def fused_adam_(
                 copies.append(row[: len(flat) - whole])
             column.append(rows)
         foreach_copy_(copies, ends)
-    update(
-        columns[0],
-        columns[1],
-        columns[2],
-        columns[3],
-        [],
-        counts,
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    options = {"lr": lr, "beta1": betas[0], "beta2": betas[1], "weight_decay": weight_decay, "eps": eps}
+    update(*columns, [], counts, **options, amsgrad=False, maximize=False)
     if cut:
         foreach_copy_(ends, copies)
 
@@ -117,17 +85,12 @@ def onednn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return out
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Return a number that is equal for tensors that share memory, as long as their storage exists.
+def storage_key(held: Tensor | torch.UntypedStorage) -> int:
+    """Return a number that is equal for tensors that share memory, and for it, as long as their storage exists.
 
     Why: fake and meta tensors have no address (`data_ptr` is 0). Hashable storages would replace it.
     """
-    return number_of(tensor.untyped_storage())
-
-
-def number_of(storage: torch.UntypedStorage) -> int:
-    """Return the `storage_key` of the tensors in a storage."""
-    key: int = storage._cdata
+    key: int = (held.untyped_storage() if isinstance(held, Tensor) else held)._cdata
     return key
 
 

@@ -17,7 +17,8 @@ from threefold.checkpoint.resume import consumed_by
 from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.layout import Layout, LayoutSpec
-from threefold.comm.mesh import Event, Mesh, SharedMemorySizes
+from threefold.comm.mesh import Event, Mesh
+from threefold.comm.shared_memory import SharedMemorySizes
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.optimizer import BUILT_IN

@@ -312,8 +312,9 @@ def declared_wrongly(case: Case) -> None:
 
     def wrong(self: ScheduledStage, *args: Any) -> None:
         *others, shapes, deferred, sends, mailbox, order = args
-        outputs = tuple(each[:, 1:] if each.dim() else each for each in shapes.outputs)
-        make(self, *others, shapes._replace(outputs=outputs), deferred, sends, mailbox, order)
+        inputs, outputs = shapes
+        outputs = tuple(each[:, 1:] if each.dim() else each for each in outputs)
+        make(self, *others, (inputs, outputs), deferred, sends, mailbox, order)
 
     with patch.object(runner.ScheduledStage, "__init__", wrong):
         in_layout(case)
