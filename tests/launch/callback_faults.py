@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from threefold.comm.heartbeat import Heartbeat
-from threefold.comm.rank_state import Activity, RunSection
+from threefold.comm.heartbeat import Activity, Heartbeat, RunSection
 from threefold.train.callbacks.base import Callback, RunContext
 
 

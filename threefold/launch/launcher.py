@@ -9,9 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from threefold.comm.heartbeat import Heartbeat, wait_code
+from threefold.comm.heartbeat import Heartbeat, RunSection, wait_code
 from threefold.comm.layout import Layout
-from threefold.comm.rank_state import RunSection
 from threefold.errors import UserError
 from threefold.launch.device import choose_device, require_gpus
 from threefold.launch.environment import LaunchedRank, find_launched_rank, local_place, meet

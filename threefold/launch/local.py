@@ -16,8 +16,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, Literal, NamedTuple, NoReturn, cast
 
-from threefold.comm.heartbeat import Heartbeat
-from threefold.comm.rank_state import PAGE_BYTES, Page, RunSection, ask, read
+from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RunSection, ask, read
 from threefold.errors import UserError
 from threefold.launch.device import require_gpus
 from threefold.launch.failure import Failure, cause, from_exception, from_exit_code

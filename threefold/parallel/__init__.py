@@ -8,51 +8,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from threefold.comm.axis import copy_to, gather_from, gather_shares, reduce_from, reduce_to_shares, scatter_to
-    from threefold.comm.layout import Layout
-    from threefold.comm.mesh import Axis, Mesh
-    from threefold.parallel.context import sum_over_shares_
-    from threefold.parallel.cross_entropy import ParallelCrossEntropy
-    from threefold.parallel.pipeline.partition import (
-        layers_by_rank,
-        partition_by_class,
-        partition_by_cost,
-        partition_uniform,
-        partition_uniform_chunks,
-    )
-    from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-    from threefold.random.dropout import Dropout, sample_keys
-    from threefold.random.rng import RandomStreams
-
-__all__ = [
-    "Axis",
-    "ColumnParallelLinear",
-    "Dropout",
-    "Layout",
-    "Mesh",
-    "ParallelCrossEntropy",
-    "RandomStreams",
-    "RowParallelLinear",
-    "VocabParallelEmbedding",
-    "copy_to",
-    "gather_from",
-    "gather_shares",
-    "layers_by_rank",
-    "partition_by_class",
-    "partition_by_cost",
-    "partition_uniform",
-    "partition_uniform_chunks",
-    "reduce_from",
-    "reduce_to_shares",
-    "sample_keys",
-    "scatter_to",
-    "sum_over_shares_",
-]
+    from threefold.comm.axis import copy_to as copy_to
+    from threefold.comm.axis import gather_from as gather_from
+    from threefold.comm.axis import gather_shares as gather_shares
+    from threefold.comm.axis import reduce_from as reduce_from
+    from threefold.comm.axis import reduce_to_shares as reduce_to_shares
+    from threefold.comm.axis import scatter_to as scatter_to
+    from threefold.comm.layout import Layout as Layout
+    from threefold.comm.mesh import Axis as Axis
+    from threefold.comm.mesh import Mesh as Mesh
+    from threefold.parallel.context import sum_over_shares_ as sum_over_shares_
+    from threefold.parallel.cross_entropy import ParallelCrossEntropy as ParallelCrossEntropy
+    from threefold.parallel.pipeline.partition import layers_by_rank as layers_by_rank
+    from threefold.parallel.pipeline.partition import partition_by_class as partition_by_class
+    from threefold.parallel.pipeline.partition import partition_by_cost as partition_by_cost
+    from threefold.parallel.pipeline.partition import partition_uniform as partition_uniform
+    from threefold.parallel.pipeline.partition import partition_uniform_chunks as partition_uniform_chunks
+    from threefold.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
+    from threefold.parallel.tensor import RowParallelLinear as RowParallelLinear
+    from threefold.parallel.tensor import VocabParallelEmbedding as VocabParallelEmbedding
+    from threefold.random.dropout import Dropout as Dropout
+    from threefold.random.dropout import sample_keys as sample_keys
+    from threefold.random.rng import RandomStreams as RandomStreams
 
 _MODULES: Final = {
     name: module
     for module, names in {
-        "comm.axis": "gather_from gather_shares reduce_to_shares scatter_to Axis",
+        "comm.axis": "Axis copy_to gather_from gather_shares reduce_from reduce_to_shares scatter_to",
         "comm.layout": "Layout",
         "comm.mesh": "Mesh",
         "compat.paddle": "Splitter",  # where it has moved to
@@ -67,6 +49,7 @@ _MODULES: Final = {
     for name in names.split()
 }
 """Name → the module below `threefold` that defines it."""
+__all__ = sorted(_MODULES.keys() - {"Splitter"})
 
 
 def __getattr__(name: str) -> Any:
