@@ -52,11 +52,9 @@ class Stage(nn.Module):
         self.layer_names: tuple[str, ...] = plan.layers[first:end]
         self.gives_loss = end == len(plan.layers)
         # Of the single-device layers: their parallel replacements are called in the same way.
-        self.layer_signatures = {
-            name: LayerSignature.of(name, model.get_submodule(name)) for name in plan.layers[first:end]
-        }
+        self.layer_signatures = {name: LayerSignature.of(name, model.get_submodule(name)) for name in self.layer_names}
         self._alone = {name for name, each in self.layer_signatures.items() if each.takes_one_tensor}
-        for name in plan.layers[first:end]:
+        for name in self.layer_names:
             around, _, leaf = name.rpartition(".")
             parent: nn.Module = self
             for part in around.split(".") if around else ():
