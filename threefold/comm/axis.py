@@ -52,13 +52,10 @@ def waits(operation: str) -> Callable[[_Method[_Group, _P, _T]], _Method[_Group,
 
 @dataclass(frozen=True)
 class Event:
-    """One recorded collective.
+    """One recorded collective: the axis's name, the operation (one of `OPERATIONS` that sends), and its bytes.
 
-    Attributes:
-        axis: the axis's name.
-        operation: `all_reduce`, `all_reduce_max`, `all_gather`, `reduce_scatter`, `all_to_all`, `broadcast` or `send`.
-        nbytes: bytes of the unsharded tensor: the input of an all-reduce or a reduce-scatter, the output of an
-            all-gather, the rows that this rank sends in an all-to-all.
+    These are of the unsharded tensor: the input of an all-reduce or a reduce-scatter, the output of an all-gather, the
+    rows that this rank sends in an all-to-all.
     """
 
     axis: str
@@ -546,12 +543,9 @@ def reduce_to_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def dumps(value: Any) -> bytes:
-    """Pickle a value with tensors into bytes that `pickle.loads` reads.
+    """Pickle a value into bytes that `pickle.loads` reads, with tensors by value, even if they share memory.
 
-    Tensors are pickled by value, even if they share memory; a replicated `DTensor` becomes a plain tensor.
-
-    Raises:
-        UserError: a `DTensor` is sharded or partial; it could outlive the mesh of its ranks.
+    A replicated `DTensor` becomes a plain tensor; another one is refused, as it could outlive the mesh of its ranks.
     """
     file = io.BytesIO()
     _Pickler(file, pickle.HIGHEST_PROTOCOL).dump(value)

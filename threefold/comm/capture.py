@@ -1,9 +1,8 @@
 """Capture of a whole training step as one graph: forward and backward pass, collectives and update, without Python.
 
-The graph holds torch's operators on this rank's tensors, with collectives as functional collectives on its process
-group. It cannot hold decisions that Python bases on a tensor's value (a skipped step, clipping by a norm that is read),
-the hooks of bucketed gradients, or the sends of a pipeline. Sizes, the learning rate and the layers that run are fixed
-when the step is captured.
+The graph holds torch's operators on this rank's tensors, and functional collectives. It cannot hold decisions that
+Python bases on a tensor's value (a skipped step, clipping by a norm that is read), the hooks of bucketed gradients, or
+the sends of a pipeline. Sizes, the learning rate and the layers that run are fixed when the step is captured.
 """
 
 from collections.abc import Callable, Sequence

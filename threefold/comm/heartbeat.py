@@ -1,9 +1,8 @@
 """Heartbeats: each rank writes what it is doing into a page of memory that other processes can read at any time.
 
-A write takes a fraction of a microsecond and no system call. A thread of the rank increments a count, which
-distinguishes a stopped process from a waiting one. The page holds a few integers, each in a slot of eight bytes: a
-count that grows with all progress, the rank's position (step, micro-batch, stage), and the collective that it waits in.
-The names of axes and callbacks follow as JSON.
+A write takes a fraction of a microsecond and no system call. The page holds a few integers: a count that grows with all
+progress, another one that a thread increments, which distinguishes a stopped process from a waiting one, the rank's
+position, and the collective that it waits in. The names of axes and callbacks follow as JSON.
 """
 
 import json

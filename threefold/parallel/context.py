@@ -187,12 +187,7 @@ class ContextParallelAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """Attend from `q` [B, S / cp, heads, d], this rank's chunks in a row → [B, S / cp, heads · d].
 
-        Args:
-            k, v: keys and values [B, S / cp, key-value heads, d] of the same positions.
-            samples: dropout keys, and the documents of the whole sequence.
-
-        Raises:
-            ValueError: this rank's positions are not two chunks of equal length.
+        Keys and values [B, S / cp, key-value heads, d] are of the same positions, documents of the whole sequence.
         """
         size = chunk_length(q.shape[1]) // self.own
         own = torch.stack([k, v])

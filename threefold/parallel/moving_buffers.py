@@ -1,9 +1,8 @@
 """Buffers that forward passes change, such as running means, with equal results in every layout.
 
-Every micro-batch of every replica starts from a buffer's value at the start of the step. After the step, a float buffer
-is set to the mean of its values after each sample; any other buffer must end up the same for all samples. So a running
-mean covers the global batch, and a counter counts updates rather than micro-batches or replicas. A change that cannot
-be made independent of the layout is refused, with the buffer's name.
+Every micro-batch of every replica starts from a buffer's value at the start of the step. After it, a float buffer is
+set to the mean of its values after each sample; any other buffer must end up the same for all samples. So a running
+mean covers the global batch, and a counter counts updates. A change that depends on the layout is refused.
 """
 
 from collections.abc import Iterator, Sequence

@@ -153,25 +153,13 @@ class TrainingSettings:
 
     @cached_property
     def pipeline_schedule(self) -> Schedule:
-        """Schedule that `schedule` names; a file is read once, when it is first used.
-
-        Raises:
-            UserError: the file cannot be read, or its actions break a rule.
-            ValueError: there is no such schedule.
-        """
+        """Schedule that `schedule` names; a file is read once, when it is first used."""
         return self.schedule if isinstance(self.schedule, Schedule) else find_schedule(self.schedule)
 
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Distribution of a model over a mesh. Attributes that are not listed are those of `TrainingSettings`.
-
-    Attributes:
-        deferred: store of the weight gradients that the schedule defers; None if it defers none.
-        order: order of an exact run's sums over samples; None for any other run.
-        calls: records the functions that an exact run's passes call and that are not known to be exact; None for any
-            other run, and for the families of this package.
-    """
+    """Distribution of a model over a mesh; see `TrainingSettings` for fields of the same names."""
 
     mesh: Mesh
     stages: StageMap
@@ -180,10 +168,11 @@ class Parallelism:
     zero: ZeroSharding | None = None
     cp_method: str = "all-gather"
     master_weights: bool = True
-    deferred: DeferredGradients | None = None
+    deferred: DeferredGradients | None = None  # weight gradients that the schedule defers, if it defers any
     grain: Grain | None = None
-    order: LeafOrder | None = None
+    order: LeafOrder | None = None  # order of an exact run's sums over samples
     calls: UnknownCalls | None = None
+    """Functions that an exact run's passes call and that are not known to be exact; None for this package's models."""
 
     @classmethod
     def make(cls, plan: ModelPlan, mesh: Mesh, settings: TrainingSettings) -> "Parallelism":
@@ -260,22 +249,15 @@ class ParallelModel:
 
 @dataclass(frozen=True)
 class TrainableModel(ParallelModel):
-    """This rank's part of a model to train.
-
-    Attributes:
-        tied: tied weights (such as tied embeddings) that other ranks hold too.
-        streams: random streams of modules that draw in sequence.
-        gradients: gradients of the parameters, summed over the replicas.
-        weights: parameters with master weights, at initial values. Those that the plan freezes have no gradients.
-        copies: leaves of an exact run's tied weights, each with the leaf of another use on this rank, whose gradients
-            are summed separately. Without ZeRO, both have the same memory.
-    """
+    """This rank's part of a model to train, with its weights at their initial values."""
 
     tied: TiedWeights
     streams: RandomStreams
     gradients: Gradients
     weights: list[Weight]
     copies: list[tuple[Tensor, Tensor]]
+    """Leaves of an exact run's tied weights, each with the leaf of another use on this rank, whose gradients are summed
+    separately. Without ZeRO, both have the same memory."""
 
     @property
     def trained(self) -> list[Weight]:
@@ -306,10 +288,7 @@ def apply_parallelism(
     """Build this rank's part of a model. Collective over the world.
 
     Without `training`, the weights are only used; `seed` is then that of the run that trained the model, and determines
-    buffers that its constructor draws.
-
-    Raises:
-        UserError: the plan does not fit the model, or has no such `recompute`.
+    buffers that its constructor draws. Raises a `UserError` if the plan does not fit the model.
     """
     seed = seed if training is None else training.seed
     model = skeleton(make_model, seed)

@@ -390,14 +390,9 @@ def check_forward(
     """Check that the sizes in a tensor rank's part of a model fit together, by its forward pass on the meta device.
 
     Linear layers have their sharded widths, bare parameters and buffers are cut, and communication is left out. A model
-    whose forward pass needs values passes the check, as does one that already fails without sharding.
-
-    Args:
-        batch: at least one sample on the meta device, as the first layer takes it; (tokens, labels) with
-            `takes_labels`, if the last layer computes the loss.
-
-    Raises:
-        UserError: sizes do not match; the message names the module, the sizes and the rule that is likely missing.
+    whose forward pass needs values passes the check, as does one that already fails without sharding. The batch, on the
+    meta device, is as the first layer takes it; (tokens, labels) with `takes_labels`, if the last computes the loss. A
+    `UserError` names the module, the sizes and the rule that is likely missing.
     """
     rules = (*plan.split.values(), *plan.bare.values())
     if tp == 1 or not all(isinstance(rule, _KNOWN) for rule in rules):

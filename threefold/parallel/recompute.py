@@ -1,11 +1,8 @@
 """Activation checkpointing (recompute): the backward pass computes a module's activations again.
 
-Chen et al., "Training deep nets with sublinear memory cost" (arXiv 1604.06174); `selective` is Korthikanti et al.,
-"Reducing activation recomputation in large transformer models" (arXiv 2205.05198), section 5. Recomputation draws the
-same dropout masks, since they are keyed rather than drawn from a generator's state, so gradients keep every bit.
-
-Collectives inside a module are repeated too. Torch ends a recomputation at the last tensor that the backward pass
-needs, which is the same on all ranks of a group, since they run the same operations.
+Chen et al., arXiv 1604.06174; `selective` is Korthikanti et al., arXiv 2205.05198, section 5. Recomputation draws the
+same dropout masks, since they are keyed, so gradients keep every bit. Collectives inside a module are repeated too.
+Torch ends a recomputation at the last tensor that the backward pass needs, which is the same on all ranks of a group.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -91,10 +91,8 @@ def shard_values(
 ) -> None:
     """Shard the parameters of a module that has its values, in place; a rank keeps its shards.
 
-    Args:
-        module: any module; each layer of its outermost `nn.ModuleList`s is gathered by itself, the rest together.
-        compression: 16-bit dtype of the gradients' sums; None for their own. Micro-batches are added up at full width.
-        tp: tensor ranks, with compression; None for no others.
+    Each layer of the outermost `nn.ModuleList`s is gathered by itself, the rest together. `compression` is a 16-bit
+    dtype of the gradients' sums, over ranks only, and `tp` the tensor ranks then.
     """
     before = dict(module.named_parameters())
     # `fully_shard` cuts contiguous tensors only.

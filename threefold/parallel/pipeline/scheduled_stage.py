@@ -3,13 +3,10 @@
 Between ranks of one host, a `Mailbox` carries CPU tensors through shared memory, without sockets. A sender copies a
 tensor into a free slot of its own and writes a note into the receiver's inbox, a pipe, which wakes the receiver if it
 sleeps. The receiver copies the tensor out when it needs it, and returns the slot through another pipe, which wakes
-nobody. If no slot is free, the tensor goes through the process group. Its note then has a number of at least `SLOTS`
-instead of a slot. The number is returned in the same way, and the sender keeps the tensor until then.
-
-A sender never waits for a slot: it could wait for a rank that waits for it in a collective. It waits only if a pipe is
-full. Pipes have room for the notes of two passes, and no rank is further ahead of another, so ranks cannot deadlock, in
-whatever order they send, receive and wait for something else. Pipes order the accesses to memory around them, as those
-of `Barrier` do.
+nobody. If no slot is free, the tensor goes through the process group, and its note and its return have a number of at
+least `SLOTS` instead of a slot. A sender never waits for a slot: it could wait for a rank that waits for it in a
+collective. It waits only if a pipe is full; pipes have room for the notes of two passes, and no rank is further ahead
+of another, so ranks cannot deadlock. Pipes order the accesses to memory around them, as those of `Barrier` do.
 """
 
 import os
@@ -35,7 +32,7 @@ from threefold.errors import UserError
 from threefold.parallel.gradients import LeafOrder
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.stage import Stage, StepSamples
-from threefold.torch_private.pipelining import BufferedPipelineStage, RecvInfo, drop_buffers
+from threefold.torch_private.pipelining import BufferedPipelineStage, RecvInfo
 
 SLOTS: Final = 8
 """Slots of each rank; a pipeline has about two waiting messages per micro-batch in flight between two stages."""
@@ -327,7 +324,7 @@ class ScheduledStage(BufferedPipelineStage):
         if not self.is_last:
             self._check(out)
         if not self.has_backward:
-            drop_buffers(self.args_recv_info[fwd_chunk_id])
+            self.drop_buffers(self.args_recv_info[fwd_chunk_id])
             if self.is_last or self.is_on_this_rank(self.stage_index + 1):
                 del self.fwd_cache[fwd_chunk_id]  # otherwise it is still to be sent
         return out
@@ -348,7 +345,7 @@ class ScheduledStage(BufferedPipelineStage):
                     self.dw_runner[bwd_chunk_id] = self.dw_builder()
         if loss is not None:
             loss.detach_()  # torch keeps it to the end of the step, and its graph keeps the receive buffer
-        drop_buffers(self.args_recv_info[bwd_chunk_id], self.grad_recv_info[bwd_chunk_id])
+        self.drop_buffers(self.args_recv_info[bwd_chunk_id], self.grad_recv_info[bwd_chunk_id])
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         infos = self.grad_recv_info[mb_index]

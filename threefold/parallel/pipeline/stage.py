@@ -66,15 +66,9 @@ class Stage(nn.Module):
     def forward(self, x: Tensor | LayerInputs, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Any:
         """Run the stage's layers.
 
-        Args:
-            x: tokens int64 [B, S] on the first stage, activations [B, S, H] on the others; or the first layer's inputs,
-                for a model whose loss is not in its last layer.
-            labels: int64 [B, S], used by the last stage.
-            samples: dropout keys and documents of the samples.
-
-        Returns:
-            activations [B, S, H]; on the last stage the summed loss, or if `labels` is None this tensor rank's columns
-            of the logits. For `LayerInputs`, the last layer's output.
+        From tokens int64 [B, S] on the first stage, activations [B, S, H] on the others, and labels int64 [B, S], it
+        computes activations; on the last stage the summed loss, or without labels this tensor rank's columns of the
+        logits. From `LayerInputs`, for a model whose loss is not in its last layer, it computes that layer's output.
         """
         with self._arithmetic():
             out = self._run(x, labels, samples)
