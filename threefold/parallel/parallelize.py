@@ -372,9 +372,7 @@ def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: Constructe
     model = nn.ModuleList(stages)
     for stage in stages:
         for name, buffer in list(stage.named_buffers(remove_duplicate=False)):
-            if buffer.is_meta and not stage.model_plan.constructed:
-                raise TypeError(f"The model keeps the buffer {name!r}, which nothing initialises; compute it instead")
-            if buffer.is_meta:
+            if buffer.is_meta:  # of a constructed model, as `check_plan` has seen to
                 dim = bare_cut(stage.model_plan.bare, name, how.mesh.tp)
                 whole = constructed.buffer(name)
                 value = whole if dim is None else local_part(whole, how.mesh.tp, dim).clone()

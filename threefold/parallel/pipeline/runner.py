@@ -190,7 +190,7 @@ class PipelineRunner(Runner):
 
     @torch.no_grad()
     def evaluate(self, batch: StepSamples) -> Tensor:
-        return self._run_micro_batches(self._evaluate, batch, 1.0)
+        return self._run_micro_batches(lambda *args, **options: self._eval.eval(*args, **options), batch, 1.0)
 
     def _step(self, *args: Any, **options: Any) -> None:
         for stage in self.scheduled_stages:
@@ -200,9 +200,6 @@ class PipelineRunner(Runner):
         self._train.step(*args, **options)
         if self._mailbox is not None:
             self._mailbox.finish()
-
-    def _evaluate(self, *args: Any, **options: Any) -> None:
-        self._eval.eval(*args, **options)
 
     def _run_micro_batches(self, run: Callable[..., Any], batch: StepSamples, scale: float) -> Tensor:
         """Run a pass of torch's schedule over the micro-batches; return their losses if `has_loss`, else a zero."""
