@@ -402,12 +402,14 @@ class ScheduledStage(BufferedPipelineStage):
                 f"stage {self.stage_index} gave {len(given)} tensors of activations, but {len(declared)} were declared"
             )
         for place, (tensor, known) in enumerate(zip(given, declared, strict=True)):
+            differs = (tensor.shape, tensor.dtype) != (known.shape, known.dtype)
+            if not differs and (known.requires_grad or not tensor.requires_grad or not self.has_backward):
+                continue
             which = "activations" if len(declared) == 1 else f"activations {place}"
             gave = f"stage {self.stage_index} gave {which} {list(tensor.shape)} of {tensor.dtype}"
-            if (tensor.shape, tensor.dtype) != (known.shape, known.dtype):
+            if differs:
                 raise ValueError(f"{gave}, but {list(known.shape)} of {known.dtype} were declared")
-            if self.has_backward and tensor.requires_grad and not known.requires_grad:
-                raise ValueError(f"{gave} that need a gradient, but were declared without one")
+            raise ValueError(f"{gave} that need a gradient, but were declared without one")
 
     def _expects(self, infos: tuple[RecvInfo, ...]) -> bool:
         """Reserve a micro-batch's inputs in the mailbox; without one, allocate buffers and return False."""
