@@ -72,8 +72,13 @@ class LeafOrder:
     """
 
     def __init__(self, leaves: int, groups: int, context: Axis | None = None) -> None:
-        self.groups, self.leaves, self._context = groups, leaves, context
+        self.groups, self._leaves, self._context = groups, leaves, context
         self.running = 0
+
+    @property
+    def group(self) -> int:
+        """Number of the running leaf's group."""
+        return self.running * self.groups // self._leaves
 
     def over_context(self, gradient: Tensor) -> Tensor:
         """Sum a leaf's gradient over the context ranks in a tree; each keeps a share of the sum, and zeros elsewhere.
@@ -107,7 +112,7 @@ class GroupTree:
 
     def add_(self, gradient: Tensor, dtype: torch.dtype) -> None:
         """Add a gradient of the running leaf, which may be kept and changed; `dtype` is that of the sum."""
-        group = self._order.running * self._order.groups // self._order.leaves
+        group = self._order.group
         if group < self._pushed:
             raise RuntimeError(f"a gradient of group {group} of samples came after group {self._pushed} had begun")
         while self._pushed < group:
