@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from threefold.cli.help import CommandLine
 from threefold.cli.terminal import Bars, ModelFile, TrustCode, model_file, print_table, print_warnings, table
@@ -18,18 +19,15 @@ if TYPE_CHECKING:
 
 app = CommandLine(help="List, show, verify and convert checkpoints; import and export Hugging Face models.")
 
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")]
+Overwrite = Annotated[bool, Option("--overwrite", help="Overwrite --out.")]
 ShardCoordinates = Annotated[
-    Path, typer.Argument(metavar="RUN|CHECKPOINT", help="Folder of a run, or of one of its checkpoints.")
+    Path, Argument(metavar="RUN|CHECKPOINT", help="Folder of a run, or of one of its checkpoints.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document instead of a table.")]
+AsJson = Annotated[bool, Option("--json", help="Print a JSON document instead of a table.")]
 
 
 @app.command("list")
-def list_(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")],
-    as_json: AsJson = False,
-) -> None:
+def list_(run: Path = Argument(..., metavar="RUN", help="Run folder."), as_json: AsJson = False) -> None:
     """List the checkpoints of RUN: step, time, size, samples consumed, state, and the layout that wrote each.
 
     States, found without reading tensors: complete, damaged, partial, or diverged (set aside: its loss is not finite).
@@ -48,11 +46,10 @@ def list_(
 @app.command()
 def show(
     path: ShardCoordinates,
-    pattern: Annotated[
-        str | None,
-        typer.Argument(metavar="[PATTERN]", help="Tensors to list: part of a name, or a pattern such as '*.mlp.*'."),
-    ] = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors: name, shape, dtype, size.")] = False,
+    pattern: str | None = Argument(
+        None, metavar="[PATTERN]", help="Tensors to list: part of a name, or a pattern such as '*.mlp.*'."
+    ),
+    tensors: bool = Option(False, "--tensors", help="List the tensors: name, shape, dtype, size."),
     as_json: AsJson = False,
 ) -> None:
     """Show the contents of a checkpoint, or of a run's newest good one: run, model, weights and optimizer state.
@@ -104,23 +101,20 @@ def verify(path: ShardCoordinates) -> None:
 @app.command()
 def convert(
     path: ShardCoordinates,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Folder to create; with --format threefold, a run folder.")],
-    format_: Annotated[
-        Literal["threefold", "safetensors", "torch", "dcp"],
-        typer.Option(
-            "--format",
-            help="threefold: a run with this checkpoint, in the newest version of the format; safetensors or torch: "
-            "whole tensors for other programs; dcp: torch.distributed.checkpoint.",
-        ),
-    ] = "threefold",
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16", "fp64"] | None,
-        typer.Option(help="Data type of the weights.", show_default="as stored"),
-    ] = None,
-    weights_only: Annotated[bool, typer.Option("--weights-only", help="Leave out the optimizer's state.")] = False,
-    shard_size: Annotated[
-        str, typer.Option(metavar="SIZE", help="Largest tensor file, such as 500MB; torch writes a single file.")
-    ] = "5GB",
+    out: Path = Option(..., metavar="DIR", help="Folder to create; with --format threefold, a run folder."),
+    format_: Literal["threefold", "safetensors", "torch", "dcp"] = Option(
+        "threefold",
+        "--format",
+        help="threefold: a run with this checkpoint, in the newest version of the format; safetensors or torch: "
+        "whole tensors for other programs; dcp: torch.distributed.checkpoint.",
+    ),
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = Option(
+        None, help="Data type of the weights.", show_default="as stored"
+    ),
+    weights_only: bool = Option(False, "--weights-only", help="Leave out the optimizer's state."),
+    shard_size: str = Option(
+        "5GB", metavar="SIZE", help="Largest tensor file, such as 500MB; torch writes a single file."
+    ),
     overwrite: Overwrite = False,
 ) -> None:
     """Rewrite a checkpoint, or a run's newest good one, in another format, dtype or file size, or only its weights.
@@ -154,25 +148,22 @@ def convert(
 
 @app.command("import")
 def import_(
-    source: Annotated[
-        str,
-        typer.Argument(
-            metavar="HF_DIR|ID",
-            help="Folder with config.json and safetensors files; or, with the package huggingface_hub, a model's id on "
-            "the Hugging Face hub, such as meta-llama/Llama-3.2-1B.",
-        ),
-    ],
-    out: Annotated[Path, typer.Option(metavar="RUN", help="Run folder to create.")],
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="KEY", help="Key of config.json to ignore, as it changes neither logits nor loss; may be repeated."
-        ),
-    ] = None,
+    source: str = Argument(
+        ...,
+        metavar="HF_DIR|ID",
+        help="Folder with config.json and safetensors files; or, with the package huggingface_hub, a model's id on "
+        "the Hugging Face hub, such as meta-llama/Llama-3.2-1B.",
+    ),
+    out: Path = Option(..., metavar="RUN", help="Run folder to create."),
+    ignore: list[str] | None = Option(
+        None,
+        metavar="KEY",
+        help="Key of config.json to ignore, as it changes neither logits nor loss; may be repeated.",
+    ),
     overwrite: Overwrite = False,
-    allow_not_finite: Annotated[
-        bool, typer.Option("--allow-not-finite", help="Import weights although some are NaN or infinite.")
-    ] = False,
+    allow_not_finite: bool = Option(
+        False, "--allow-not-finite", help="Import weights although some are NaN or infinite."
+    ),
 ) -> None:
     """Import a Hugging Face model as a run: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE.
 
@@ -207,17 +198,14 @@ def import_(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder; its newest checkpoint is exported.")],
-    out: Annotated[Path, typer.Option(metavar="HF_DIR", help="Folder to create.")],
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16", "fp64"] | None,
-        typer.Option(
-            help="Data type of the weights.", show_default="the run's precision.dtype, or an imported model's own"
-        ),
-    ] = None,
+    run: Path = Argument(..., metavar="RUN", help="Run folder; its newest checkpoint is exported."),
+    out: Path = Option(..., metavar="HF_DIR", help="Folder to create."),
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = Option(
+        None, help="Data type of the weights.", show_default="the run's precision.dtype, or an imported model's own"
+    ),
     model: ModelFile = None,
     trust_code: TrustCode = False,
-    shard_size: Annotated[str, typer.Option(metavar="SIZE", help="Largest file size, such as 500MB.")] = "5GB",
+    shard_size: str = Option("5GB", metavar="SIZE", help="Largest file size, such as 500MB."),
     overwrite: Overwrite = False,
 ) -> None:
     """Export the newest checkpoint of RUN in the format that transformers' from_pretrained reads.

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 from threefold.cli.help import CommandLine
 from threefold.cli.terminal import (
@@ -98,29 +99,23 @@ def _grouped(value: object) -> str:
 
 
 ForeignFile = Annotated[
-    Path,
-    typer.Argument(metavar="FILE", help="Fleet YAML, Colossal-AI config.py, or shell script with Megatron-LM flags."),
+    Path, Argument(metavar="FILE", help="Fleet YAML, Colossal-AI config.py, or shell script with Megatron-LM flags.")
 ]
 KindName = Annotated[
     Literal["fleet", "colossal", "megatron"] | None,
-    typer.Option("--from", help="System that FILE is for. Default: detected from its content."),
+    Option("--from", help="System that FILE is for. Default: detected from its content."),
 ]
 WorldSize = Annotated[
-    int | None,
-    typer.Option("--world-size", min=1, help="Ranks of the run, where FILE does not set the number of replicas."),
+    int | None, Option("--world-size", min=1, help="Ranks of the run, where FILE does not set the number of replicas.")
 ]
 AllowUnsupported = Annotated[
-    bool,
-    typer.Option("--allow-unsupported", help="Leave out settings that have no counterpart, after listing them."),
+    bool, Option("--allow-unsupported", help="Leave out settings that have no counterpart, after listing them.")
 ]
 
 
 @app.command()
 def convert(
-    file: ForeignFile,
-    kind: KindName = None,
-    world_size: WorldSize = None,
-    allow_unsupported: AllowUnsupported = False,
+    file: ForeignFile, kind: KindName = None, world_size: WorldSize = None, allow_unsupported: AllowUnsupported = False
 ) -> None:
     """Convert FILE of another system: print the config and, on stderr, the settings that have no counterpart.
 
@@ -152,8 +147,8 @@ def convert(
 
 @app.command()
 def diff(
-    first: Annotated[Path, typer.Argument(metavar="A", help="YAML file, or the folder of a run.")],
-    second: Annotated[Path, typer.Argument(metavar="B", help="YAML file, or the folder of a run.")],
+    first: Path = Argument(..., metavar="A", help="YAML file, or the folder of a run."),
+    second: Path = Argument(..., metavar="B", help="YAML file, or the folder of a run."),
 ) -> None:
     """Print the settings in which two configs differ, including derived settings.
 
@@ -199,7 +194,7 @@ def reference() -> None:
 
 FeatureNames = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[FEATURE]...", help="Features to combine, such as zero3 zbv. Default: list all features."),
+    Argument(metavar="[FEATURE]...", help="Features to combine, such as zero3 zbv. Default: list all features."),
 ]
 
 

@@ -2,9 +2,10 @@
 
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Literal
 
 import typer
+from typer import Argument, Option
 
 from threefold.cli.help import CommandLine
 from threefold.cli.terminal import Bars, print_table
@@ -20,7 +21,7 @@ app = CommandLine(help="Prepare token files from text; show, verify and convert 
 
 
 @app.command()
-def sample(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write to.")]) -> None:
+def sample(directory: Path = Argument(..., metavar="DIR", help="Folder to write to.")) -> None:
     """Write a few MB of English text, from the documentation in Python's standard library, as JSON Lines.
 
     Examples:
@@ -37,40 +38,28 @@ def sample(directory: Annotated[Path, typer.Argument(metavar="DIR", help="Folder
 
 @app.command()
 def prepare(
-    inputs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="INPUT", help="Files or folders: .jsonl, .json, .txt, also as .gz or .zst, and .parquet."
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="Folder to make.", metavar="DIR")],
-    vocab_size: Annotated[
-        int, typer.Option(max=2**21, help="Vocabulary size of the byte-level BPE that is learned from the text.")
-    ] = 8192,
-    tokenizer: Annotated[Path | None, typer.Option(help="A tokenizer.json to use instead of learning one.")] = None,
-    eod: Annotated[
-        str | None, typer.Option(help="End-of-document token of --tokenizer, if its name is unusual.")
-    ] = None,
-    key: Annotated[
-        str, typer.Option(help="Key of a JSON line, or column of a parquet file, that holds the text, or messages.")
-    ] = "text",
-    workers: Annotated[
-        int | None, typer.Option(max=256, help="Number of encoding processes.", show_default="one per core")
-    ] = None,
-    special_tokens: Annotated[
-        Literal["parse", "text"],
-        typer.Option(
-            help="Whether text that spells a special token becomes that token (parse) or stays text "
-            "(text), as untrusted text should."
-        ),
-    ] = "parse",
-    chat_template: Annotated[
-        Path | None,
-        typer.Option(
-            help="Chat template of conversations: .jinja or tokenizer_config.json.", show_default="beside --tokenizer"
-        ),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite token files at --out.")] = False,
+    inputs: list[Path] = Argument(
+        ..., metavar="INPUT", help="Files or folders: .jsonl, .json, .txt, also as .gz or .zst, and .parquet."
+    ),
+    out: Path = Option(..., help="Folder to make.", metavar="DIR"),
+    vocab_size: int = Option(
+        8192, max=2**21, help="Vocabulary size of the byte-level BPE that is learned from the text."
+    ),
+    tokenizer: Path | None = Option(None, help="A tokenizer.json to use instead of learning one."),
+    eod: str | None = Option(None, help="End-of-document token of --tokenizer, if its name is unusual."),
+    key: str = Option(
+        "text", help="Key of a JSON line, or column of a parquet file, that holds the text, or messages."
+    ),
+    workers: int | None = Option(None, max=256, help="Number of encoding processes.", show_default="one per core"),
+    special_tokens: Literal["parse", "text"] = Option(
+        "parse",
+        help="Whether text that spells a special token becomes that token (parse) or stays text "
+        "(text), as untrusted text should.",
+    ),
+    chat_template: Path | None = Option(
+        None, help="Chat template of conversations: .jinja or tokenizer_config.json.", show_default="beside --tokenizer"
+    ),
+    overwrite: bool = Option(False, "--overwrite", help="Overwrite token files at --out."),
 ) -> None:
     """Encode text into token files for `data.path` of a run.
 
@@ -93,14 +82,12 @@ def prepare(
 
 @app.command()
 def show(
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="Token files, as data.path: a folder, a prefix or one of the files.")
-    ],
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="A tokenizer.json to decode files that have none of their own.")
-    ] = None,
-    split: Annotated[str, typer.Option(help="Weights of train, valid and test, as data.split.")] = "949,50,1",
-    sequence_length: Annotated[int, typer.Option(help="Tokens per sample, as data.sequence_length.")] = 256,
+    path: Path = Argument(
+        ..., metavar="PATH", help="Token files, as data.path: a folder, a prefix or one of the files."
+    ),
+    tokenizer: Path | None = Option(None, help="A tokenizer.json to decode files that have none of their own."),
+    split: str = Option("949,50,1", help="Weights of train, valid and test, as data.split."),
+    sequence_length: int = Option(256, help="Tokens per sample, as data.sequence_length."),
 ) -> None:
     """Show the contents of token files of any system, and their first training sample as text.
 
@@ -158,16 +145,12 @@ def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> N
 
 @app.command()
 def verify(
-    paths: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="PATH", help="Token files of any system, JSON lines with their cache, or a folder of that cache."
-        ),
-    ],
-    tokenizer: Annotated[
-        Path | None,
-        typer.Option(help="A tokenizer.json whose vocabulary bounds the tokens of files that have none of their own."),
-    ] = None,
+    paths: list[Path] = Argument(
+        ..., metavar="PATH", help="Token files of any system, JSON lines with their cache, or a folder of that cache."
+    ),
+    tokenizer: Path | None = Option(
+        None, help="A tokenizer.json whose vocabulary bounds the tokens of files that have none of their own."
+    ),
 ) -> None:
     """Read token files completely and compare them with the checksums written with them."""
     from threefold.data.audit import audit
@@ -187,25 +170,20 @@ def verify(
 
 @app.command()
 def convert(
-    source: Annotated[
-        Path,
-        typer.Argument(metavar="SOURCE", help="Token files of any system: a folder, a prefix or one of the files."),
-    ],
-    to: Annotated[
-        str,
-        typer.Option(
-            metavar="FORMAT", help="Format to write: megatron or threefold, or one that an installed package adds."
-        ),
-    ],
-    out: Annotated[Path, typer.Option(help="Prefix of the .bin and .idx files to make, or the folder.", metavar="OUT")],
-    tokenizer: Annotated[
-        Path | None, typer.Option(help="With --to threefold: a tokenizer.json for files that have none of their own.")
-    ] = None,
-    eod: Annotated[
-        str | None,
-        typer.Option(help="With --to threefold: end-of-document token of the tokenizer, if its name is unusual."),
-    ] = None,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Overwrite --out.")] = False,
+    source: Path = Argument(
+        ..., metavar="SOURCE", help="Token files of any system: a folder, a prefix or one of the files."
+    ),
+    to: str = Option(
+        ..., metavar="FORMAT", help="Format to write: megatron or threefold, or one that an installed package adds."
+    ),
+    out: Path = Option(..., help="Prefix of the .bin and .idx files to make, or the folder.", metavar="OUT"),
+    tokenizer: Path | None = Option(
+        None, help="With --to threefold: a tokenizer.json for files that have none of their own."
+    ),
+    eod: str | None = Option(
+        None, help="With --to threefold: end-of-document token of the tokenizer, if its name is unusual."
+    ),
+    overwrite: bool = Option(False, "--overwrite", help="Overwrite --out."),
 ) -> None:
     """Convert token files to the format of another system, token for token.
 

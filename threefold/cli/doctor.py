@@ -4,9 +4,10 @@ import json
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
 from threefold.cli.terminal import Steps, print_table
 from threefold.errors import UserError
@@ -18,20 +19,14 @@ if TYPE_CHECKING:
 
 
 def command(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    save: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PATH.yaml",
-            help="Write the hardware entry to this file instead of to the user's folder.",
-        ),
-    ] = None,
-    quick: Annotated[
-        bool, typer.Option("--quick", help="Measure roughly, for a few seconds; the entry is saved only with --save.")
-    ] = False,
-    folder: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder whose disk is measured, such as that of your runs.")
-    ] = Path(),
+    as_json: bool = Option(False, "--json", help="Print one JSON object."),
+    save: Path | None = Option(
+        None, metavar="PATH.yaml", help="Write the hardware entry to this file instead of to the user's folder."
+    ),
+    quick: bool = Option(
+        False, "--quick", help="Measure roughly, for a few seconds; the entry is saved only with --save."
+    ),
+    folder: Path = Option(Path(), metavar="DIR", help="Folder whose disk is measured, such as that of your runs."),
 ) -> None:
     """Examine this machine: hardware, versions, backends, network, limits, and the performance of local ranks.
 

@@ -4,9 +4,10 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import groupby
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
+from typer import Option
 
 from threefold.cli import terminal
 from threefold.errors import UserError
@@ -22,16 +23,11 @@ def command(
     config: terminal.ConfigFile,
     model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
-    rank: Annotated[str | None, typer.Option(metavar="R", help="Rank to run.", show_default="0")] = None,
-    all_stages: Annotated[bool, typer.Option("--all-stages", help="Run one rank of each pipeline stage.")] = False,
-    world: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Ranks of the run, which set parallel.dp if CONFIG does not."),
-    ] = None,
-    hardware: Annotated[
-        str | None, typer.Option(metavar="NAME", help="GPU type, to check whether the ranks fit in its memory.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON document instead of tables.")] = False,
+    rank: str | None = Option(None, metavar="R", help="Rank to run.", show_default="0"),
+    all_stages: bool = Option(False, "--all-stages", help="Run one rank of each pipeline stage."),
+    world: str | None = Option(None, metavar="N", help="Ranks of the run, which set parallel.dp if CONFIG does not."),
+    hardware: str | None = Option(None, metavar="NAME", help="GPU type, to check whether the ranks fit in its memory."),
+    as_json: bool = Option(False, "--json", help="Print a JSON document instead of tables."),
     overrides: terminal.Overrides = None,
 ) -> None:
     """Run the training code of one rank of CONFIG's layout for a step, on tensors without memory and without GPUs.

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from threefold.cli.terminal import ConfigFile, Overrides, TrustCode, check_picture_file, print_table, read_without_data
 from threefold.errors import UserError
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 HardwareName = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--hardware",
         metavar="NAME|FILE",
         help="a100-80, h100, …, this-machine (after threefold doctor), or a YAML file of your own.",
@@ -26,7 +27,7 @@ HardwareName = Annotated[
 ]
 SystemName = Annotated[
     str | None,
-    typer.Option(
+    Option(
         "--system",
         metavar="NAME",
         help="System whose kernels and overlap are assumed: own, or a published one such as megatron-core or nemo.",
@@ -34,9 +35,9 @@ SystemName = Annotated[
     ),
 ]
 Picture = Annotated[
-    Path | None, typer.Option("--png", metavar="FILE", help="Draw the memory of each stage by cause (.png or .svg).")
+    Path | None, Option("--png", metavar="FILE", help="Draw the memory of each stage by cause (.png or .svg).")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON: seconds, bytes, tokens per second.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON: seconds, bytes, tokens per second.")]
 
 
 def chosen_hardware(name: str | None) -> "Hardware":

@@ -5,9 +5,9 @@ import os
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
+from typer import Option
 
 from threefold.cli import terminal
 from threefold.errors import UserError
@@ -23,52 +23,36 @@ _LARGE = 1e6
 
 def command(
     run: terminal.RunFolder,
-    data: Annotated[
-        Path,
-        typer.Option(
-            metavar="FILE", help="Texts to evaluate: JSON lines (.jsonl, also .gz or .zst) or plain text (.txt)."
-        ),
-    ],
-    task: Annotated[
-        Literal["perplexity", "lambada"],
-        typer.Option(help="Metric; lambada is the accuracy on the last word of each text."),
-    ] = "perplexity",
-    key: Annotated[str, typer.Option(help="Key of the text, or of the messages, in a JSON line.")] = "text",
-    stride: Annotated[
-        int | None, typer.Option(help="Tokens between the starts of windows.", show_default="half the context")
-    ] = None,
-    context: Annotated[
-        int | None, typer.Option(min=1, help="Context length, in tokens.", show_default="as trained")
-    ] = None,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Windows per batch of a replica.", rich_help_panel=terminal.LAYOUT)
-    ] = 8,
+    data: Path = Option(
+        ..., metavar="FILE", help="Texts to evaluate: JSON lines (.jsonl, also .gz or .zst) or plain text (.txt)."
+    ),
+    task: Literal["perplexity", "lambada"] = Option(
+        "perplexity", help="Metric; lambada is the accuracy on the last word of each text."
+    ),
+    key: str = Option("text", help="Key of the text, or of the messages, in a JSON line."),
+    stride: int | None = Option(None, help="Tokens between the starts of windows.", show_default="half the context"),
+    context: int | None = Option(None, min=1, help="Context length, in tokens.", show_default="as trained"),
+    batch_size: int = Option(8, min=1, help="Windows per batch of a replica.", rich_help_panel=terminal.LAYOUT),
     special_tokens: terminal.SpecialTokensName = None,
-    loss_tokens: Annotated[
-        Literal["answers", "all"] | None,
-        typer.Option(
-            help="Tokens whose loss counts in conversations, and in prompts with completions.",
-            show_default="as the model was trained",
-        ),
-    ] = None,
-    dp: Annotated[
-        int,
-        typer.Option(
-            "--dp",
-            min=1,
-            help="Data-parallel replicas; each evaluates part of the windows.",
-            rich_help_panel=terminal.LAYOUT,
-        ),
-    ] = 1,
+    loss_tokens: Literal["answers", "all"] | None = Option(
+        None,
+        help="Tokens whose loss counts in conversations, and in prompts with completions.",
+        show_default="as the model was trained",
+    ),
+    dp: int = Option(
+        1,
+        "--dp",
+        min=1,
+        help="Data-parallel replicas; each evaluates part of the windows.",
+        rich_help_panel=terminal.LAYOUT,
+    ),
     own_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
     tp: terminal.TensorRanks = 1,
     pp: terminal.PipelineRanks = 1,
     dtype: terminal.DtypeName = "fp32",
     device: terminal.DeviceName = "auto",
-    json_file: Annotated[
-        Path | None, typer.Option("--json", metavar="FILE", help="Also write the metrics to FILE, as JSON.")
-    ] = None,
+    json_file: Path | None = Option(None, "--json", metavar="FILE", help="Also write the metrics to FILE, as JSON."),
 ) -> None:
     """Evaluate the newest checkpoint of RUN on the texts of a file, on dp · tp · pp local processes or torchrun ranks.
 

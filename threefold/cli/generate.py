@@ -2,9 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 import typer
+from typer import Option
 
 from threefold.cli import terminal
 from threefold.errors import OutputLost, UserError
@@ -19,39 +20,29 @@ if TYPE_CHECKING:
 
 def command(
     run: terminal.RunFolder,
-    prompts: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", help="Text to continue; may be repeated.", show_default="standard input"),
-    ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Treat each prompt as a user message, and print the assistant's answer.")
-    ] = False,
-    system: Annotated[str | None, typer.Option(help="With --chat: the system message.")] = None,
-    prompts_file: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE", help="File with one prompt per line; in .jsonl, the line's key `prompt` or `messages`."
-        ),
-    ] = None,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Largest number of tokens to generate per prompt.", rich_help_panel="Sampling")
-    ] = 100,
-    temperature: Annotated[
-        float, typer.Option(min=0, help="Sampling temperature; 0 = greedy.", rich_help_panel="Sampling")
-    ] = 0.8,
-    top_k: Annotated[
-        int, typer.Option(min=0, help="Sample from the k most likely tokens; 0 = all.", rich_help_panel="Sampling")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option(min=0, max=1, help="Nucleus (top-p) threshold; 1 = all tokens.", rich_help_panel="Sampling")
-    ] = 0.95,
-    seed: Annotated[int, typer.Option(min=0, help="Sampling seed.", rich_help_panel="Sampling")] = 0,
-    batch_size: Annotated[int, typer.Option(min=1, help="Prompts per batch.", rich_help_panel=terminal.LAYOUT)] = 16,
+    prompts: list[str] | None = Option(
+        None, "--prompt", help="Text to continue; may be repeated.", show_default="standard input"
+    ),
+    chat: bool = Option(False, "--chat", help="Treat each prompt as a user message, and print the assistant's answer."),
+    system: str | None = Option(None, help="With --chat: the system message."),
+    prompts_file: Path | None = Option(
+        None, metavar="FILE", help="File with one prompt per line; in .jsonl, the line's key `prompt` or `messages`."
+    ),
+    max_new_tokens: int = Option(
+        100, min=1, help="Largest number of tokens to generate per prompt.", rich_help_panel="Sampling"
+    ),
+    temperature: float = Option(0.8, min=0, help="Sampling temperature; 0 = greedy.", rich_help_panel="Sampling"),
+    top_k: int = Option(0, min=0, help="Sample from the k most likely tokens; 0 = all.", rich_help_panel="Sampling"),
+    top_p: float = Option(
+        0.95, min=0, max=1, help="Nucleus (top-p) threshold; 1 = all tokens.", rich_help_panel="Sampling"
+    ),
+    seed: int = Option(0, min=0, help="Sampling seed.", rich_help_panel="Sampling"),
+    batch_size: int = Option(16, min=1, help="Prompts per batch.", rich_help_panel=terminal.LAYOUT),
     special_tokens: terminal.SpecialTokensName = None,
-    show_special: Annotated[bool, typer.Option("--show-special", help="Also print special tokens.")] = False,
-    keep: Annotated[
-        bool, typer.Option("--keep", help="Also append the texts to RUN/samples.jsonl, which threefold report shows.")
-    ] = False,
+    show_special: bool = Option(False, "--show-special", help="Also print special tokens."),
+    keep: bool = Option(
+        False, "--keep", help="Also append the texts to RUN/samples.jsonl, which threefold report shows."
+    ),
     own_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
     tp: terminal.TensorRanks = 1,

@@ -5,9 +5,10 @@ import shlex
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
+from typer import Argument, Option
 
 from threefold.cli.terminal import Bars, whole_number
 from threefold.errors import UserError
@@ -53,31 +54,21 @@ COMMENTS: Final = {
 
 
 def command(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="YAML file to write, such as run.yaml.")],
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="PATH", help="Folder written by threefold data prepare, or token files of another system."
-        ),
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|LAYERSxWIDTH",
-            help="A preset, such as gpt2-124m, or the sizes of a small GPT.",
-            show_default="8x256",
-        ),
-    ] = None,
-    ranks: Annotated[
-        str | None, typer.Option(metavar="N", help="Number of processes, or GPUs, to train on.", show_default="1")
-    ] = None,
-    steps: Annotated[
-        str | None, typer.Option(metavar="N", help="Number of steps to train.", show_default="1000")
-    ] = None,
-    batch: Annotated[
-        str | None,
-        typer.Option(metavar="N", help="Sequences per step, over all ranks.", show_default="32, or more ranks"),
-    ] = None,
+    file: Path = Argument(..., metavar="FILE", help="YAML file to write, such as run.yaml."),
+    data: str | None = Option(
+        None, metavar="PATH", help="Folder written by threefold data prepare, or token files of another system."
+    ),
+    model: str | None = Option(
+        None,
+        metavar="NAME|LAYERSxWIDTH",
+        help="A preset, such as gpt2-124m, or the sizes of a small GPT.",
+        show_default="8x256",
+    ),
+    ranks: str | None = Option(None, metavar="N", help="Number of processes, or GPUs, to train on.", show_default="1"),
+    steps: str | None = Option(None, metavar="N", help="Number of steps to train.", show_default="1000"),
+    batch: str | None = Option(
+        None, metavar="N", help="Sequences per step, over all ranks.", show_default="32, or more ranks"
+    ),
 ) -> None:
     """Write a commented config that runs; on a terminal, ask for the options that are not given.
 

@@ -1,19 +1,19 @@
 """`threefold inspect`: the modules of a user's own model, and how its plan shards them."""
 
 from pathlib import Path
-from typing import Annotated
 
 import typer
+from typer import Argument, Option
 
 from threefold.cli.terminal import Overrides, model_file
 
 
 def command(
-    model: Annotated[str, typer.Argument(metavar="FILE.py[:NAME]", help="Python file with a model of your own.")],
-    config: Annotated[
-        Path | None, typer.Option(metavar="CONFIG", help="YAML file with the settings that the model is made from.")
-    ] = None,
-    tp: Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size for the sizes per rank.")] = 2,
+    model: str = Argument(..., metavar="FILE.py[:NAME]", help="Python file with a model of your own."),
+    config: Path | None = Option(
+        None, metavar="CONFIG", help="YAML file with the settings that the model is made from."
+    ),
+    tp: int = Option(2, "--tp", min=1, help="Tensor-parallel size for the sizes per rank."),
     overrides: Overrides = None,
 ) -> None:
     """Print the modules of the model in FILE.py, how its plan shards them, and each rank's share.

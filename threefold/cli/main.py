@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import Annotated, Final
+from typing import Final
 
 import typer
+from typer import Option
 
 from threefold import __version__
 from threefold.cli.help import CommandLine
@@ -56,9 +57,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def _root(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version.")
-    ] = False,
+    version: bool = Option(False, "--version", callback=_print_version, is_eager=True, help="Show the version."),
 ) -> None:
     """Train GPT-style language models in any data × tensor × pipeline parallel layout, with the same result."""
 

@@ -7,6 +7,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from threefold.cli.help import CommandLine
 from threefold.cli.terminal import Steps, print_table
@@ -19,64 +20,48 @@ if TYPE_CHECKING:
 
 app = CommandLine(help="Compare training runs of any scripts that have a recorder (docs/parity.md).")
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print a JSON document instead of a table.")]
+AsJson = Annotated[bool, Option("--json", help="Print a JSON document instead of a table.")]
 Page = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write a page with the modules, coloured by departure.")
+    Path | None, Option("--html", metavar="FILE", help="Write a page with the modules, coloured by departure.")
 ]
 
 
 @app.command()
 def run(
-    reference: Annotated[
-        str,
-        typer.Option(
-            "--reference",
-            metavar="COMMAND",
-            help="Command of the reference run, which is taken to be right.",
-            show_default=False,
-        ),
-    ],
-    candidate: Annotated[
-        str, typer.Option("--candidate", metavar="COMMAND", help="Command of the run to check.", show_default=False)
-    ],
-    steps: Annotated[int, typer.Option(min=1, max=1000, help="Steps to record and compare.")] = 3,
-    noise: Annotated[
-        int, typer.Option(min=0, max=100, help="Further runs of the reference, with noise in the last place.")
-    ] = 2,
-    after: Annotated[
-        int,
-        typer.Option(min=0, metavar="UPDATES", help="Record the steps after this many updates, as for a resumed run."),
-    ] = 0,
-    whole: Annotated[
-        str | None,
-        typer.Option(
-            "--whole",
-            metavar="SIZE",
-            help="Size of the tensors that the record of each rank keeps whole, such as 200MB.",
-            show_default="tensors of up to 4096 elements, activations of up to 256; of larger ones samples",
-        ),
-    ] = None,
-    wide: Annotated[
-        bool | None,
-        typer.Option(
-            "--wide/--no-wide",
-            help="Also run a step of the reference in fp64, to learn how large rounding errors are.",
-            show_default="if its script supports it",
-        ),
-    ] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", metavar="FOLDER", help="Folder in which to keep records and logs.", show_default="not kept"
-        ),
-    ] = None,
+    reference: str = Option(
+        ...,
+        "--reference",
+        metavar="COMMAND",
+        help="Command of the reference run, which is taken to be right.",
+        show_default=False,
+    ),
+    candidate: str = Option(
+        ..., "--candidate", metavar="COMMAND", help="Command of the run to check.", show_default=False
+    ),
+    steps: int = Option(3, min=1, max=1000, help="Steps to record and compare."),
+    noise: int = Option(2, min=0, max=100, help="Further runs of the reference, with noise in the last place."),
+    after: int = Option(
+        0, min=0, metavar="UPDATES", help="Record the steps after this many updates, as for a resumed run."
+    ),
+    whole: str | None = Option(
+        None,
+        "--whole",
+        metavar="SIZE",
+        help="Size of the tensors that the record of each rank keeps whole, such as 200MB.",
+        show_default="tensors of up to 4096 elements, activations of up to 256; of larger ones samples",
+    ),
+    wide: bool | None = Option(
+        None,
+        "--wide/--no-wide",
+        help="Also run a step of the reference in fp64, to learn how large rounding errors are.",
+        show_default="if its script supports it",
+    ),
+    out: Path | None = Option(
+        None, "--out", metavar="FOLDER", help="Folder in which to keep records and logs.", show_default="not kept"
+    ),
     page: Page = None,
-    timeout: Annotated[
-        float | None, typer.Option(min=1, metavar="SECONDS", help="Time limit of each run.", show_default="none")
-    ] = None,
-    whole_run: Annotated[
-        bool, typer.Option("--whole-run", help="Let the scripts continue after the recorded steps.")
-    ] = False,
+    timeout: float | None = Option(None, min=1, metavar="SECONDS", help="Time limit of each run.", show_default="none"),
+    whole_run: bool = Option(False, "--whole-run", help="Let the scripts continue after the recorded steps."),
     as_json: AsJson = False,
 ) -> None:
     """Run two training scripts from the same initial weights, and compare what they compute.
@@ -142,21 +127,17 @@ def _remove(folder: Path, but_logs: bool) -> None:
 
 @app.command()
 def compare(
-    reference: Annotated[
-        Path, typer.Argument(metavar="REFERENCE", help="Record of the reference run, which is taken to be right.")
-    ],
-    candidate: Annotated[Path, typer.Argument(metavar="CANDIDATE", help="Record of the run to check.")],
-    noise: Annotated[
-        list[Path] | None,
-        typer.Option("--noise", metavar="RECORD", help="Record of the reference with noise; may be repeated."),
-    ] = None,
-    wide: Annotated[
-        Path | None,
-        typer.Option("--wide", metavar="RECORD", help="Record of the reference in fp64.", show_default=False),
-    ] = None,
-    steps: Annotated[
-        int | None, typer.Option(min=1, help="Steps to compare.", show_default="all steps that both recorded")
-    ] = None,
+    reference: Path = Argument(
+        ..., metavar="REFERENCE", help="Record of the reference run, which is taken to be right."
+    ),
+    candidate: Path = Argument(..., metavar="CANDIDATE", help="Record of the run to check."),
+    noise: list[Path] | None = Option(
+        None, "--noise", metavar="RECORD", help="Record of the reference with noise; may be repeated."
+    ),
+    wide: Path | None = Option(
+        None, "--wide", metavar="RECORD", help="Record of the reference in fp64.", show_default=False
+    ),
+    steps: int | None = Option(None, min=1, help="Steps to compare.", show_default="all steps that both recorded"),
     page: Page = None,
     as_json: AsJson = False,
 ) -> None:

@@ -4,9 +4,10 @@ import json
 import sys
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
+from typer import Option
 
 from threefold.cli.estimate import AsJson, HardwareName, chosen_hardware
 from threefold.cli.terminal import (
@@ -30,37 +31,27 @@ if TYPE_CHECKING:
 
 def command(
     config: ConfigFile,
-    gpus: Annotated[
-        str | None, typer.Option("--gpus", metavar="N", help="Number of devices.", show_default=False)
-    ] = None,
+    gpus: str | None = Option(None, "--gpus", metavar="N", help="Number of devices.", show_default=False),
     hardware: HardwareName = None,
-    objective: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME",
-            help="What to optimize: throughput on all N GPUs; or, on at most N, cost per token or latency of a step.",
-        ),
-    ] = "throughput",
-    tokens: Annotated[
-        str | None,
-        typer.Option(
-            metavar="T", help="Tokens to train on, such as 300B.", show_default="the tokens of train.max_steps"
-        ),
-    ] = None,
-    fix: Annotated[
-        list[str] | None,
-        typer.Option("--fix", metavar="SECTION.KEY=VALUE", help="Setting to fix in every layout; may be repeated."),
-    ] = None,
-    system: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="System whose kernels and memory are assumed, as for estimate.",
-            show_default="own, as train runs it",
-        ),
-    ] = None,
-    write: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the config with the best layout.")] = None,
-    png: Annotated[Path | None, typer.Option("--png", metavar="FILE", help="Draw memory against throughput.")] = None,
+    objective: str = Option(
+        "throughput",
+        metavar="NAME",
+        help="What to optimize: throughput on all N GPUs; or, on at most N, cost per token or latency of a step.",
+    ),
+    tokens: str | None = Option(
+        None, metavar="T", help="Tokens to train on, such as 300B.", show_default="the tokens of train.max_steps"
+    ),
+    fix: list[str] | None = Option(
+        None, "--fix", metavar="SECTION.KEY=VALUE", help="Setting to fix in every layout; may be repeated."
+    ),
+    system: str | None = Option(
+        None,
+        metavar="NAME",
+        help="System whose kernels and memory are assumed, as for estimate.",
+        show_default="own, as train runs it",
+    ),
+    write: Path | None = Option(None, metavar="FILE", help="Write the config with the best layout."),
+    png: Path | None = Option(None, "--png", metavar="FILE", help="Draw memory against throughput."),
     as_json: AsJson = False,
     trust_code: TrustCode = False,
     overrides: Overrides = None,
@@ -77,13 +68,7 @@ def command(
     """
     began = perf_counter()
     from threefold.config.section import MOST_RANKS
-    from threefold.planner.planning import (
-        config_text,
-        plan_layouts,
-        read_request,
-        require_no_layout,
-        require_writable,
-    )
+    from threefold.planner.planning import config_text, plan_layouts, read_request, require_no_layout, require_writable
 
     if gpus is None:
         raise UserError("--gpus is missing; say how many there are, such as --gpus 8.")

@@ -2,9 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import typer
+from typer import Argument, Option
 
 from threefold.cli.terminal import print_warnings, setting_text, table
 from threefold.errors import UserError
@@ -12,11 +13,9 @@ from threefold.files import shown
 
 
 def command(
-    runs: Annotated[list[Path], typer.Argument(metavar="RUN", help="Run folders.")],
-    html: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a self-contained page, with curves to compare.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the data of the page as a JSON document.")] = False,
+    runs: list[Path] = Argument(..., metavar="RUN", help="Run folders."),
+    html: Path | None = Option(None, metavar="FILE", help="Write a self-contained page, with curves to compare."),
+    as_json: bool = Option(False, "--json", help="Print the data of the page as a JSON document."),
 ) -> None:
     """Report on runs, ended or not: what ran, losses, speed, time, memory, checkpoints, and settings that differ.
 

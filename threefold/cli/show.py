@@ -4,9 +4,10 @@ import json
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import typer
+from typer import Option
 
 from threefold.cli import terminal
 from threefold.cli.estimate import HardwareName
@@ -23,29 +24,21 @@ _MARK: Final = '<meta name="generator" content="threefold show">'
 
 def command(
     config: terminal.ConfigFile,
-    html: Annotated[
-        Path | None, typer.Option("--html", metavar="FILE", help="Write a self-contained page, as .html.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the document behind the page (docs/show.md).")] = False,
-    compare: Annotated[
-        str | None,
-        typer.Option(
-            metavar="OTHER",
-            help="Also show what moves to another layout, given as a config or in words such as dp4·tp2.",
-        ),
-    ] = None,
-    verify: Annotated[
-        Path | None,
-        typer.Option(
-            "--verify",
-            metavar="REPORT",
-            help="Also show the error of each parameter, from the output of threefold verify --json.",
-        ),
-    ] = None,
+    html: Path | None = Option(None, "--html", metavar="FILE", help="Write a self-contained page, as .html."),
+    as_json: bool = Option(False, "--json", help="Print the document behind the page (docs/show.md)."),
+    compare: str | None = Option(
+        None,
+        metavar="OTHER",
+        help="Also show what moves to another layout, given as a config or in words such as dp4·tp2.",
+    ),
+    verify: Path | None = Option(
+        None,
+        "--verify",
+        metavar="REPORT",
+        help="Also show the error of each parameter, from the output of threefold verify --json.",
+    ),
     hardware: HardwareName = None,
-    traffic: Annotated[
-        bool, typer.Option("--traffic/--no-traffic", help="Dry-run each stage to count its collectives.")
-    ] = True,
+    traffic: bool = Option(True, "--traffic/--no-traffic", help="Dry-run each stage to count its collectives."),
     model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
     overrides: terminal.Overrides = None,

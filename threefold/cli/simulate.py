@@ -2,9 +2,10 @@
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
+from typer import Option
 
 from threefold.cli.terminal import check_picture_file, print_table, times_of, whole_number
 from threefold.errors import UserError
@@ -18,48 +19,34 @@ _TIME = "per stage and micro-batch, in ms, or the times of all stages, separated
 
 
 def command(
-    schedule: Annotated[
-        str,
-        typer.Option(
-            metavar="NAME", help="1f1b, interleaved, zbv, … or FILE.csv, as in parallel.schedule; also zb-h1 and zb-h2."
-        ),
-    ] = "1f1b",
-    stages: Annotated[
-        str | None, typer.Option(metavar="N", help="Number of pipeline ranks, as in parallel.pp.")
-    ] = None,
-    micro_batches: Annotated[
-        str | None, typer.Option("--microbatches", metavar="M", help="Micro-batches per step.")
-    ] = None,
-    forward: Annotated[str, typer.Option(metavar="MS", help=f"Time of a forward pass {_TIME}")] = "1",
-    backward_input: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MS", help="Time of a backward pass for the input, in the same form.", show_default="as --forward"
-        ),
-    ] = None,
-    backward_weight: Annotated[
-        str | None,
-        typer.Option(
-            metavar="MS", help="Time of a backward pass for the weights, in the same form.", show_default="as --forward"
-        ),
-    ] = None,
-    transfer: Annotated[
-        str,
-        typer.Option(
-            metavar="MS", help="Time of a transfer to the next stage, which it delays; it occupies neither stage."
-        ),
-    ] = "0",
-    chunks: Annotated[
-        str | None,
-        typer.Option(metavar="V", help="Stages per rank, which share its times.", show_default="those of the schedule"),
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    picture: Annotated[
-        Path | None, typer.Option("--png", metavar="FILE", help="Draw the timeline, as .png or .svg.")
-    ] = None,
-    csv: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="Write the actions, for parallel.schedule: FILE.csv.")
-    ] = None,
+    schedule: str = Option(
+        "1f1b",
+        metavar="NAME",
+        help="1f1b, interleaved, zbv, … or FILE.csv, as in parallel.schedule; also zb-h1 and zb-h2.",
+    ),
+    stages: str | None = Option(None, metavar="N", help="Number of pipeline ranks, as in parallel.pp."),
+    micro_batches: str | None = Option(None, "--microbatches", metavar="M", help="Micro-batches per step."),
+    forward: str = Option("1", metavar="MS", help=f"Time of a forward pass {_TIME}"),
+    backward_input: str | None = Option(
+        None, metavar="MS", help="Time of a backward pass for the input, in the same form.", show_default="as --forward"
+    ),
+    backward_weight: str | None = Option(
+        None,
+        metavar="MS",
+        help="Time of a backward pass for the weights, in the same form.",
+        show_default="as --forward",
+    ),
+    transfer: str = Option(
+        "0", metavar="MS", help="Time of a transfer to the next stage, which it delays; it occupies neither stage."
+    ),
+    chunks: str | None = Option(
+        None, metavar="V", help="Stages per rank, which share its times.", show_default="those of the schedule"
+    ),
+    as_json: bool = Option(False, "--json", help="Print one JSON object."),
+    picture: Path | None = Option(None, "--png", metavar="FILE", help="Draw the timeline, as .png or .svg."),
+    csv: Path | None = Option(
+        None, "--csv", metavar="FILE", help="Write the actions, for parallel.schedule: FILE.csv."
+    ),
 ) -> None:
     """Simulate a step under a pipeline schedule: its bubble, its time and the activations that each stage holds.
 

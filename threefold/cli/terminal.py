@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TextIO
 
 import typer
+from typer import Argument, Option
 
 from threefold.errors import CLOSED_OUTPUT, OutputLost, UserError
 from threefold.files import counted, shown
@@ -22,40 +23,36 @@ if TYPE_CHECKING:
     from threefold.config import Config
 
 
-ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file; docs/config.md lists the settings.")]
+ConfigFile = Annotated[Path, Argument(metavar="CONFIG", help="YAML file; docs/config.md lists the settings.")]
 OWN_MODEL, LAYOUT, OUTPUT = "Your own model", "Layout and device", "Output"
 """Groups of options in help texts."""
 Overrides = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated."),
+    list[str] | None, Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated.")
 ]
 ModelFile = Annotated[
     str | None,
-    typer.Option(
-        "--model",
-        metavar="FILE.py[:NAME]",
-        help="Python file with a model of your own.",
-        rich_help_panel=OWN_MODEL,
+    Option(
+        "--model", metavar="FILE.py[:NAME]", help="Python file with a model of your own.", rich_help_panel=OWN_MODEL
     ),
 ]
 TrustCode = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--trust-code",
         help="Run the code that is stored in a checkpoint or named by a stored config.",
         rich_help_panel=OWN_MODEL,
     ),
 ]
-RunFolder = Annotated[Path, typer.Argument(metavar="RUN", help="Run folder.")]
-TensorRanks = Annotated[int, typer.Option("--tp", min=1, help="Tensor-parallel size.", rich_help_panel=LAYOUT)]
-PipelineRanks = Annotated[int, typer.Option("--pp", min=1, help="Pipeline-parallel size.", rich_help_panel=LAYOUT)]
+RunFolder = Annotated[Path, Argument(metavar="RUN", help="Run folder.")]
+TensorRanks = Annotated[int, Option("--tp", min=1, help="Tensor-parallel size.", rich_help_panel=LAYOUT)]
+PipelineRanks = Annotated[int, Option("--pp", min=1, help="Pipeline-parallel size.", rich_help_panel=LAYOUT)]
 DtypeName = Annotated[
     Literal["fp32", "bf16", "fp16", "fp64"],
-    typer.Option("--dtype", help="Data type of the weights and the computation.", rich_help_panel=LAYOUT),
+    Option("--dtype", help="Data type of the weights and the computation.", rich_help_panel=LAYOUT),
 ]
 SpecialTokensName = Annotated[
     Literal["parse", "text"] | None,
-    typer.Option(
+    Option(
         "--special-tokens",
         help="Whether text that spells a special token becomes that token (parse) or stays text (text), as "
         "untrusted input should.",
@@ -64,7 +61,7 @@ SpecialTokensName = Annotated[
 ]
 DeviceName = Annotated[
     Literal["auto", "cpu", "cuda"],
-    typer.Option("--device", help="Device; auto uses GPUs if there is one per rank.", rich_help_panel=LAYOUT),
+    Option("--device", help="Device; auto uses GPUs if there is one per rank.", rich_help_panel=LAYOUT),
 ]
 
 

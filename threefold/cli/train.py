@@ -7,9 +7,10 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Any, Final, Literal
 
 import typer
+from typer import Option
 
 from threefold.cli.help import HelpedCommand
 from threefold.cli.terminal import Bars, ConfigFile, ModelFile, Overrides, TrustCode, read_config, require_ranks
@@ -45,48 +46,37 @@ class Parser(HelpedCommand):
 
 def command(
     config: ConfigFile,
-    run_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Run folder.", show_default="runs/NAME for NAME.yaml"),
-    ] = None,
+    run_dir: Path | None = Option(None, metavar="RUN", help="Run folder.", show_default="runs/NAME for NAME.yaml"),
     model: ModelFile = None,
     trust_code: TrustCode = False,
     overrides: Overrides = None,
-    resume: Annotated[
-        Literal["no", "yes", "auto"],
-        typer.Option(
-            metavar="[=auto]",
-            help="Resume from the newest checkpoint in RUN; with =auto, start a new run if there is none.",
-            show_default=False,
-        ),
-    ] = "no",
-    console_ranks: Annotated[
-        str,
-        typer.Option(
-            metavar="RANKS",
-            help="Ranks whose output is shown, such as 0,3; RUN/logs has the output of all ranks.",
-            rich_help_panel=_WATCH,
-        ),
-    ] = "0",
-    profile: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[STEPS]",
-            help=f"Profile STEPS steps ({_PROFILE_STEPS} if not given) after two warm-up steps. RUN/profile has a "
-            "Perfetto trace of each rank, and a picture of the timeline of the stages.",
-            rich_help_panel=_WATCH,
-            show_default=False,
-        ),
-    ] = None,
-    debug_rank: Annotated[
-        int | None,
-        typer.Option(
-            metavar="RANK",
-            help="Attach the terminal to this rank, for breakpoint(); the others wait for it without a time limit.",
-            rich_help_panel=_WATCH,
-            show_default=False,
-        ),
-    ] = None,
+    resume: Literal["no", "yes", "auto"] = Option(
+        "no",
+        metavar="[=auto]",
+        help="Resume from the newest checkpoint in RUN; with =auto, start a new run if there is none.",
+        show_default=False,
+    ),
+    console_ranks: str = Option(
+        "0",
+        metavar="RANKS",
+        help="Ranks whose output is shown, such as 0,3; RUN/logs has the output of all ranks.",
+        rich_help_panel=_WATCH,
+    ),
+    profile: str | None = Option(
+        None,
+        metavar="[STEPS]",
+        help=f"Profile STEPS steps ({_PROFILE_STEPS} if not given) after two warm-up steps. RUN/profile has a "
+        "Perfetto trace of each rank, and a picture of the timeline of the stages.",
+        rich_help_panel=_WATCH,
+        show_default=False,
+    ),
+    debug_rank: int | None = Option(
+        None,
+        metavar="RANK",
+        help="Attach the terminal to this rank, for breakpoint(); the others wait for it without a time limit.",
+        rich_help_panel=_WATCH,
+        show_default=False,
+    ),
 ) -> None:
     """Train the model of CONFIG, on dp · tp · pp · cp local processes, or as ranks of torchrun or srun.
 

@@ -5,9 +5,10 @@ import sys
 import time
 from collections import Counter
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import typer
+from typer import Argument, Option
 
 from threefold.cli.terminal import OWN_MODEL, ConfigFile, Overrides, Steps, TrustCode, read_config
 from threefold.errors import UserError
@@ -24,62 +25,44 @@ if TYPE_CHECKING:
 
 def command(
     config: ConfigFile,
-    named: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[LAYOUT]...", help="Layout such as dp2·tp2·pp2 or tp4,pp2:zbv.", show_default="a selection"
-        ),
-    ] = None,
-    layouts: Annotated[
-        list[str] | None,
-        typer.Option("--layouts", "--layout", metavar="LAYOUT", help="Another way to give layouts, separated by `;`."),
-    ] = None,
-    every: Annotated[bool, typer.Option("--all", help="Verify every valid layout of --ranks ranks.")] = False,
-    ranks: Annotated[
-        int, typer.Option(min=2, max=1024, help="Ranks of the layouts in the default selection and in --all.")
-    ] = 8,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Train with train.exact and compare bits, in layouts inside the grain.")
-    ] = False,
-    threads: Annotated[
-        str | None,
-        typer.Option(
-            metavar="N,N…", help="With --exact: also compare one process with each of these numbers of threads."
-        ),
-    ] = None,
-    steps: Annotated[
-        int | None,
-        typer.Option(min=1, max=10_000, help="Optimizer steps to compare.", show_default="3, or 5 with --exact"),
-    ] = None,
-    dtype: Annotated[
-        Literal["fp64", "fp32"] | None,
-        typer.Option(
-            help="Precision; the tolerance is 1e-12 for fp64, 1e-5 for fp32.",
-            show_default="fp64, or the config's with --exact",
-        ),
-    ] = None,
-    full: Annotated[
-        bool,
-        typer.Option("--full/--shrink", help="Verify the full-size model, or one shrunk to fewer and narrower layers."),
-    ] = False,
-    model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE.py[:PLAN]",
-            help="Your own model and its sharding plan.",
-            show_default="GPT",
-            rich_help_panel=OWN_MODEL,
-        ),
-    ] = None,
+    named: list[str] | None = Argument(
+        None, metavar="[LAYOUT]...", help="Layout such as dp2·tp2·pp2 or tp4,pp2:zbv.", show_default="a selection"
+    ),
+    layouts: list[str] | None = Option(
+        None, "--layouts", "--layout", metavar="LAYOUT", help="Another way to give layouts, separated by `;`."
+    ),
+    every: bool = Option(False, "--all", help="Verify every valid layout of --ranks ranks."),
+    ranks: int = Option(8, min=2, max=1024, help="Ranks of the layouts in the default selection and in --all."),
+    exact: bool = Option(
+        False, "--exact", help="Train with train.exact and compare bits, in layouts inside the grain."
+    ),
+    threads: str | None = Option(
+        None, metavar="N,N…", help="With --exact: also compare one process with each of these numbers of threads."
+    ),
+    steps: int | None = Option(
+        None, min=1, max=10_000, help="Optimizer steps to compare.", show_default="3, or 5 with --exact"
+    ),
+    dtype: Literal["fp64", "fp32"] | None = Option(
+        None,
+        help="Precision; the tolerance is 1e-12 for fp64, 1e-5 for fp32.",
+        show_default="fp64, or the config's with --exact",
+    ),
+    full: bool = Option(
+        False, "--full/--shrink", help="Verify the full-size model, or one shrunk to fewer and narrower layers."
+    ),
+    model: str | None = Option(
+        None,
+        metavar="FILE.py[:PLAN]",
+        help="Your own model and its sharding plan.",
+        show_default="GPT",
+        rich_help_panel=OWN_MODEL,
+    ),
     trust_code: TrustCode = False,
     overrides: Overrides = None,
-    as_json: Annotated[
-        bool,
-        typer.Option("--json", help="Print a JSON document (docs/verify.md), and progress on standard error."),
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Also print why layouts are unsupported, and tracebacks.")
-    ] = False,
+    as_json: bool = Option(
+        False, "--json", help="Print a JSON document (docs/verify.md), and progress on standard error."
+    ),
+    verbose: bool = Option(False, "--verbose", help="Also print why layouts are unsupported, and tracebacks."),
 ) -> None:
     """Train CONFIG's model for a few steps in a single process and in each LAYOUT, and compare the results.
 

@@ -1,9 +1,10 @@
 """`threefold watch`: progress of a run, in the terminal or in a browser."""
 
 import time
-from typing import Annotated, Any, Final
+from typing import Any, Final
 
 import typer
+from typer import Option
 
 from threefold.cli.help import HelpedCommand
 from threefold.cli.terminal import RunFolder, whole_number
@@ -29,14 +30,12 @@ Parser = _ServeParser
 
 def command(
     run: RunFolder,
-    serve: Annotated[
-        str | None,
-        typer.Option(
-            metavar="[PORT]",
-            help=f"Serve its report page to browsers on this machine only (default port {_PORT}; 0: any).",
-            show_default=False,
-        ),
-    ] = None,
+    serve: str | None = Option(
+        None,
+        metavar="[PORT]",
+        help=f"Serve its report page to browsers on this machine only (default port {_PORT}; 0: any).",
+        show_default=False,
+    ),
 ) -> None:
     """Follow RUN until it ends, with its newest step and its loss curve. Ctrl-C ends the watch, not the run.
 
