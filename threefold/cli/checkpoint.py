@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 from typer import Argument, Option
 
+from threefold.cli import terminal
 from threefold.cli.help import CommandLine
-from threefold.cli.terminal import Bars, ModelFile, TrustCode, model_file, print_table, print_warnings, table
-from threefold.errors import UserError
-from threefold.files import counted, first_of, format_bytes, parse_bytes
+from threefold.cli.terminal import AsJson, Bars, byte_size, model_file, print_table, print_warnings, table
+from threefold.files import counted, first_of, format_bytes
 
 if TYPE_CHECKING:
-    from threefold.checkpoint.summary import CheckpointSummary, ListedCheckpoint, TensorGroup
+    from threefold.checkpoint.summary import CheckpointSummary, TensorGroup
     from threefold.config import Config
 
 
@@ -23,7 +23,6 @@ Overwrite = Annotated[bool, Option("--overwrite", help="Overwrite --out.")]
 ShardCoordinates = Annotated[
     Path, Argument(metavar="RUN|CHECKPOINT", help="Folder of a run, or of one of its checkpoints.")
 ]
-AsJson = Annotated[bool, Option("--json", help="Print a JSON document instead of a table.")]
 
 
 @app.command("list")
@@ -33,14 +32,32 @@ def list_(run: Path = Argument(..., metavar="RUN", help="Run folder."), as_json:
     States, found without reading tensors: complete, damaged, partial, or diverged (set aside: its loss is not finite).
     Exit status: 0, even if some are damaged; 2 if RUN is not a run folder.
     """
+    from rich.console import Console
+
     from threefold.checkpoint.summary import checkpoint_folders, listed, locate
 
     named = locate(run)
     found = [listed(path) for path in checkpoint_folders(named.run)]
     if as_json:
         typer.echo(json.dumps([one.document() for one in found], indent=2))
-    else:
-        _print_list(named.run, found)
+        return
+    rows = []
+    for one in found:
+        samples = f"{one.facts.consumed_samples:,}" if one.facts else "unknown"
+        saved = f"{one.saved.astimezone():%Y-%m-%d %H:%M}" if one.saved else "unknown"
+        state = "weights only" if one.state == "complete" and one.writer.weights_only else one.state
+        rows.append((f"{one.step:,}", saved, format_bytes(one.bytes), samples, state, one.layout))
+    header = ("step", "saved", "size", "samples", "state", "written by")
+    Console().print(table(header, rows, "rlrrll", whole=range(5)))
+    for one in found:
+        if one.reason:
+            typer.echo(f"{one.path.name} is damaged: {one.reason}.")
+    if any(one.state == "partial" for one in found):
+        typer.echo("A partial checkpoint is being written, or its writing was interrupted; the next save deletes it.")
+    together = format_bytes(sum(one.bytes for one in found))
+    typer.echo(f"{counted(len(found), 'checkpoint')} in {named.run}, {together}.")
+    if good := [one.path for one in found if one.state == "complete"]:
+        typer.echo(f"Next: threefold checkpoint show {good[-1]}")
 
 
 @app.command()
@@ -57,16 +74,25 @@ def show(
     Examples:
       threefold checkpoint show runs/run '*.mlp.*'
     """
+    from rich.console import Console
+
     from threefold.checkpoint.summary import choose, locate, summarize_checkpoint
 
-    named = locate(path)
-    summary = summarize_checkpoint(*choose(named))
+    summary = summarize_checkpoint(*choose(locate(path)))
     print_warnings(summary.warnings)
     with_tensors = tensors or pattern is not None
     if as_json:
         typer.echo(json.dumps(summary.document(pattern, with_tensors), indent=2))
     elif with_tensors:
-        _print_tensors(summary, pattern)
+        found = summary.matching(pattern)
+        rows = [
+            (name, " × ".join(map(str, each.shape)) or "a number", each.dtype_name, format_bytes(each.bytes))
+            for name, each in found.items()
+        ]
+        Console().print(table(("tensor", "shape", "dtype", "size"), rows, "lllr", whole=range(1, 4)))
+        total = format_bytes(sum(each.bytes for each in found.values()))
+        of = f" of {len(summary.tensors):,}" if len(found) < len(summary.tensors) else ""
+        typer.echo(f"{len(found):,}{of} tensors, {total}")
     else:
         _print_summary(summary)
 
@@ -80,9 +106,8 @@ def verify(path: ShardCoordinates) -> None:
     from threefold.checkpoint.errors import DamagedCheckpoint
     from threefold.checkpoint.summary import locate, to_verify, verify_checkpoint
 
-    named = locate(path)
     damaged = False
-    for checkpoint in to_verify(named):
+    for checkpoint in to_verify(locate(path)):
         try:
             with Bars() as bars:
                 verified = verify_checkpoint(checkpoint, bars)
@@ -127,7 +152,7 @@ def convert(
     """
     from threefold.checkpoint.summary import locate
 
-    size = _bytes(shard_size)
+    size = byte_size(shard_size, "--shard-size", "5GB")
     locate(path)
     from threefold.checkpoint.conversion import Conversion, convert_checkpoint
 
@@ -203,8 +228,8 @@ def export(
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = Option(
         None, help="Data type of the weights.", show_default="the run's precision.dtype, or an imported model's own"
     ),
-    model: ModelFile = None,
-    trust_code: TrustCode = False,
+    model: terminal.ModelFile = None,
+    trust_code: terminal.TrustCode = False,
     shard_size: str = Option("5GB", metavar="SIZE", help="Largest file size, such as 500MB."),
     overwrite: Overwrite = False,
 ) -> None:
@@ -217,7 +242,7 @@ def export(
     """
     from threefold.huggingface.source import check_export
 
-    size, file = _bytes(shard_size), model_file(model)
+    size, file = byte_size(shard_size, "--shard-size", "5GB"), model_file(model)
     check_export(run, out, overwrite)
     from threefold.huggingface.export_hf import Export, export_model  # imports torch
 
@@ -239,41 +264,10 @@ def export(
     print_table((str(out), ""), shown_facts)
 
 
-def _bytes(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise UserError(f"--shard-size {error}; use 5GB.") from None
-
-
-_SECOND, _MINUTE = "%Y-%m-%d %H:%M:%S", "%Y-%m-%d %H:%M"
 _STATE_NAMES = {
     "complete": "complete, as far as can be seen without reading tensors (threefold checkpoint verify reads all)",
     "diverged": "diverged: set aside, as the loss after it was not finite; no run resumes from it",
 }
-
-
-def _print_list(run: "Path", found: "list[ListedCheckpoint]") -> None:
-    """Print the table of a run's checkpoints, then the reason for each damaged one."""
-    from rich.console import Console
-
-    rows = []
-    for one in found:
-        samples = f"{one.facts.consumed_samples:,}" if one.facts else "unknown"
-        saved = f"{one.saved.astimezone():{_MINUTE}}" if one.saved else "unknown"
-        state = "weights only" if one.state == "complete" and one.writer.weights_only else one.state
-        rows.append((f"{one.step:,}", saved, format_bytes(one.bytes), samples, state, one.layout))
-    header = ("step", "saved", "size", "samples", "state", "written by")
-    Console().print(table(header, rows, "rlrrll", whole=range(5)))
-    for one in found:
-        if one.reason:
-            typer.echo(f"{one.path.name} is damaged: {one.reason}.")
-    if any(one.state == "partial" for one in found):
-        typer.echo("A partial checkpoint is being written, or its writing was interrupted; the next save deletes it.")
-    together = format_bytes(sum(one.bytes for one in found))
-    typer.echo(f"{counted(len(found), 'checkpoint')} in {run}, {together}.")
-    if good := [one.path for one in found if one.state == "complete"]:
-        typer.echo(f"Next: threefold checkpoint show {good[-1]}")
 
 
 def _print_summary(summary: "CheckpointSummary") -> None:
@@ -288,7 +282,7 @@ def _print_summary(summary: "CheckpointSummary") -> None:
         ("state", _STATE_NAMES.get(one.state, one.state)),
         ("step", f"{facts.step:,}"),
         ("samples", f"{facts.consumed_samples:,} consumed, in the order of seed {facts.seed}"),
-        ("saved", f"{one.saved.astimezone():{_SECOND}}" if one.saved else "unknown"),
+        ("saved", f"{one.saved.astimezone():%Y-%m-%d %H:%M:%S}" if one.saved else "unknown"),
         ("written by", one.layout + (ranks if one.layout not in ("unknown", "imported") else "")),
         *((("versions", versions),) if versions else ()),
         *(_of_config(summary.config) if summary.config else [("config", "none: saved by threefold.save")]),
@@ -304,7 +298,7 @@ def _print_summary(summary: "CheckpointSummary") -> None:
         rows.append(("loss scale", f"{facts.loss_scale:g}"))
     if facts.tokens:
         rows.append(("data", f"{facts.tokens:,} tokens in {facts.documents:,} documents"))
-    data = {name for tensor in summary.tensors.values() for name in (chunk.file for chunk in tensor.chunks)}
+    data = {chunk.file for tensor in summary.tensors.values() for chunk in tensor.chunks}
     small = ", ".join(name for name in summary.files if name not in data)
     rows.append(("files", f"{len(data):,} of tensors, {format_bytes(one.bytes)} with {small or 'no others'}"))
     rows.append(("format", f"version {VERSION}"))
@@ -328,21 +322,6 @@ def _of_config(config: "Config") -> list[tuple[str, str]]:
         ("training", f"{config.precision.dtype}, {train.max_steps:,} steps of {batch}"),
         ("optimizer", f"{optimizer.name}, {schedule}"),
     ]
-
-
-def _print_tensors(summary: "CheckpointSummary", pattern: str | None) -> None:
-    """Print the table of tensors with shape, dtype and size, and their total."""
-    from rich.console import Console
-
-    found = summary.matching(pattern)
-    rows = [
-        (name, " × ".join(map(str, each.shape)) or "a number", each.dtype_name, format_bytes(each.bytes))
-        for name, each in found.items()
-    ]
-    Console().print(table(("tensor", "shape", "dtype", "size"), rows, "lllr", whole=range(1, 4)))
-    total = format_bytes(sum(each.bytes for each in found.values()))
-    of = f" of {len(summary.tensors):,}" if len(found) < len(summary.tensors) else ""
-    typer.echo(f"{len(found):,}{of} tensors, {total}")
 
 
 def _group(group: "TensorGroup") -> str:

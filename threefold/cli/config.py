@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import typer
 from typer import Argument, Option
@@ -84,38 +84,31 @@ def presets() -> None:
             config = resolve(Config.model_validate({"model": {"preset": name}, "data": {"path": "none"}}), vocab_size=0)
             model, found = config.model, ModelSize(config)
             active = f"{found.active / 1e9:.2f}" if found.active < found.parameters else ""
-            heads = f"{model.num_attention_heads}"
+            heads = str(model.num_attention_heads)
             if model.num_key_value_heads not in (0, model.num_attention_heads):
-                heads = f"{heads}/{model.num_key_value_heads}"
+                heads += f"/{model.num_key_value_heads}"
             sizes = (model.num_layers, model.hidden_size, heads, model.vocab_size, model.max_position_embeddings)
-            rows.append((name, f"{found.parameters / 1e9:.2f}", active, *map(_grouped, sizes)))
+            texts = (f"{size:,}" if isinstance(size, int) else size for size in sizes)
+            rows.append((name, f"{found.parameters / 1e9:.2f}", active, *texts))
     header = ("preset", "billions", "active", "layers", "hidden", "heads", "vocab", "positions")
     print_table(header, rows)
     typer.echo("Use one with --set model.preset=NAME; settings beside it override its sizes (docs/models.md).")
 
 
-def _grouped(value: object) -> str:
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-ForeignFile = Annotated[
-    Path, Argument(metavar="FILE", help="Fleet YAML, Colossal-AI config.py, or shell script with Megatron-LM flags.")
-]
-KindName = Annotated[
-    Literal["fleet", "colossal", "megatron"] | None,
-    Option("--from", help="System that FILE is for. Default: detected from its content."),
-]
-WorldSize = Annotated[
-    int | None, Option("--world-size", min=1, help="Ranks of the run, where FILE does not set the number of replicas.")
-]
-AllowUnsupported = Annotated[
-    bool, Option("--allow-unsupported", help="Leave out settings that have no counterpart, after listing them.")
-]
-
-
 @app.command()
 def convert(
-    file: ForeignFile, kind: KindName = None, world_size: WorldSize = None, allow_unsupported: AllowUnsupported = False
+    file: Path = Argument(
+        ..., metavar="FILE", help="Fleet YAML, Colossal-AI config.py, or shell script with Megatron-LM flags."
+    ),
+    kind: Literal["fleet", "colossal", "megatron"] | None = Option(
+        None, "--from", help="System that FILE is for. Default: detected from its content."
+    ),
+    world_size: int | None = Option(
+        None, min=1, help="Ranks of the run, where FILE does not set the number of replicas."
+    ),
+    allow_unsupported: bool = Option(
+        False, "--allow-unsupported", help="Leave out settings that have no counterpart, after listing them."
+    ),
 ) -> None:
     """Convert FILE of another system: print the config and, on stderr, the settings that have no counterpart.
 
@@ -159,17 +152,14 @@ def diff(
     """
     from threefold.config.loading import differing_settings
 
-    found = differing_settings([read_without_data(_config_in(path), None).sections() for path in (first, second)])
+    files = (path / "config.yaml" if path.is_dir() else path for path in (first, second))
+    found = differing_settings([read_without_data(file, None).sections() for file in files])
     rows = [(name, *map(setting_text, values)) for name, values in found.items()]
     if not rows:
         typer.echo("All settings are equal.")
         return
     print_table(("setting", str(first), str(second)), rows)
     raise typer.Exit(1)
-
-
-def _config_in(path: Path) -> Path:
-    return path / "config.yaml" if path.is_dir() else path
 
 
 @app.command()
@@ -192,14 +182,12 @@ def reference() -> None:
     typer.echo(markdown(), nl=False)
 
 
-FeatureNames = Annotated[
-    list[str] | None,
-    Argument(metavar="[FEATURE]...", help="Features to combine, such as zero3 zbv. Default: list all features."),
-]
-
-
 @app.command()
-def compatibility(features: FeatureNames = None) -> None:
+def compatibility(
+    features: list[str] | None = Argument(
+        None, metavar="[FEATURE]...", help="Features to combine, such as zero3 zbv. Default: list all features."
+    ),
+) -> None:
     """Print whether FEATUREs can be combined and, if not, why and what to use instead; for one, list what it excludes.
 
     Examples:

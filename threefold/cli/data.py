@@ -67,7 +67,6 @@ def prepare(
       threefold data prepare text --out tokens --vocab-size 4096
       threefold data prepare chats.jsonl --out tokens --tokenizer tokenizer.json
     """
-
     from threefold.data.audit import summarize
     from threefold.data.preparation import prepare as prepare_files
 
@@ -119,28 +118,6 @@ def show(
     print_table(("split", "documents", "tokens", f"samples of {sequence_length}"), rows)
     typer.echo(f"Sample 0 of the training split ({sequence_length} tokens and the last label):\n")
     typer.echo(_decode(corpus, samples.read(np.array([0]))[0].tolist()))
-
-
-def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> None:
-    import numpy as np
-
-    from threefold.data.packed import PackedConversations
-    from threefold.data.samples import SPLITS, document_runs
-
-    rows: list[tuple[str, ...]] = []
-    for name in SPLITS:
-        if len(document_runs(corpus.document_count, split, name)):
-            packed = PackedConversations.open(corpus, name, split, sequence_length)
-            rows.append((name, f"{packed.documents_read:,}", f"{packed.longer:,}", f"{len(packed):,}"))
-    header = ("split", "conversations", f"longer than {sequence_length}", f"samples of {sequence_length}")
-    print_table(header, rows)
-    samples = PackedConversations.open(corpus, "train", split, sequence_length)
-    for note in samples.notes:
-        typer.echo(note)
-    first = np.array([0])
-    tokens, labels = (part[0].tolist() for part in samples.labelled(first))
-    typer.echo("\nSample 0 of the training split:\n")
-    _print_labelled(corpus, tokens, labels, samples.documents(first)[0].tolist())
 
 
 @app.command()
@@ -202,7 +179,6 @@ def convert(
 
 
 def _print_facts(stored: "StoredTokens", summary: "TokenSummary", corpus: "Corpus") -> None:
-    """Print a table of the contents of token files, with the highest token if no tokenizer gives the vocabulary."""
     from threefold.data.formats.threefold_folder import TokenFiles
 
     tokens, documents, sequences = len(stored.tokens), summary.documents, len(stored.sequences) - 1
@@ -245,19 +221,30 @@ def _made_from(files: "TokenFiles") -> list[tuple[str, str]]:
     return [*rows, ("made from", sources)]
 
 
-def _print_labelled(corpus: "Corpus", tokens: list[int], labels: list[int], documents: list[int]) -> None:
-    """Print a sample of conversations, with the tokens that have labels between ⟦ and ⟧, and in color if possible.
-
-    Args:
-        corpus: corpus with a known tokenizer.
-        tokens, labels: tokens and labels of the sample.
-        documents: index in the sample of each token's document.
-    """
+def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> None:
+    """Print the splits, and the first sample with its learned tokens between ⟦ and ⟧, in color if possible."""
+    import numpy as np
     from rich.console import Console
     from rich.text import Text
 
     from threefold.constants import IGNORE_INDEX
+    from threefold.data.packed import PackedConversations
+    from threefold.data.samples import SPLITS, document_runs
 
+    rows: list[tuple[str, ...]] = []
+    for name in SPLITS:
+        if len(document_runs(corpus.document_count, split, name)):
+            packed = PackedConversations.open(corpus, name, split, sequence_length)
+            rows.append((name, f"{packed.documents_read:,}", f"{packed.longer:,}", f"{len(packed):,}"))
+    header = ("split", "conversations", f"longer than {sequence_length}", f"samples of {sequence_length}")
+    print_table(header, rows)
+    samples = PackedConversations.open(corpus, "train", split, sequence_length)
+    for note in samples.notes:
+        typer.echo(note)
+    typer.echo("\nSample 0 of the training split:\n")
+    first = np.array([0])
+    tokens, labels = (part[0].tolist() for part in samples.labelled(first))
+    documents = samples.documents(first)[0].tolist()
     whole = [*tokens, labels[-1]]
     counted = [False, *(label != IGNORE_INDEX for label in labels)]
     console = Console(highlight=False)

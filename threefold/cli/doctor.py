@@ -54,8 +54,7 @@ def command(
     entry = measured_entry(found)
     saved = None if entry is None or (quick and save is None) else save_hardware(entry, save)
     if as_json:
-        values: dict[str, Any] = found.as_json()
-        typer.echo(json.dumps({**values, "saved": None if saved is None else str(saved)}))
+        typer.echo(json.dumps({**found.as_json(), "saved": None if saved is None else str(saved)}))
     else:
         _print_examination(found, entry, saved)
     if any(finding.severity == "error" for finding in found.findings):
@@ -79,7 +78,6 @@ def _check_save(path: Path) -> None:
             )
 
 
-_MARKS = {"error": "Error", "warning": "Warning", "note": "Note"}
 _PAIRS = {"pairs": "all_reduce, pairs", "send": "send of cp's ring, pairs", "stages": "send of pp's stages, pairs"}
 
 
@@ -105,10 +103,9 @@ def _print_examination(found: "Examination", entry: "Hardware | None", saved: Pa
     routes = [(route.axis, route.here, route.hosts) for route in found.routes]
     print_table(("axis", "ranks of this host", "ranks of other hosts"), routes)
     if found.rates:
-        _print_products(found)
-        _print_collectives(found)
+        _print_rates(found)
     for finding in found.findings:
-        typer.echo(f"{_MARKS[finding.severity]}: {finding}")
+        typer.echo(f"{finding.severity.capitalize()}: {finding}")
     if not found.findings:
         typer.echo("Nothing is wrong.")
     if entry is not None and saved is not None:
@@ -116,7 +113,7 @@ def _print_examination(found: "Examination", entry: "Hardware | None", saved: Pa
         typer.echo(f"\nSaved the hardware entry {saved}; use it with: threefold estimate CONFIG --hardware {name}")
 
 
-def _print_products(found: "Examination") -> None:
+def _print_rates(found: "Examination") -> None:
     dtypes = sorted({dtype for rates in found.rates for dtype in rates.matrix}, reverse=True)
     sizes = sorted({size for rates in found.rates for by_size in rates.matrix.values() for size in by_size})
     rows: list[tuple[str, ...]] = []
@@ -129,16 +126,16 @@ def _print_products(found: "Examination") -> None:
     header = ("ranks", "threads", "dtype", *(f"{size}²" for size in sizes), "memory, GB/s")
     print_table(header, rows)
     typer.echo("GFLOP/s of each rank in products of square matrices, and its memory bandwidth, while all compute.")
-
-
-def _print_collectives(found: "Examination") -> None:
-    rows: list[tuple[str, ...]] = []
-    for rates in found.rates:
-        for name, each in rates.collectives.items():
-            speed = _three_digits(each.bandwidth / 1e9)
-            rows.append((str(rates.ranks), _PAIRS.get(name, name), each.transport, f"{1e6 * each.latency:,.0f}", speed))
-    if rows:
-        print_table(("ranks", "collective", "over", "latency, µs", "GB/s"), rows)
+    sent = [
+        (
+            *(str(rates.ranks), _PAIRS.get(name, name), each.transport),
+            *(f"{1e6 * each.latency:,.0f}", _three_digits(each.bandwidth / 1e9)),
+        )
+        for rates in found.rates
+        for name, each in rates.collectives.items()
+    ]
+    if sent:
+        print_table(("ranks", "collective", "over", "latency, µs", "GB/s"), sent)
         nbytes = format_bytes(found.rates[-1].collectives["all_reduce"].nbytes)
         typer.echo(f"Of {nbytes} on all ranks at the same time; pairs: of groups of two ranks.\n")
 

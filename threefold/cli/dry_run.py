@@ -16,7 +16,6 @@ from threefold.files import format_bytes
 if TYPE_CHECKING:
     from threefold.config import Config
     from threefold.planner.dry_step import DryRunReport
-    from threefold.planner.hardware import Hardware
 
 
 def command(
@@ -40,6 +39,7 @@ def command(
     """
     if rank is not None and all_stages:
         raise UserError(f"--rank is {rank} and --all-stages is given too; give one of them.")
+    from threefold.comm.layout import Layout
     from threefold.config.section import MOST_RANKS
 
     number = 0 if rank is None else terminal.whole_number(rank, "--rank", least=0)
@@ -54,13 +54,31 @@ def command(
     on = None if hardware is None else find_hardware(hardware)
     terminal.require_ranks((number,), resolved, "--rank is")
     from threefold.planner.dry_run import run_ranks, run_stages
+    from threefold.planner.estimate import usable_memory
 
     with terminal.Steps("Running", shown=not as_json) as steps:
         reports = run_stages(resolved, steps.tell) if all_stages else run_ranks(resolved, [number], tell=steps.tell)
+    usable = None if on is None else usable_memory(on)
+    largest = max(reports, key=lambda report: report.peak_bytes)
     if as_json:
-        typer.echo(_as_json(resolved, reports, on))
+        layout = Layout.from_config(resolved.parallel)
+        document: dict[str, Any] = {"layout": asdict(layout), "world_size": layout.world_size}
+        document |= {"peak_bytes": largest.peak_bytes, "ranks": []}
+        for report in reports:  # the peak is broken down only by the causes of an estimate
+            values = {**asdict(report), "causes": {**report.causes, "fragmentation": 0}}
+            del values["at_peak"], values["activation_bytes"]
+            document["ranks"].append(values)
+        if on is not None and usable is not None:
+            document |= {"hardware": on.name, "fits": largest.peak_bytes <= usable}
+        typer.echo(json.dumps(document, indent=2))
+        return
+    _print_reports(resolved, reports)
+    needs = f"Rank {largest.rank:,} needs {format_bytes(largest.peak_bytes)} at its peak"
+    if on is None or usable is None:
+        typer.echo(f"{needs}; buffers inside kernels and of the communication library are not counted.")
     else:
-        _print_reports(resolved, reports, on)
+        verb = "fits" if largest.peak_bytes <= usable else "does not fit"
+        typer.echo(f"{needs}, which {verb} into the {format_bytes(usable)} that tensors may have of {on.title}.")
 
 
 def _replicas(config: "Config", world: int) -> int:
@@ -80,8 +98,8 @@ def _replicas(config: "Config", world: int) -> int:
     return replicas
 
 
-def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware: "Hardware | None") -> None:
-    """Print memory, collectives and floating-point operations of each rank, and whether it fits."""
+def _print_reports(config: "Config", reports: Sequence["DryRunReport"]) -> None:
+    """Print memory, collectives and floating-point operations of each rank."""
     from threefold.config.rules import executed_micro_batches
 
     train = config.train
@@ -91,9 +109,8 @@ def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware
     work, memory = [], []
     for report in reports:
         place = (f"{report.rank:,}", str(report.coordinates["pp"]))
-        work.append(
-            (*place, terminal.first_to_last(report.layers), f"{report.parameters:,}", f"{report.flops / 1e12:,.3f}")
-        )
+        layers = terminal.first_to_last(report.layers)
+        work.append((*place, layers, f"{report.parameters:,}", f"{report.flops / 1e12:,.3f}"))
         memory.append((*place, *map(format_bytes, (*report.causes.values(), report.peak_bytes))))
     terminal.print_table(("rank", "stage", "layers", "parameters", "TFLOP"), work)
     terminal.print_table(("rank", "stage", "weights", "gradients", "optimizer", "activations", "peak"), memory)
@@ -111,32 +128,3 @@ def _print_reports(config: "Config", reports: Sequence["DryRunReport"], hardware
             named = ""
     if collectives:
         terminal.print_table(("ranks", "axis", "collective", "count", "bytes"), collectives)
-    largest = max(reports, key=lambda report: report.peak_bytes)
-    needs = f"Rank {largest.rank:,} needs {format_bytes(largest.peak_bytes)} at its peak"
-    if hardware is None:
-        typer.echo(f"{needs}; buffers inside kernels and of the communication library are not counted.")
-        return
-    from threefold.planner.estimate import usable_memory
-
-    usable = usable_memory(hardware)
-    verb = "fits" if largest.peak_bytes <= usable else "does not fit"
-    typer.echo(f"{needs}, which {verb} into the {format_bytes(usable)} that tensors may have of {hardware.title}.")
-
-
-def _as_json(config: "Config", reports: Sequence["DryRunReport"], hardware: "Hardware | None") -> str:
-    from threefold.comm.layout import Layout
-
-    largest = max(report.peak_bytes for report in reports)
-    ranks: list[dict[str, Any]] = []
-    for report in reports:  # the peak is broken down only by the causes of an estimate
-        values = {**asdict(report), "causes": {**report.causes, "fragmentation": 0}}
-        ranks.append({name: value for name, value in values.items() if name not in ("at_peak", "activation_bytes")})
-    layout = Layout.from_config(config.parallel)
-    document: dict[str, Any] = {"layout": asdict(layout), "world_size": layout.world_size, "peak_bytes": largest}
-    document["ranks"] = ranks
-    if hardware is not None:
-        from threefold.planner.estimate import usable_memory
-
-        document["hardware"] = hardware.name
-        document["fits"] = largest <= usable_memory(hardware)
-    return json.dumps(document, indent=2)

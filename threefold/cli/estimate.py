@@ -1,15 +1,16 @@
 """`threefold estimate`: time, throughput and memory of a training step, on hardware that need not be present."""
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Option
 
-from threefold.cli.terminal import ConfigFile, Overrides, TrustCode, check_picture_file, print_table, read_without_data
+from threefold.cli.terminal import ConfigFile, Overrides, TrustCode, print_table, read_without_data
 from threefold.errors import UserError
+from threefold.figures import check_picture
 from threefold.files import format_bytes
 
 if TYPE_CHECKING:
@@ -24,18 +25,6 @@ HardwareName = Annotated[
         metavar="NAME|FILE",
         help="a100-80, h100, …, this-machine (after threefold doctor), or a YAML file of your own.",
     ),
-]
-SystemName = Annotated[
-    str | None,
-    Option(
-        "--system",
-        metavar="NAME",
-        help="System whose kernels and overlap are assumed: own, or a published one such as megatron-core or nemo.",
-        show_default="own, as train runs it",
-    ),
-]
-Picture = Annotated[
-    Path | None, Option("--png", metavar="FILE", help="Draw the memory of each stage by cause (.png or .svg).")
 ]
 AsJson = Annotated[bool, Option("--json", help="Print JSON: seconds, bytes, tokens per second.")]
 
@@ -52,9 +41,14 @@ def chosen_hardware(name: str | None) -> "Hardware":
 def command(
     config: ConfigFile,
     hardware: HardwareName = None,
-    system: SystemName = None,
+    system: str | None = Option(
+        None,
+        metavar="NAME",
+        help="System whose kernels and overlap are assumed: own, or a published one such as megatron-core or nemo.",
+        show_default="own, as train runs it",
+    ),
     as_json: AsJson = False,
-    png: Picture = None,
+    png: Path | None = Option(None, metavar="FILE", help="Draw the memory of each stage by cause (.png or .svg)."),
     trust_code: TrustCode = False,
     overrides: Overrides = None,
 ) -> None:
@@ -69,7 +63,8 @@ def command(
     entry = chosen_hardware(hardware)
     chosen = find_system(system) if system is not None else None
     resolved = read_without_data(config, overrides, trust_code=trust_code)
-    check_picture_file(png)
+    if png is not None:
+        check_picture(png)
     found = estimated(resolved, entry, chosen)
     if png is not None:
         from threefold.comm.layout import Layout
@@ -91,8 +86,12 @@ _LARGE = 2 * 10**9
 
 
 def _print_estimate(found: "Estimate", own: "Estimate | None") -> None:
-    """Print an estimate and, for another system, a line with the result of this package's own kernels."""
+    """Print an estimate and, for another system, a line with the result of this package's own kernels.
+
+    The memory is that of all pp ranks if they are few, else of the first two, the middle, the last and the largest.
+    """
     from threefold.comm.layout import Layout
+    from threefold.planner.pictures import OF_ACTIVATIONS
 
     config, hardware, whole, causes = found.config, found.hardware, found.step_seconds, found.time.causes
     typer.echo(f"{Layout.from_config(config.parallel)}, {found.ranks:,} × {hardware.title}, {config.precision.dtype}.")
@@ -107,16 +106,6 @@ def _print_estimate(found: "Estimate", own: "Estimate | None") -> None:
     shown["other"] = whole - sum(shown.values())
     rows = [(name, _seconds(each), f"{each / whole:.1%}") for name, each in shown.items()]
     print_table(("time of a step", "seconds", "share"), rows)
-    _print_memory(found)
-    if own is not None and own.system != found.system:
-        typer.echo(
-            f"With this package's own kernels: {_seconds(own.step_seconds)} a step, MFU {own.mfu:.1%}; "
-            "without --system it is shown by cause."
-        )
-
-
-def _print_memory(found: "Estimate") -> None:
-    """Print the memory of the pp ranks: of all if few, else of the first two, the middle, the last and the largest."""
     peaks = found.peak_bytes
     unit, scale = ("GB", 1e9) if max(peaks) >= _LARGE else ("MB", 1e6)
     places = list(range(len(peaks)))
@@ -124,18 +113,21 @@ def _print_memory(found: "Estimate") -> None:
         places = sorted({0, 1, len(peaks) // 2, len(peaks) - 1, peaks.index(max(peaks))})
     stages = {str(rank): found.stages[rank] for rank in places}
 
-    def row(rank: str, sizes: Iterable[int]) -> tuple[str, ...]:
-        return (rank, *(f"{size / scale:.1f}" for size in sizes))
+    def print_sizes(header: Iterable[str], sizes: Mapping[str, Iterable[int]]) -> None:
+        print_table([*header], [(rank, *(f"{size / scale:.1f}" for size in each)) for rank, each in sizes.items()])
 
-    rows = [row(rank, (*stage.by_dry_run.values(), stage.peak)) for rank, stage in stages.items()]
-    print_table(("rank", *found.stages[0].by_dry_run, "peak"), rows)
-    from threefold.planner.pictures import OF_ACTIVATIONS
-
+    by_cause = {rank: (*stage.by_dry_run.values(), stage.peak) for rank, stage in stages.items()}
+    print_sizes(("rank", *found.stages[0].by_dry_run, "peak"), by_cause)
     parts = [name for name in OF_ACTIVATIONS if any(stage.causes.get(name) for stage in found.stages)]
-    rows = [row(rank, (stage.causes[name] for name in parts)) for rank, stage in stages.items()]
-    print_table(("of the activations", *(OF_ACTIVATIONS[name] for name in parts)), rows)
+    activations = {rank: [stage.causes[name] for name in parts] for rank, stage in stages.items()}
+    print_sizes(("of the activations", *(OF_ACTIVATIONS[name] for name in parts)), activations)
     typer.echo(f"{unit} of each pp rank; working: temporary tensors; fragmentation: memory that the allocator loses.")
     typer.echo(f"{_fit(found)}.")
+    if own is not None and own.system != found.system:
+        typer.echo(
+            f"With this package's own kernels: {_seconds(own.step_seconds)} a step, MFU {own.mfu:.1%}; "
+            "without --system it is shown by cause."
+        )
 
 
 def _fit(found: "Estimate") -> str:

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from threefold.inference.eval_tasks import EncodedTexts, EvalTask
     from threefold.inference.model import Model
 
-_LARGE = 1e6
-
 
 def command(
     run: terminal.RunFolder,
@@ -40,11 +38,7 @@ def command(
         show_default="as the model was trained",
     ),
     dp: int = Option(
-        1,
-        "--dp",
-        min=1,
-        help="Data-parallel replicas; each evaluates part of the windows.",
-        rich_help_panel=terminal.LAYOUT,
+        1, min=1, help="Data-parallel replicas; each evaluates part of the windows.", rich_help_panel=terminal.LAYOUT
     ),
     own_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
@@ -74,13 +68,23 @@ def command(
     if stride is not None and config is not None:
         check_stride(stride, config.data.sequence_length if context is None else context)
     if json_file is not None:
-        _check_json(json_file, data)
+        named, folder = f"--json {shown(json_file)}", json_file.parent
+        if not folder.is_dir():
+            raise UserError(f"{named} cannot be written: {shown(folder)} is not a folder; name one that is.")
+        if json_file.is_dir():
+            raise UserError(f"{named} is a folder; name a file, such as {shown(json_file / 'metrics.json')}.")
+        if json_file.exists() and data.exists() and json_file.samefile(data):
+            raise UserError(f"{named} is the file of --data; name another.")
     require_texts(data)
     inference = InferenceRun.prepare(run, layout, dtype, device, own, trust_code)  # imports torch
+    from threefold.inference.eval_tasks import LastWord, Perplexity
+
     trained = inference.trained.config
     _check_context(context, trained)  # of the newest checkpoint that is good
     counted = loss_tokens or trained.data.loss_tokens
-    chosen = _task(task, trained.data.sequence_length if context is None else context, stride, counted)
+    length = trained.data.sequence_length if context is None else context
+    between = (length + 1) // 2 if stride is None else stride
+    chosen: EvalTask = LastWord(length) if task == "lambada" else Perplexity(length, between, counted)
     texts = read_texts(data, key)
     with terminal.Steps("reading", len(texts)) as steps:
         work = chosen.prepare(inference.trained.documents(special_tokens), texts, steps.advance)
@@ -103,14 +107,6 @@ def _check_context(context: int | None, config: "Config | None") -> None:
         raise UserError(f"--context is {context} but the model has {longest} positions; use {longest} at most.")
 
 
-def _task(name: str, context: int, stride: int | None, loss_tokens: Literal["answers", "all"]) -> "EvalTask":
-    from threefold.inference.eval_tasks import LastWord, Perplexity
-
-    if name == "perplexity":
-        return Perplexity(context, (context + 1) // 2 if stride is None else stride, loss_tokens)
-    return LastWord(context)
-
-
 def measure(
     model: "Model", task: "EvalTask", work: "EncodedTexts", batch_size: int, about: dict[str, Any], file: Path | None
 ) -> None:
@@ -130,31 +126,17 @@ def measure(
         metrics = task.metrics(work, scores)
         rows = []
         for metric in metrics:
-            digits = "," if isinstance(metric.value, int) else ",.4f" if metric.value < _LARGE else ".4g"
+            digits = "," if isinstance(metric.value, int) else ",.4f" if metric.value < 1e6 else ".4g"
             rows.append((metric.title, f"{metric.value:{digits}}", metric.unit))
         count = next(metric.value for metric in metrics if metric.name == "tokens")
         rows += [("time", f"{seconds:,.1f}", "s"), ("speed", f"{count / seconds:,.0f}", "evaluated tokens/s")]
         settings = ", ".join(f"{name} {about[name]}" for name in ("context", "stride") if name in about)
         title = f"{about['run']}, step {about['step']:,}, on {about['data']}: {about['task']}, {settings}"
-        style: dict[str, Any] = {"box": None, "show_header": False, "pad_edge": False}
-        made = terminal.table(
-            ("",) * 3, rows, "lrl", range(3), title=title, title_justify="left", title_style="", **style
-        )
+        style: dict[str, Any] = {"box": None, "show_header": False, "pad_edge": False, "title_style": ""}
+        made = terminal.table(("",) * 3, rows, "lrl", range(3), title=title, title_justify="left", **style)
         Console(highlight=False, soft_wrap=True).print(made)
         if file is not None:
             _write(file, about | {metric.name: metric.value for metric in metrics} | {"seconds": seconds})
-
-
-def _check_json(path: Path, data: Path) -> None:
-    """Check that the metrics can be written to a path, before computing them."""
-    if not path.parent.is_dir():
-        raise UserError(
-            f"--json {shown(path)} cannot be written: {shown(path.parent)} is not a folder; name one that is."
-        )
-    if path.is_dir():
-        raise UserError(f"--json {shown(path)} is a folder; name a file, such as {shown(path / 'metrics.json')}.")
-    if path.exists() and data.exists() and path.samefile(data):
-        raise UserError(f"--json {shown(path)} is the file of --data; name another.")
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

@@ -12,7 +12,6 @@ from threefold.errors import OutputLost, UserError
 from threefold.files import shown as shown_path
 
 if TYPE_CHECKING:
-    from threefold.data.conversations import Chat
     from threefold.inference.generate import GenerationRequest
     from threefold.inference.inputs import Prompt
     from threefold.inference.model import Model
@@ -59,6 +58,7 @@ def command(
       threefold generate runs/run --prompts-file prompts.txt --tp 2
     """
     from threefold.comm.layout import Layout
+    from threefold.data.conversations import Chat
     from threefold.inference.inputs import check_run, read_prompts, require_text
     from threefold.launch.launcher import InferenceRun
     from threefold.report.record import SAMPLES_FILE
@@ -78,25 +78,19 @@ def command(
     inference = InferenceRun.prepare(run, layout, dtype, device, own, trust_code)
     given = given or [terminal.read_standard_input().rstrip("\n")]
     require_text(given)
-    chosen = [_message(prompt, system) if chat and isinstance(prompt, str) else prompt for prompt in given]
+    before = () if system is None else ({"role": "system", "content": system},)
+    chosen = [
+        Chat("--prompt", (*before, {"role": "user", "content": prompt})) if chat and isinstance(prompt, str) else prompt
+        for prompt in given
+    ]
     encode_prompts(inference.trained, chosen, request)  # raises encoding errors before any rank starts
     inference.start(write, chosen, request, run / SAMPLES_FILE if keep else None)
-
-
-def _message(prompt: str, system: str | None) -> "Chat":
-    from threefold.data.conversations import Chat
-
-    before = () if system is None else ({"role": "system", "content": system},)
-    return Chat("--prompt", (*before, {"role": "user", "content": prompt}))
 
 
 def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest", kept_in: Path | None = None) -> None:
     """Print prompts and continuations as they are generated, in order, holding back the text of later prompts.
 
-    For a conversation only the answer is printed.
-
-    Args:
-        kept_in: file to which a line is appended for each prompt, at the end; None for no file.
+    For a conversation only the answer is printed. At the end a line for each prompt is appended to `kept_in`.
     """
     from threefold.inference.generate import generate_text
 
@@ -131,16 +125,15 @@ def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest",
             shown += 1
             echo("\n" + pending.pop(shown, ""))
     if kept_in is not None and model.prints:
-        _keep(kept_in, model.trained.checkpoint.step, prompts, texts)
+        named = (prompt if isinstance(prompt, str) else prompt.messages[-1]["content"] for prompt in prompts)
+        step = model.trained.checkpoint.step
+        lines = [{"step": step, "prompt": prompt, "text": texts[number]} for number, prompt in enumerate(named)]
+        try:
+            with kept_in.open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        except OSError as error:
+            raise UserError(
+                f"{shown_path(kept_in)} cannot be written ({error.strerror}); generate without --keep."
+            ) from None
     if lost is not None:
         raise lost
-
-
-def _keep(path: Path, step: int, prompts: "list[Prompt]", texts: dict[int, str]) -> None:
-    named = (prompt if isinstance(prompt, str) else prompt.messages[-1]["content"] for prompt in prompts)
-    lines = [{"step": step, "prompt": prompt, "text": texts[number]} for number, prompt in enumerate(named)]
-    try:
-        with path.open("a", encoding="utf-8") as file:
-            file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
-    except OSError as error:
-        raise UserError(f"{shown_path(path)} cannot be written ({error.strerror}); generate without --keep.") from None

@@ -1,16 +1,12 @@
 """Help texts: usage, description, examples, then options and commands in groups, in two columns."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Final
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-_WIDEST: Final = 120
-"""Largest width of a help text, in columns."""
-_OPTIONS: Final = "Options"
-_EXAMPLES: Final = ("Example:", "Examples:")
 _KINDS: Final = {
     **dict.fromkeys(("int", "int range"), "N"),
     **dict.fromkeys(("float", "float range"), "X"),
@@ -52,20 +48,15 @@ class HelpedGroup(TyperGroup):
 
 
 class CommandLine(typer.Typer):
-    """Command line, or subcommands of one command, with these help texts.
-
-    Args:
-        options: arguments of `typer.Typer`.
-    """
+    """Command line, or subcommands of one command, with these help texts; takes the arguments of `typer.Typer`."""
 
     def __init__(self, **options: Any) -> None:
-        settings = {"help_option_names": ["-h", "--help"], "max_content_width": _WIDEST}
+        settings = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
         super().__init__(
             cls=HelpedGroup, no_args_is_help=True, rich_markup_mode=None, context_settings=settings, **options
         )
 
     def command(self, name: str | None = None, *, cls: Any = None, **options: Any) -> Callable[[Any], Any]:
-        """Register a function as a command, as `typer.Typer.command` does."""
         return super().command(name, cls=cls or HelpedCommand, **options)
 
 
@@ -75,7 +66,7 @@ def _describe(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any) -> N
     formatter.write_usage(ctx.command_path, " ".join(pieces))
     examples = ""
     for paragraph in (command.help or "").strip().replace(_STATUS, f"\n{_STATUS}").split("\n\n"):
-        if paragraph.startswith(_EXAMPLES):
+        if paragraph.startswith(("Example:", "Examples:")):
             examples = paragraph
         elif paragraph:
             formatter.write_paragraph()
@@ -89,10 +80,10 @@ def _describe(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any) -> N
         if (record := param.get_help_record(ctx)) is None:
             continue
         argument = isinstance(param, TyperArgument)
-        panel = getattr(param, "rich_help_panel", None) or ("Arguments" if argument else _OPTIONS)
+        panel = getattr(param, "rich_help_panel", None) or ("Arguments" if argument else "Options")
         panels.setdefault(panel, []).append((_name(param, ctx), _readable(record[1], argument)))
-    first = [panel for panel in ("Arguments", _OPTIONS) if panel in panels]
-    _write(formatter, {panel: panels[panel] for panel in dict.fromkeys([*first, *panels])})
+    order = dict.fromkeys(["Arguments", "Options", *panels])
+    _write(formatter, {panel: panels[panel] for panel in order if panel in panels})
 
 
 def _name(param: Any, ctx: Any) -> str:
@@ -120,15 +111,9 @@ def _readable(text: str, argument: bool) -> str:
 
 def _write(formatter: Any, panels: dict[str, list[tuple[str, str]]]) -> None:
     """Write groups of rows, with one width of the first column."""
-    widest = max((len(name) for name in _short(panels)), default=0)
+    longest = 30  # columns of the longest name that has its text beside it
+    widths = [len(name) for rows in panels.values() for name, _ in rows]
+    widest = max((width for width in widths if width <= longest - 2), default=0)
     for panel, rows in panels.items():
         with formatter.section(panel):
-            formatter.write_dl([(name.ljust(widest), text) for name, text in rows], col_max=_LONGEST_NAME)
-
-
-_LONGEST_NAME: Final = 30
-"""Columns of the longest name that has its text beside it."""
-
-
-def _short(panels: dict[str, list[tuple[str, str]]]) -> Iterable[str]:
-    return (name for rows in panels.values() for name, _ in rows if len(name) <= _LONGEST_NAME - 2)
+            formatter.write_dl([(name.ljust(widest), text) for name, text in rows], col_max=longest)

@@ -28,7 +28,6 @@ QUESTIONS: Final = {
     "batch": "Sequences per step, over all ranks",
 }
 """What is asked on a terminal, in order, by the names of the options."""
-_SECTIONS: Final = {"parallel": "a performance choice: every layout trains the same model"}
 COMMENTS: Final = {
     "data.path": "also token files of other systems, or JSON Lines with `tokenizer`",
     "data.sequence_length": "tokens in a sample",
@@ -113,11 +112,7 @@ def require_new(file: Path) -> None:
 
 
 def answers(given: Mapping[str, str | None]) -> dict[str, dict[str, Any]]:
-    """Return settings by section from the values of the options, with the defaults of those that are None.
-
-    Raises:
-        UserError: a value is not of its kind.
-    """
+    """Return settings by section from the values of the options, with the defaults of those that are None."""
     from threefold.config.rules import DEFAULT_GLOBAL_BATCH_SIZE
     from threefold.config.section import MOST_RANKS, MOST_SEQUENCES, MOST_STEPS
 
@@ -149,9 +144,6 @@ def checked(sections: dict[str, dict[str, Any]]) -> "Config":
     """Return the resolved config of some settings, checked as before training.
 
     Evaluation is off if there is too little data for it.
-
-    Raises:
-        UserError: the settings do not fit the data or this machine.
     """
     from threefold.config.loading import config_of
     from threefold.launch.training_run import check_run
@@ -211,6 +203,7 @@ def text_of(config: "Config", file: Path) -> str:
             rows.setdefault(section, []).append((to_yaml({name: value}).rstrip("\n"), comment))
     width = max(len(text) for found in rows.values() for text, _ in found)
     for section, found in rows.items():
-        lines += ["", f"{section}:" + (f"  # {_SECTIONS[section]}" if _SECTIONS.get(section) else "")]
+        why = "  # a performance choice: every layout trains the same model" if section == "parallel" else ""
+        lines += ["", f"{section}:{why}"]
         lines += [f"  {text:<{width}}  # {comment}" if comment else f"  {text}" for text, comment in found]
     return "\n".join(lines) + "\n"

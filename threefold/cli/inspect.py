@@ -13,7 +13,7 @@ def command(
     config: Path | None = Option(
         None, metavar="CONFIG", help="YAML file with the settings that the model is made from."
     ),
-    tp: int = Option(2, "--tp", min=1, help="Tensor-parallel size for the sizes per rank."),
+    tp: int = Option(2, min=1, help="Tensor-parallel size for the sizes per rank."),
     overrides: Overrides = None,
 ) -> None:
     """Print the modules of the model in FILE.py, how its plan shards them, and each rank's share.

@@ -29,8 +29,6 @@ GROUPS: Final = {
 subcommands. A class `Parser` in it replaces Typer's parser of the command's arguments."""
 COMMANDS: Final = tuple(name for names in GROUPS.values() for name in names)
 FAILED, MISUSED = 1, 2
-UNREAD = 141
-"""Exit status in a shell of a program that SIGPIPE ended."""
 _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS)
 """Errors caused by a path that the user gave."""
 
@@ -101,7 +99,7 @@ def _tell(error: Exception) -> int:
     if isinstance(error, RankFailed):
         status = FAILED
     elif str(error) == CLOSED_OUTPUT:
-        return UNREAD
+        return 141  # exit status in a shell of a program that SIGPIPE ended
     elif isinstance(error, UserError):
         leave_to_rank_zero()
         status = MISUSED

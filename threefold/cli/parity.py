@@ -10,17 +10,15 @@ import typer
 from typer import Argument, Option
 
 from threefold.cli.help import CommandLine
-from threefold.cli.terminal import Steps, print_table
+from threefold.cli.terminal import AsJson, Steps, byte_size, print_table
 from threefold.errors import UserError
-from threefold.files import counted, format_bytes, parse_bytes, shown
+from threefold.files import counted, format_bytes, shown
 
 if TYPE_CHECKING:
-    from threefold.parity.departure import Findings
     from threefold.parity.record import Record
 
 app = CommandLine(help="Compare training runs of any scripts that have a recorder (docs/parity.md).")
 
-AsJson = Annotated[bool, Option("--json", help="Print a JSON document instead of a table.")]
 Page = Annotated[
     Path | None, Option("--html", metavar="FILE", help="Write a page with the modules, coloured by departure.")
 ]
@@ -29,15 +27,9 @@ Page = Annotated[
 @app.command()
 def run(
     reference: str = Option(
-        ...,
-        "--reference",
-        metavar="COMMAND",
-        help="Command of the reference run, which is taken to be right.",
-        show_default=False,
+        ..., metavar="COMMAND", help="Command of the reference run, which is taken to be right.", show_default=False
     ),
-    candidate: str = Option(
-        ..., "--candidate", metavar="COMMAND", help="Command of the run to check.", show_default=False
-    ),
+    candidate: str = Option(..., metavar="COMMAND", help="Command of the run to check.", show_default=False),
     steps: int = Option(3, min=1, max=1000, help="Steps to record and compare."),
     noise: int = Option(2, min=0, max=100, help="Further runs of the reference, with noise in the last place."),
     after: int = Option(
@@ -45,7 +37,6 @@ def run(
     ),
     whole: str | None = Option(
         None,
-        "--whole",
         metavar="SIZE",
         help="Size of the tensors that the record of each rank keeps whole, such as 200MB.",
         show_default="tensors of up to 4096 elements, activations of up to 256; of larger ones samples",
@@ -57,7 +48,7 @@ def run(
         show_default="if its script supports it",
     ),
     out: Path | None = Option(
-        None, "--out", metavar="FOLDER", help="Folder in which to keep records and logs.", show_default="not kept"
+        None, metavar="FOLDER", help="Folder in which to keep records and logs.", show_default="not kept"
     ),
     page: Page = None,
     timeout: float | None = Option(None, min=1, metavar="SECONDS", help="Time limit of each run.", show_default="none"),
@@ -79,8 +70,7 @@ def run(
     """
     from threefold.parity.run import run_both
 
-    if page is not None:
-        _check_page(page)
+    _check_page(page)
     folder = Path(mkdtemp(prefix="threefold-parity-")) if out is None else out
     doing = {"reference": "Reference", "candidate": "Candidate"}
     failed = False
@@ -101,7 +91,7 @@ def run(
                 steps=steps,
                 noise=noise,
                 after=after,
-                whole=_bytes(whole),
+                whole=0 if whole is None else byte_size(whole, "--whole", "500MB"),
                 wide=wide,
                 timeout=timeout,
                 whole_run=whole_run,
@@ -109,20 +99,16 @@ def run(
             )
         _report(runs.reference, runs.candidate, list(runs.noisy), None, page, as_json, runs.wide, runs.note)
         if out is not None and not as_json:
-            typer.echo(f"Records and logs: {out} ({format_bytes(_size(out))}).")
+            size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
+            typer.echo(f"Records and logs: {out} ({format_bytes(size)}).")
     except UserError:
         failed = True
         raise
     finally:
-        if out is None:
-            _remove(folder, but_logs=failed)
-
-
-def _remove(folder: Path, but_logs: bool) -> None:
-    """Remove a temporary folder, except for the logs that a message names."""
-    logs = but_logs and any(folder.glob("*.log"))
-    for path in [each for each in folder.iterdir() if each.is_dir()] if logs else [folder]:
-        shutil.rmtree(path, ignore_errors=True)
+        if out is None:  # the logs stay that a message names
+            logs = failed and any(folder.glob("*.log"))
+            for path in [each for each in folder.iterdir() if each.is_dir()] if logs else [folder]:
+                shutil.rmtree(path, ignore_errors=True)
 
 
 @app.command()
@@ -132,11 +118,9 @@ def compare(
     ),
     candidate: Path = Argument(..., metavar="CANDIDATE", help="Record of the run to check."),
     noise: list[Path] | None = Option(
-        None, "--noise", metavar="RECORD", help="Record of the reference with noise; may be repeated."
+        None, metavar="RECORD", help="Record of the reference with noise; may be repeated."
     ),
-    wide: Path | None = Option(
-        None, "--wide", metavar="RECORD", help="Record of the reference in fp64.", show_default=False
-    ),
+    wide: Path | None = Option(None, metavar="RECORD", help="Record of the reference in fp64.", show_default=False),
     steps: int | None = Option(None, min=1, help="Steps to compare.", show_default="all steps that both recorded"),
     page: Page = None,
     as_json: AsJson = False,
@@ -149,8 +133,7 @@ def compare(
     """
     from threefold.parity.record import Record
 
-    if page is not None:
-        _check_page(page)
+    _check_page(page)
     noisy, in_fp64 = [Record(path) for path in noise or ()], None if wide is None else Record(wide)
     _report(Record(reference), Record(candidate), noisy, steps, page, as_json, in_fp64)
 
@@ -166,20 +149,21 @@ def _report(
     note: str = "",
 ) -> None:
     from threefold.parity.compare import compare as compare_records
-    from threefold.parity.verdict import compared_whole, judge, rows
+    from threefold.parity.verdict import compared_whole, judge, rows, write_page
 
     with Steps("Comparing", 1 + (steps or reference.steps)) as bar:
         found = compare_records(reference, candidate, noisy, steps, wide, bar.advance)
     found.notes += [note] if note else []
     verdict = judge(found)
     if page is not None:
-        from threefold.parity.verdict import write_page
-
         write_page(page, verdict, found, reference, candidate)
     if as_json:
         typer.echo(json.dumps(verdict.document(found), indent=2))
     else:
-        typer.echo(_heading(reference, candidate, noisy, found, wide is not None))
+        ranks = [counted(len(each.ranks), "rank") for each in (reference, candidate)]
+        learned = f"tolerances learned from {counted(len(noisy), 'run')} with noise" if noisy else "default tolerances"
+        learned += " and one in fp64" if noisy and wide is not None else ""
+        typer.echo(f"Compared {counted(found.steps, 'step')}: {ranks[0]} (reference) with {ranks[1]}; {learned}.")
         typer.echo(verdict.sentence)
         if not verdict.equal:
             print_table(("step", "what departs", "error", "rounding", "shape"), rows(verdict, found))
@@ -193,24 +177,6 @@ def _report(
         raise typer.Exit(1)
 
 
-def _heading(reference: "Record", candidate: "Record", noisy: "list[Record]", found: "Findings", is_wide: bool) -> str:
-    ranks = [counted(len(each.ranks), "rank") for each in (reference, candidate)]
-    learned = f"tolerances learned from {counted(len(noisy), 'run')} with noise" if noisy else "default tolerances"
-    learned += " and one in fp64" if noisy and is_wide else ""
-    return f"Compared {counted(found.steps, 'step')}: {ranks[0]} (reference) with {ranks[1]}; {learned}."
-
-
-def _bytes(text: str | None) -> int:
-    try:
-        return 0 if text is None else parse_bytes(text)
-    except ValueError as error:
-        raise UserError(f"--whole {error}; use 500MB.") from None
-
-
-def _check_page(page: Path) -> None:
-    if page.is_dir() or not page.absolute().parent.is_dir():
+def _check_page(page: Path | None) -> None:
+    if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
         raise UserError(f"--html {shown(page)} cannot be written; name a file in a folder that exists.")
-
-
-def _size(folder: Path) -> int:
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -10,16 +10,9 @@ import typer
 from typer import Option
 
 from threefold.cli.estimate import AsJson, HardwareName, chosen_hardware
-from threefold.cli.terminal import (
-    ConfigFile,
-    Overrides,
-    TrustCode,
-    check_picture_file,
-    read_config,
-    table,
-    whole_number,
-)
+from threefold.cli.terminal import ConfigFile, Overrides, TrustCode, read_config, table, whole_number
 from threefold.errors import UserError
+from threefold.figures import check_picture
 from threefold.files import format_bytes, shown
 
 if TYPE_CHECKING:
@@ -31,7 +24,7 @@ if TYPE_CHECKING:
 
 def command(
     config: ConfigFile,
-    gpus: str | None = Option(None, "--gpus", metavar="N", help="Number of devices.", show_default=False),
+    gpus: str | None = Option(None, metavar="N", help="Number of devices.", show_default=False),
     hardware: HardwareName = None,
     objective: str = Option(
         "throughput",
@@ -42,7 +35,7 @@ def command(
         None, metavar="T", help="Tokens to train on, such as 300B.", show_default="the tokens of train.max_steps"
     ),
     fix: list[str] | None = Option(
-        None, "--fix", metavar="SECTION.KEY=VALUE", help="Setting to fix in every layout; may be repeated."
+        None, metavar="SECTION.KEY=VALUE", help="Setting to fix in every layout; may be repeated."
     ),
     system: str | None = Option(
         None,
@@ -51,7 +44,7 @@ def command(
         show_default="own, as train runs it",
     ),
     write: Path | None = Option(None, metavar="FILE", help="Write the config with the best layout."),
-    png: Path | None = Option(None, "--png", metavar="FILE", help="Draw memory against throughput."),
+    png: Path | None = Option(None, metavar="FILE", help="Draw memory against throughput."),
     as_json: AsJson = False,
     trust_code: TrustCode = False,
     overrides: Overrides = None,
@@ -75,7 +68,8 @@ def command(
     entry, count = chosen_hardware(hardware), whole_number(gpus, "--gpus", most=MOST_RANKS)
     if write is not None:
         require_writable(write)
-    check_picture_file(png)
+    if png is not None:
+        check_picture(png)
     require_no_layout(overrides or ())
     given = read_config(config, overrides, trust_code=trust_code)
     request = read_request(given, count, entry, objective, fix or (), tokens, system)
@@ -112,9 +106,6 @@ _WIDTH_OF_A_FILE: Final = 180
 _IF_ROOM: Final = {"limited by": 100, "MFU": 20, "tokens/s": 20}
 """Columns that a narrow table drops, in this order, and the width that the layout column needs to keep each."""
 _BETWEEN: Final = 3
-_WIDEST_REASON: Final = 80
-_TIMES: Final = (("days", 86400), ("hours", 3600), ("minutes", 60))
-_AMOUNTS: Final = (("T", 10**12), ("B", 10**9), ("M", 10**6))
 
 
 def _print_plan(planned: "SearchAnswer", written: Path | None, drawn: Path | None) -> None:
@@ -138,7 +129,7 @@ def _print_plan(planned: "SearchAnswer", written: Path | None, drawn: Path | Non
         dropped.insert(0, (f"{misfit.count:,}", reason, str(misfit.nearest)))
     if dropped:
         made = table(("dropped", "why", "such as"), dropped, "rll", pad_edge=False)
-        made.columns[1].max_width = _WIDEST_REASON
+        made.columns[1].max_width = 80
         console.print(made)
     _print_best(console, found.ranked)
     budget = planned.budget(planned.best)
@@ -236,7 +227,9 @@ def _told(budget: "Budget") -> str:
     dollars = ""
     if budget.dollars is not None:
         dollars = f", ${rounded(budget.dollars)} at ${budget.dollars_per_hour:.2f} per GPU-hour"
-    unit, scale = next(((unit, scale) for unit, scale in _TIMES if budget.seconds >= scale), ("seconds", 1))
-    time = f"{budget.seconds / scale:,.1f} {unit}, {rounded(budget.gpu_hours)} GPU-hours"
-    amounts = (f"{budget.tokens / scale:.3g}{unit}" for unit, scale in _AMOUNTS if budget.tokens >= scale)
+    times = (("days", 86400), ("hours", 3600), ("minutes", 60), ("seconds", 0))
+    unit, least = next((unit, least) for unit, least in times if budget.seconds >= least)
+    time = f"{budget.seconds / (least or 1):,.1f} {unit}, {rounded(budget.gpu_hours)} GPU-hours"
+    units = (("T", 10**12), ("B", 10**9), ("M", 10**6))
+    amounts = (f"{budget.tokens / scale:.3g}{unit}" for unit, scale in units if budget.tokens >= scale)
     return f"{next(amounts, f'{budget.tokens:,}')} tokens are {budget.steps:,} steps, {time}{dollars}"

@@ -2,7 +2,6 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
 import typer
 from typer import Argument, Option
@@ -25,41 +24,38 @@ def command(
       threefold report runs/run
       threefold report runs/first runs/second --html both.html
     """
+    from rich.console import Console
+
     from threefold.report.record import RunRecord, require_run
 
-    for run in runs:
-        require_run(run)
+    for folder in runs:
+        require_run(folder)
     if html is not None and (html.is_dir() or not html.parent.is_dir()):
         what = "that is a folder" if html.is_dir() else f"there is no folder {shown(html.parent)}"
         raise UserError(f"--html {shown(html)} cannot be written: {what}.")
-    records = [RunRecord(run) for run in runs]
+    records = [RunRecord(folder) for folder in runs]
     for record in records:
         record.update()
     from threefold.report.document import report_of, write_page
 
     report = report_of(records)
-    for found in report["runs"]:
-        print_warnings(found["warnings"])
+    found, console = report["runs"], Console()
+    for run in found:
+        print_warnings(run["warnings"])
     if html is not None:
         write_page(html, report)
         typer.echo(f"Wrote {shown(html)}.", err=as_json)
     if as_json:
         typer.echo(json.dumps(report, ensure_ascii=False))
-    elif html is None:
-        _print_report(report)
-
-
-def _print_report(report: dict[str, Any]) -> None:
-    from rich.console import Console
-
-    runs, console = report["runs"], Console()
-    names, left = tuple(run["name"] for run in runs), "l" * (1 + len(runs))
-    rows = dict.fromkeys(name for run in runs for name in run["summary"])
-    cells = [(name, *(run["summary"].get(name, "–") for run in runs)) for name in rows]
+    if as_json or html is not None:
+        return
+    names, left = tuple(run["name"] for run in found), "l" * (1 + len(found))
+    rows = dict.fromkeys(name for run in found for name in run["summary"])
+    cells = [(name, *(run["summary"].get(name, "–") for run in found)) for name in rows]
     console.print(table(("run", *names), cells, left, whole=(0,)))
     if report["differences"]:
         settings = [(name, *map(setting_text, values)) for name, values in report["differences"].items()]
         console.print(table(("setting", *names), settings, left))
-    for run in runs:
+    for run in found:
         for event in run["events"]:
             typer.echo(f"{run['name']}, step {event['step']:,}: {event['text']}")

@@ -1,7 +1,7 @@
 """`threefold show`: a layout in one page, one JSON document or one table."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -17,14 +17,19 @@ from threefold.files import counted, fill_page, format_bytes, json_in_script, re
 if TYPE_CHECKING:
     from threefold.config import Config
 
-_PARTS: Final = files("threefold.planner") / "page"
-_SCRIPTS: Final = ("common.js", "layout.js", "tabs.js")
+_WHEN: Final = {
+    "pass": "each pass",
+    "backward": "each backward pass",
+    "send": "after passes",
+    "start": "at the start",
+    "end": "at the end",
+}
 _MARK: Final = '<meta name="generator" content="threefold show">'
 
 
 def command(
     config: terminal.ConfigFile,
-    html: Path | None = Option(None, "--html", metavar="FILE", help="Write a self-contained page, as .html."),
+    html: Path | None = Option(None, metavar="FILE", help="Write a self-contained page, as .html."),
     as_json: bool = Option(False, "--json", help="Print the document behind the page (docs/show.md)."),
     compare: str | None = Option(
         None,
@@ -33,7 +38,6 @@ def command(
     ),
     verify: Path | None = Option(
         None,
-        "--verify",
         metavar="REPORT",
         help="Also show the error of each parameter, from the output of threefold verify --json.",
     ),
@@ -53,7 +57,12 @@ def command(
       threefold show run.yaml --compare dp4·tp2
     """
     if html is not None:
-        _check_page(html)
+        if html.suffix.lower() != ".html":
+            raise UserError(f"The page {shown(html)} must end in .html; use {shown(html.with_suffix('.html'))}.")
+        if not html.parent.is_dir():
+            raise UserError(f"The page {shown(html)} cannot be written: there is no folder {shown(html.parent)}.")
+        if html.exists() and not is_layout_page(html):
+            raise UserError(f"{shown(html)} exists already and is not a page of threefold show; use another name.")
     resolved = terminal.read_without_data(config, overrides, model, trust_code)
     other = None if compare is None else _other(compare, resolved, model, trust_code)
     report = None if verify is None else read_json(verify, "the report ", finite=False)
@@ -81,12 +90,10 @@ def command(
 
 def layout_page(document: Mapping[str, Any]) -> str:
     """Return the page of a document, as `planner.layout_document` makes it."""
-    parts = {
-        "style": _part("layout.css"),
-        "script": "\n".join(_part(name) for name in _SCRIPTS),
-        "document": json_in_script(document),
-    }
-    return fill_page(_part("layout.html"), parts)
+    folder = files("threefold.planner") / "page"
+    names = ("layout.html", "layout.css", "common.js", "layout.js", "tabs.js")
+    page, style, *scripts = [(folder / name).read_text(encoding="utf-8") for name in names]
+    return fill_page(page, {"style": style, "script": "\n".join(scripts), "document": json_in_script(document)})
 
 
 def is_layout_page(path: Path) -> bool:
@@ -96,20 +103,6 @@ def is_layout_page(path: Path) -> bool:
             return _MARK.encode() in file.read(1000)
     except OSError:
         return False
-
-
-def _part(name: str) -> str:
-    return (_PARTS / name).read_text(encoding="utf-8")
-
-
-def _check_page(path: Path) -> None:
-    """Raise a `UserError` if the page cannot be written, or would replace a file that is not a page of this command."""
-    if path.suffix.lower() != ".html":
-        raise UserError(f"The page {shown(path)} must end in .html; use {shown(path.with_suffix('.html'))}.")
-    if not path.parent.is_dir():
-        raise UserError(f"The page {shown(path)} cannot be written: there is no folder {shown(path.parent)}.")
-    if path.exists() and not is_layout_page(path):
-        raise UserError(f"{shown(path)} exists already and is not a page of threefold show; use another name.")
 
 
 def _other(text: str, config: "Config", model: str | None, trust_code: bool) -> "Config":
@@ -130,46 +123,14 @@ def _other(text: str, config: "Config", model: str | None, trust_code: bool) -> 
 def _print_document(document: dict[str, Any]) -> None:
     """Print a summary of the layout: stages with ranks, memory and bubble; weights and shards; collectives."""
     mesh, schedule, model = document["layout"], document["schedule"], document["model"]
-    zero = f", zero {mesh['settings']['zero']}" if mesh["settings"]["zero"] else ""
+    axes, zero = mesh["axes"], mesh["settings"]["zero"]
     typer.echo(
-        f"{model['name']}, {model['parameters']:,} parameters: {mesh['name']}{zero}, "
+        f"{model['name']}, {model['parameters']:,} parameters: {mesh['name']}{f', zero {zero}' if zero else ''}, "
         f"{counted(mesh['world'], 'rank')}, {mesh['dtype']}."
     )
-    typer.echo(
-        f"{schedule['name']}: {counted(schedule['micro_batches'], 'micro-batch', 'es')}, "
-        f"bubble {schedule['bubble']:.1%}."
-    )
+    micro_batches = counted(schedule["micro_batches"], "micro-batch", "es")
+    typer.echo(f"{schedule['name']}: {micro_batches}, bubble {schedule['bubble']:.1%}.")
     _print_stages(document)
-    _print_weights(document)
-    _print_collectives(document)
-    if document["compare"] is not None:
-        _print_moves(document["compare"])
-    if (proof := document["proof"]) is not None:
-        _print_proof(proof)
-
-
-def _print_stages(document: dict[str, Any]) -> None:
-    layers, memory, schedule = document["model"]["layers"], document["memory"], document["schedule"]
-    rows = []
-    for number in range(document["layout"]["axes"]["pp"]):
-        ranks = [each["rank"] for each in document["layout"]["ranks"] if each["pp"] == number]
-        held = [
-            terminal.first_to_last(layers[stage["first_layer"] : stage["end_layer"]])
-            for stage in document["stages"]
-            if stage["pp_rank"] == number
-        ]
-        peak = "?" if memory["stages"] is None else format_bytes(sum(memory["stages"][number].values()))
-        works = schedule["busy"][number] / schedule["longest"]
-        rows.append((str(number), _ranks(ranks), ", ".join(held), peak, f"{works:.0%}"))
-    terminal.print_table(("pp rank", "ranks", "layers", "memory", "works"), _shortened(rows))
-    if memory["limit"] is not None:
-        typer.echo(f"Memory of a rank: {format_bytes(memory['limit'])} ({memory['limit_of']}).")
-    elif memory["why"]:
-        typer.echo(f"No memory: {memory['why']}")
-
-
-def _print_weights(document: dict[str, Any]) -> None:
-    axes, zero = document["layout"]["axes"], document["layout"]["settings"]["zero"]
     rows = []
     for kind in document["tensors"]:
         largest = max(kind["shards"], key=lambda bounds: [end - start for start, end in bounds])
@@ -178,65 +139,53 @@ def _print_weights(document: dict[str, Any]) -> None:
         whole = " × ".join(f"{size:,}" for size in kind["shape"])
         rows.append((kind["name"], whole, ", ".join(cuts) or "–", held))
     terminal.print_table(("weight", "shape", "sharded by", "a rank has"), rows)
+    if document["collectives"]["ranks"] is not None:
+        first = document["collectives"]["ranks"][0]  # the other stages' are in the document
+        sent = [
+            (each["axis"], each["operation"], f"{each['count']:,}", format_bytes(each["bytes"]), _WHEN[each["when"]])
+            for each in first["collectives"]
+            if each["axis"] != "world"
+        ]
+        if sent:
+            terminal.print_table((f"axis, rank {first['rank']}", "collective", "count", "bytes", "when"), sent)
+    if (moved := document["compare"]) is not None:
+        typer.echo(f"To {moved['layout']['name']}, weights of each rank:")
+        names = ("kept", "received", "dropped")
+        moves = [
+            (str(rank["rank"]), *(format_bytes(rank[name] * moved["itemsize"]) for name in names))
+            for rank in moved["ranks"]
+        ]
+        terminal.print_table(("rank", *names), terminal.shortened(moves))
+    if (proof := document["proof"]) is not None:
+        worst = max(
+            (float(error), name)  # `inf` is a number's name, too
+            for name, errors in zip(proof["parameters"], proof["errors"], strict=True)
+            for error in errors
+            if error is not None
+        )
+        equal = sum(each["verdict"] == "equal" for each in proof["layouts"])
+        typer.echo(
+            f"Verified: {equal} of {counted(len(proof['layouts']), 'layout')} equal; the worst error is "
+            f"{worst[0]:.1e}, of {worst[1]}, and {proof['tolerance']:.0e} is allowed."
+        )
 
 
-_WHEN = {
-    "pass": "each pass",
-    "backward": "each backward pass",
-    "send": "after passes",
-    "start": "at the start",
-    "end": "at the end",
-}
-
-
-def _print_collectives(document: dict[str, Any]) -> None:
-    """Print the collectives of the first rank; the other stages' are in the document."""
-    if document["collectives"]["ranks"] is None:
-        return
-    of_rank = document["collectives"]["ranks"][0]
-    rows = [
-        (each["axis"], each["operation"], f"{each['count']:,}", format_bytes(each["bytes"]), _WHEN[each["when"]])
-        for each in of_rank["collectives"]
-        if each["axis"] != "world"
-    ]
-    if rows:
-        terminal.print_table((f"axis, rank {of_rank['rank']}", "collective", "count", "bytes", "when"), rows)
-
-
-def _print_moves(moved: dict[str, Any]) -> None:
-    itemsize = moved["itemsize"]
-    typer.echo(f"To {moved['layout']['name']}, weights of each rank:")
-    names = ("kept", "received", "dropped")
-    rows = [(str(rank["rank"]), *(format_bytes(rank[name] * itemsize) for name in names)) for rank in moved["ranks"]]
-    terminal.print_table(("rank", *names), _shortened(rows))
-
-
-def _print_proof(proof: dict[str, Any]) -> None:
-    worst = max(
-        (float(error), name)  # `inf` is a number's name, too
-        for name, errors in zip(proof["parameters"], proof["errors"], strict=True)
-        for error in errors
-        if error is not None
-    )
-    equal = sum(each["verdict"] == "equal" for each in proof["layouts"])
-    typer.echo(
-        f"Verified: {equal} of {counted(len(proof['layouts']), 'layout')} equal; the worst error is "
-        f"{worst[0]:.1e}, of {worst[1]}, and {proof['tolerance']:.0e} is allowed."
-    )
-
-
-_MOST_ROWS = 24
-
-
-def _shortened(rows: Sequence[tuple[str, ...]]) -> Sequence[tuple[str, ...]]:
-    """Return the rows, or the first and last of many."""
-    if len(rows) <= _MOST_ROWS:
-        return rows
-    return [*rows[: _MOST_ROWS // 2], ("…",) * len(rows[0]), *rows[-_MOST_ROWS // 2 :]]
-
-
-def _ranks(ranks: list[int]) -> str:
-    """Return ranks in words: all of up to four, or the first two and the last."""
-    if len(ranks) <= 4:
-        return " ".join(map(str, ranks))
-    return f"{ranks[0]} {ranks[1]} … {ranks[-1]}"
+def _print_stages(document: dict[str, Any]) -> None:
+    layers, memory, schedule = document["model"]["layers"], document["memory"], document["schedule"]
+    rows = []
+    for number in range(document["layout"]["axes"]["pp"]):
+        ranks = [each["rank"] for each in document["layout"]["ranks"] if each["pp"] == number]
+        named = " ".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]} {ranks[1]} … {ranks[-1]}"
+        held = [
+            terminal.first_to_last(layers[stage["first_layer"] : stage["end_layer"]])
+            for stage in document["stages"]
+            if stage["pp_rank"] == number
+        ]
+        peak = "?" if memory["stages"] is None else format_bytes(sum(memory["stages"][number].values()))
+        works = schedule["busy"][number] / schedule["longest"]
+        rows.append((str(number), named, ", ".join(held), peak, f"{works:.0%}"))
+    terminal.print_table(("pp rank", "ranks", "layers", "memory", "works"), terminal.shortened(rows))
+    if memory["limit"] is not None:
+        typer.echo(f"Memory of a rank: {format_bytes(memory['limit'])} ({memory['limit_of']}).")
+    elif memory["why"]:
+        typer.echo(f"No memory: {memory['why']}")

@@ -1,20 +1,24 @@
 """`threefold simulate`: the timeline and the bubble of a pipeline schedule."""
 
 import json
+from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import typer
 from typer import Option
 
-from threefold.cli.terminal import check_picture_file, print_table, times_of, whole_number
+from threefold.cli.terminal import print_table, shortened, whole_number
 from threefold.errors import UserError
-from threefold.files import counted
+from threefold.figures import check_picture
+from threefold.files import counted, shown
 
 if TYPE_CHECKING:
     from threefold.planner.schedule import Simulation
 
 
+_LONGEST: Final = 10**9
+"""Limit in ms for the time of a pass: 11 days."""
 _TIME = "per stage and micro-batch, in ms, or the times of all stages, separated by commas."
 
 
@@ -44,9 +48,7 @@ def command(
     ),
     as_json: bool = Option(False, "--json", help="Print one JSON object."),
     picture: Path | None = Option(None, "--png", metavar="FILE", help="Draw the timeline, as .png or .svg."),
-    csv: Path | None = Option(
-        None, "--csv", metavar="FILE", help="Write the actions, for parallel.schedule: FILE.csv."
-    ),
+    csv: Path | None = Option(None, metavar="FILE", help="Write the actions, for parallel.schedule: FILE.csv."),
 ) -> None:
     """Simulate a step under a pipeline schedule: its bubble, its time and the activations that each stage holds.
 
@@ -61,27 +63,24 @@ def command(
 
     if csv is not None:
         check_schedule_path(csv)
-    check_picture_file(picture)
+    if picture is not None:
+        check_picture(picture)
     row = find_planned(schedule)
     pp = _count(stages, "--stages", row.ranks)
     count = _count(micro_batches, "--microbatches", row.micro_batches)
     fixed = row.stages_per_rank
     per_rank = row.default_stages_per_rank if chunks is None else whole_number(chunks, "--chunks")
-    if fixed not in (None, per_rank):
-        has = "1 stage" if fixed == 1 else f"{fixed} stages"
+    if fixed is not None and fixed != per_rank:
         raise UserError(
-            f"--chunks is {per_rank} but the schedule {row.name} has {has} on each rank; use {fixed}, or "
-            "--schedule interleaved."
+            f"--chunks is {per_rank} but the schedule {row.name} has {counted(fixed, 'stage')} on each rank; use "
+            f"{fixed}, or --schedule interleaved."
         )
     passes = [
-        times_of(text, option)
-        for text, option in (
-            (forward, "--forward"),
-            (forward if backward_input is None else backward_input, "--backward-input"),
-            (forward if backward_weight is None else backward_weight, "--backward-weight"),
-        )
+        _times(forward, "--forward"),
+        _times(forward if backward_input is None else backward_input, "--backward-input"),
+        _times(forward if backward_weight is None else backward_weight, "--backward-weight"),
     ]
-    found = simulated(row, pp, per_rank, count, passes, times_of(transfer, "--transfer"))
+    found = simulated(row, pp, per_rank, count, passes, _times(transfer, "--transfer"))
     if picture is not None:
         from threefold.planner.pictures import about_step, draw_timeline, spans_of
 
@@ -96,6 +95,23 @@ def command(
         _print_simulation(found)
 
 
+def _times(text: str, option: str) -> list[float]:
+    """Parse an option as times in ms, separated by commas; raise a `UserError` for an invalid one."""
+    found = []
+    for part in text.split(","):
+        try:
+            time = float(part)
+        except ValueError:
+            rule = "must be a time in ms, or several between commas, such as 18.5 or 18.5,20,18.5"
+            raise UserError(f"{option} {shown(text)} {rule}.") from None
+        if not isfinite(time) or time < 0:
+            raise UserError(f"{option} {part.strip()} must be a time of 0 ms or more; use 0.")
+        if time > _LONGEST:
+            raise UserError(f"{option} {part.strip()} must be a time of at most {_LONGEST:,} ms; use {_LONGEST}.")
+        found.append(time)
+    return found
+
+
 def _count(text: str | None, option: str, of_file: int | None) -> int:
     """Return the number that an option gives, or that a schedule file fixes."""
     if text is not None:
@@ -105,11 +121,7 @@ def _count(text: str | None, option: str, of_file: int | None) -> int:
     return of_file
 
 
-_MOST_ROWS: Final = 24
-
-
 def _print_simulation(found: "Simulation") -> None:
-    """Print the times and the held activations of each rank, and a line about the bubble."""
     timeline, facts, longest = found.timeline, found.facts(), found.timeline.longest
     typer.echo(f"{_named(found)}.")
     called = "rank" if timeline.program.stages > found.pp else "stage"
@@ -123,10 +135,7 @@ def _print_simulation(found: "Simulation") -> None:
         counts = (f"{facts[key][rank]:.4g}" for key in held)
         # A bubble is a share of the longest rank's time, so that the mean is the total bubble.
         rows.append((str(rank), *(f"{time:,.1f}" for time in times), f"{1 - busy / longest:.1%}", *counts))
-    if len(rows) > _MOST_ROWS:
-        half = _MOST_ROWS // 2
-        rows = [*rows[:half], ("…",) * len(header), *rows[-half:]]
-    print_table(header, rows)
+    print_table(header, shortened(rows))
     most = max(found.peaks)
     typer.echo(
         f"Bubble {timeline.bubble:.1%}: time waited within the {longest:,.1f} ms from the first to the last action of "

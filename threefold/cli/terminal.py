@@ -9,13 +9,13 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Self, TextIO
 
 import typer
 from typer import Argument, Option
 
 from threefold.errors import CLOSED_OUTPUT, OutputLost, UserError
-from threefold.files import counted, shown
+from threefold.files import counted, parse_bytes, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -43,6 +43,7 @@ TrustCode = Annotated[
         rich_help_panel=OWN_MODEL,
     ),
 ]
+AsJson = Annotated[bool, Option("--json", help="Print a JSON document instead of a table.")]
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="Run folder.")]
 TensorRanks = Annotated[int, Option("--tp", min=1, help="Tensor-parallel size.", rich_help_panel=LAYOUT)]
 PipelineRanks = Annotated[int, Option("--pp", min=1, help="Pipeline-parallel size.", rich_help_panel=LAYOUT)]
@@ -68,14 +69,7 @@ DeviceName = Annotated[
 def read_config(
     path: Path, overrides: Sequence[str] | None = None, model: str | None = None, trust_code: bool = False
 ) -> "Config":
-    """Read the config of a command; raises as `load_config`, or if a stored config names code that is not trusted.
-
-    Args:
-        path: path of the YAML file.
-        overrides: values of `--set`.
-        model: value of `--model`.
-        trust_code: whether a config stored by a run may name code to execute.
-    """
+    """Read the config of a command; raises as `load_config`, or if a stored config names code that is not trusted."""
     from threefold.config import load_config
 
     config = load_config(path, with_model(overrides, model))
@@ -126,21 +120,9 @@ def require_ranks(ranks: tuple[int, ...], config: "Config", option: str) -> None
         raise UserError(f"{option} {shown(str(absent[0]))} but {exist}; use {0 if absent[0] < 0 else last}.")
 
 
-def check_picture_file(path: Path | None) -> None:
-    """Raise a `UserError` if a picture cannot be drawn into the file of an option, before anything is computed."""
-    if path is not None:
-        from threefold.figures import check_picture
-
-        check_picture(path)
-
-
 def print_warnings(warnings: Iterable[str]) -> None:
     for warning in warnings:
         typer.echo(f"Warning: {warning}", err=True)
-
-
-_LONGEST: Final = 10**9
-"""Limit in ms for the time of a pass: 11 days."""
 
 
 def whole_number(text: str, option: str, least: int = 1, most: int = 10**7) -> int:
@@ -160,24 +142,12 @@ def whole_number(text: str, option: str, least: int = 1, most: int = 10**7) -> i
     return number
 
 
-def times_of(text: str, option: str) -> list[float]:
-    """Parse an option as times in ms, separated by commas; raise a `UserError` for an invalid one."""
-    found = []
-    for part in text.split(","):
-        try:
-            time = float(part)
-        except ValueError:
-            rule = "must be a time in ms, or several between commas, such as 18.5 or 18.5,20,18.5"
-            raise UserError(f"{option} {shown(text)} {rule}.") from None
-        if not isfinite(time) or time < 0:
-            raise UserError(f"{option} {part.strip()} must be a time of 0 ms or more; use 0.")
-        if time > _LONGEST:
-            raise UserError(f"{option} {part.strip()} must be a time of at most {_LONGEST:,} ms; use {_LONGEST}.")
-        found.append(time)
-    return found
-
-
-_UNBOUNDED: Final = 10**6
+def byte_size(text: str, option: str, example: str) -> int:
+    """Parse an option as a size; raise a `UserError` if it is not one."""
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UserError(f"{option} {error}; use {example}.") from None
 
 
 def table(
@@ -186,11 +156,8 @@ def table(
     """Return a table of plain text whose cells are folded, not cut off, where they are too wide.
 
     Args:
-        header: names of the columns.
-        rows: cells of each row.
         align: "l" or "r" per column; by default all but the first of more than two columns are right-aligned.
         whole: numbers of the columns whose cells are never folded.
-        options: further arguments of rich's `Table`.
     """
     from rich import box
     from rich.table import Table
@@ -211,9 +178,16 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     from rich.measure import Measurement
 
     made, console = table(header, rows), Console()
-    if Measurement.get(console, console.options.update(width=_UNBOUNDED), made).maximum > console.width:
+    if Measurement.get(console, console.options.update(width=10**6), made).maximum > console.width:
         made.padding = (0, 0)
     console.print(made)
+
+
+def shortened(rows: Sequence[tuple[str, ...]], most: int = 24) -> Sequence[tuple[str, ...]]:
+    """Return the rows, or the first and last of many."""
+    if len(rows) <= most:
+        return rows
+    return [*rows[: most // 2], ("…",) * len(rows[0]), *rows[-most // 2 :]]
 
 
 def print_layout(config: "Config") -> None:
@@ -238,17 +212,11 @@ class Bars:
     """Progress bars of long work on the terminal, one per phase; nothing is shown before the first."""
 
     def __init__(self) -> None:
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TimeRemainingColumn,
-        )
+        from rich import progress
 
-        name = TextColumn("{task.description:<24}")
-        self._bars = Progress(name, BarColumn(), DownloadColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        name, times = progress.TextColumn("{task.description:<24}"), progress.TimeElapsedColumn()
+        columns = (name, progress.BarColumn(), progress.DownloadColumn(), times, progress.TimeRemainingColumn())
+        self._bars = progress.Progress(*columns)
 
     def __enter__(self) -> Self:
         return self
@@ -268,11 +236,7 @@ class Bars:
 class Steps:
     """Transient progress bar on standard error; hidden if that is not a terminal.
 
-    Args:
-        doing: text before the bar, such as `Measuring`.
-        total: number of steps, if it is known before the first.
-        shown: whether to show the bar.
-        lines: whether `tell` prints a line where standard error is not a terminal, for work of minutes.
+    With `lines`, `tell` prints a line where standard error is not a terminal, for work of minutes.
     """
 
     def __init__(self, doing: str, total: int | None = None, *, shown: bool = True, lines: bool = False) -> None:
@@ -283,9 +247,7 @@ class Steps:
         self._doing = doing
         self._prints = shown and lines and not console.is_terminal
         self._bars = Progress(
-            TextColumn("{task.description:<16}"),
-            BarColumn(),
-            MofNCompleteColumn(),
+            *(TextColumn("{task.description:<16}"), BarColumn(), MofNCompleteColumn()),
             console=console,
             auto_refresh=False,  # no thread, because processes should not be forked beside one
             transient=True,
@@ -328,9 +290,7 @@ def guard_streams() -> None:
         stream: TextIO | None = sys.stdout
         encoding, errors = ("utf-8", None) if stream is None else (stream.encoding, stream.errors)
         raw = _Output(1, "w", closefd=False)
-        sys.stdout = io.TextIOWrapper(
-            io.BufferedWriter(raw), encoding=encoding, errors=errors, line_buffering=raw.isatty()
-        )
+        sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=raw.isatty())
 
 
 def read_standard_input() -> str:

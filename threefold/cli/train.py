@@ -91,8 +91,16 @@ def command(
     """
     from threefold.launch.process import StopRequested, StopSignals
 
-    console, folder = _ranks(console_ranks), run_dir or Path("runs") / config.stem
-    profiled = _profile_steps(profile)
+    folder, steps = run_dir or Path("runs") / config.stem, profile or "0"
+    try:
+        console = tuple(dict.fromkeys(int(rank) for rank in console_ranks.split(",") if rank.strip()))
+    except ValueError:
+        raise UserError(f"--console-ranks {shown(console_ranks)} must be ranks between commas, such as 0,3.") from None
+    if profile is not None and not (steps.isdecimal() and 1 <= int(steps) <= _MOST_PROFILED):
+        nearest = _MOST_PROFILED if steps.isdecimal() and int(steps) else 1
+        raise UserError(
+            f"--profile is {shown(profile)} but must be a number of steps from 1 to {_MOST_PROFILED}; use {nearest}."
+        )
     with StopSignals() as signals:
         try:
             from threefold.config.model import OWN
@@ -118,10 +126,10 @@ def command(
                     )
             with Bars() as bars:  # the bar's thread must end before the workers are forked
                 again: bool | Literal["auto"] = "auto" if resume == "auto" else resume == "yes"
-                run = prepare_training(given, folder, resume=again, progress=bars, profile_steps=profiled, say=_say)
+                run = prepare_training(given, folder, resume=again, progress=bars, profile_steps=int(steps), say=_say)
             if run.finished:
-                steps = run.config.train.max_steps
-                _say(f"{folder} has completed all its {steps:,} steps; there is nothing left to do.")
+                made = run.config.train.max_steps
+                _say(f"{folder} has completed all its {made:,} steps; there is nothing left to do.")
             if run.config.model.architecture == OWN:
                 from threefold.verify.self_check import self_check
 
@@ -163,27 +171,5 @@ def _say(text: str) -> None:
 
     launched = find_launched_rank()
     if launched is None or launched.rank == 0:
-        _tell(text)
-
-
-def _tell(text: str) -> None:
-    with suppress(OutputLost):  # losing output does not end the run
-        typer.echo(text)
-
-
-def _ranks(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(dict.fromkeys(int(rank) for rank in text.split(",") if rank.strip()))
-    except ValueError:
-        raise UserError(f"--console-ranks {shown(text)} must be ranks between commas, such as 0,3.") from None
-
-
-def _profile_steps(text: str | None) -> int:
-    if text is None:
-        return 0
-    if not text.isdecimal() or not 1 <= int(text) <= _MOST_PROFILED:
-        nearest = _MOST_PROFILED if text.isdecimal() and int(text) else 1
-        raise UserError(
-            f"--profile is {shown(text)} but must be a number of steps from 1 to {_MOST_PROFILED}; use {nearest}."
-        )
-    return int(text)
+        with suppress(OutputLost):  # losing output does not end the run
+            typer.echo(text)

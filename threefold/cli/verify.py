@@ -94,9 +94,12 @@ def command(
 
         if full or from_section:
             raise UserError(f"--exact does not go with {'--full' if full else '--model'}; leave one of the two out.")
-        counts = _counts(threads)
-        options: dict[str, Any] = {"every": every, "ranks": ranks, "steps": steps or STEPS, "dtype": dtype}
-        verify_exact(given, specs, **options, threads=counts, as_json=as_json, verbose=verbose)
+        words = [] if threads is None else threads.split(",")
+        if not all(word.strip().isdigit() and 1 <= int(word) <= _MOST_THREADS for word in words):
+            raise UserError(
+                f"--threads {shown(str(threads))} must be numbers from 1 to {_MOST_THREADS}, such as 1,2,4."
+            )
+        verify_exact(given, specs, every, ranks, steps or STEPS, dtype, [*map(int, words)], as_json, verbose)
         return
     if threads is not None:
         raise UserError("--threads goes only with --exact; give both, or leave --threads out.")
@@ -117,7 +120,7 @@ def command(
     # These import torch, and the errors above should not wait for it.
     from threefold.models.source import ConfigSource, FileSource
     from threefold.parallel.plan_check import layout_check
-    from threefold.verify.verifier import EQUAL, Verification, choose_batches, verifier
+    from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT, Verification, choose_batches, verifier
 
     source = FileSource.parse(model) if model is not None and from_section else ConfigSource()
     if own:
@@ -138,19 +141,26 @@ def command(
             view.add(results[-1])
     seconds = time.perf_counter() - started
     if as_json:
-        print(_as_json(task, selection, sum(map(prod, check.shapes.values())), results, seconds))
+        counts = Counter(result.verdict for result in results)
+        document = {
+            "model": source.describe(small),
+            "full": full,
+            "parameters": sum(map(prod, check.shapes.values())),
+            "config": small.sections(),
+            "data": str(task.rows),
+            "steps": steps,
+            "dtype": small.precision.dtype,
+            "tolerance": task.tolerance,
+            "layouts": [result.to_json() for result in results],
+            "not_composable": [{"layout": str(each.spec), "reason": each.reason} for each in selection.unsupported],
+            "counts": {verdict: counts[verdict] for verdict in (EQUAL, DEPARTS, FAILED, UNSPLIT)},
+            "seconds": round(seconds, 3),
+        }
+        print(json.dumps(document, indent=2, ensure_ascii=False, allow_nan=True))
     else:
         view.finish(results, seconds)
     if any(result.verdict != EQUAL for result in results):
         raise typer.Exit(1)
-
-
-def _counts(threads: str | None) -> list[int]:
-    """Return the numbers of threads."""
-    words = [] if threads is None else threads.split(",")
-    if not all(word.strip().isdigit() and 1 <= int(word) <= _MOST_THREADS for word in words):
-        raise UserError(f"--threads {shown(str(threads))} must be numbers from 1 to {_MOST_THREADS}, such as 1,2,4.")
-    return [int(word) for word in words]
 
 
 _MOST_THREADS: Final = 1024
@@ -167,40 +177,11 @@ _LAYOUT, _WHERE, _WIDEST_WHERE = 16, 24, 44
 """Minimum width of the layout column; minimum and maximum width of the column with the worst error."""
 
 
-def _as_json(
-    task: "Verification", selection: "Selection", parameters: int, results: "list[LayoutResult]", seconds: float
-) -> str:
-    """Return the JSON document (schema in docs/verify.md)."""
-    from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT
-
-    counts = Counter(result.verdict for result in results)
-    document = {
-        "model": task.source.describe(task.config),
-        "full": task.full,
-        "parameters": parameters,
-        "config": task.config.sections(),
-        "data": str(task.rows),
-        "steps": task.steps,
-        "dtype": task.config.precision.dtype,
-        "tolerance": task.tolerance,
-        "layouts": [result.to_json() for result in results],
-        "not_composable": [{"layout": str(each.spec), "reason": each.reason} for each in selection.unsupported],
-        "counts": {verdict: counts[verdict] for verdict in (EQUAL, DEPARTS, FAILED, UNSPLIT)},
-        "seconds": round(seconds, 3),
-    }
-    return json.dumps(document, indent=2, ensure_ascii=False, allow_nan=True)
-
-
 class _Table:
     """Table that is printed row by row, with a live line below it on a terminal; a context manager.
 
     Its rows are printed one by one, so the widths of its columns are fixed from the start: columns of bytes are dropped
-    if they do not fit.
-
-    Args:
-        before: the config before it was shrunk.
-        shown: whether to print anything until `finish`.
-        verbose: whether to print why layouts are unsupported, and tracebacks.
+    if they do not fit. `before` is the config before it was shrunk.
     """
 
     def __init__(

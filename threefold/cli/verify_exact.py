@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import typer
 
@@ -13,7 +13,7 @@ from threefold.files import counted, first_of
 if TYPE_CHECKING:
     from threefold.comm.layout import LayoutSpec
     from threefold.config import Config
-    from threefold.verify.exact import ExactResult, ExactVerification, ExactVerifier
+    from threefold.verify.exact import ExactResult, ExactVerifier
     from threefold.verify.layouts import ExactSelection
 
 STEPS: Final = 5
@@ -26,7 +26,6 @@ _NAMED: Final = 6
 def verify_exact(
     given: "Config",
     specs: "Sequence[LayoutSpec]",
-    *,
     every: bool,
     ranks: int,
     steps: int,
@@ -35,14 +34,9 @@ def verify_exact(
     as_json: bool,
     verbose: bool,
 ) -> None:
-    """Train a config's model in one process and in each layout, and compare all bits.
+    """Train a config's model in one process, also with other numbers of threads, and in each layout; compare all bits.
 
-    Args:
-        given: the config.
-        specs: layouts; empty for a selection of `ranks` ranks, or for all of them if `every`.
-        dtype: precision; None for the config's.
-        threads: numbers of threads with which one process runs again.
-        as_json, verbose: as in `threefold verify`.
+    Without `specs`, the layouts are a selection of `ranks` ranks, or all of them if `every`.
     """
     from threefold.data.dataset import vocabulary
     from threefold.launch.process import require_room
@@ -72,44 +66,27 @@ def verify_exact(
             bar.tell(str(spec), len(results), many)
             results.append(check.verify(spec))
             table.add(results[-1])
+    seconds, train = time.perf_counter() - started, small.train
     if as_json:
-        seconds = time.perf_counter() - started
-        typer.echo(json.dumps(_document(task, check, selection, results, seconds), indent=2, ensure_ascii=False))
+        document = {
+            "model": task.source.describe(small),
+            "parameters": check.parameters,
+            "config": small.sections(),
+            "data": str(task.rows),
+            "steps": steps,
+            "dtype": small.precision.dtype,
+            "grain": {"samples": train.grain_samples, "tensor": train.grain_tensor, "context": train.grain_context},
+            "fingerprint": check.fingerprint,
+            "layouts": [result.to_json() for result in results],
+            "unknown_calls": check.unknown_calls,
+            "outside_grain": [{"layout": str(each.spec), "reason": each.reason} for each in selection.outside],
+            "seconds": round(seconds, 3),
+        }
+        typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
     else:
-        table.finish(results, time.perf_counter() - started)
+        table.finish(results, seconds)
     if any(result.verdict != EQUAL for result in results) or not results:
         raise typer.Exit(1)
-
-
-def _grain(task: "ExactVerification") -> str:
-    train = task.config.train
-    samples, tensor, context = train.grain_samples, train.grain_tensor, train.grain_context
-    of_context = f", {context} context pieces" if context > 1 else ""
-    return f"{samples} groups of samples, {tensor} tensor pieces{of_context}"
-
-
-def _document(
-    task: "ExactVerification",
-    check: "ExactVerifier",
-    selection: "ExactSelection",
-    results: "list[ExactResult]",
-    seconds: float,
-) -> dict[str, Any]:
-    train = task.config.train
-    return {
-        "model": task.source.describe(task.config),
-        "parameters": check.parameters,
-        "config": task.config.sections(),
-        "data": str(task.rows),
-        "steps": task.steps,
-        "dtype": task.config.precision.dtype,
-        "grain": {"samples": train.grain_samples, "tensor": train.grain_tensor, "context": train.grain_context},
-        "fingerprint": check.fingerprint,
-        "layouts": [result.to_json() for result in results],
-        "unknown_calls": check.unknown_calls,
-        "outside_grain": [{"layout": str(each.spec), "reason": each.reason} for each in selection.outside],
-        "seconds": round(seconds, 3),
-    }
 
 
 class _Table:
@@ -121,12 +98,13 @@ class _Table:
         self._check, self._selection, self._verbose = check, selection, verbose
         self._console = Console(highlight=False, quiet=not shown, soft_wrap=True)
         self._width = max([_LAYOUT, *(len(str(spec)) for spec in selection.specs)])
-        task, config = check.task, check.task.config
+        task, config, train = check.task, check.task.config, check.task.config.train
+        context = f", {train.grain_context} context pieces" if train.grain_context > 1 else ""
         facts = {
             "model": f"{task.source.describe(config)}, shrunk to {check.parameters:,} parameters",
-            "steps": f"{task.steps} of {config.train.global_batch_size} × {config.data.sequence_length} tokens, "
+            "steps": f"{task.steps} of {train.global_batch_size} × {config.data.sequence_length} tokens, "
             f"{task.rows}; {config.optimizer.name}, {config.precision.dtype}",
-            "grain": _grain(task),
+            "grain": f"{train.grain_samples} groups of samples, {train.grain_tensor} tensor pieces{context}",
             "equal": "the bits of initial weights, and of loss, gradients, their norm and weights of each step",
         }
         self._console.print()
@@ -161,11 +139,9 @@ class _Table:
         if not many:
             self._print("✗ No layout is inside the grain.", "bold red")
         elif equal == many:
-            subject = f"All {many} have" if many > 1 else "It has"
-            text = (
-                f"{subject} the bits of one process: weights {self._check.fingerprint} after {self._check.task.steps}"
-            )
-            self._print(f"✓ {text} steps; {seconds:.0f} s.", "bold green")
+            text = f"{f'All {many} have' if many > 1 else 'It has'} the bits of one process: weights"
+            after = f"{self._check.fingerprint} after {self._check.task.steps} steps"
+            self._print(f"✓ {text} {after}; {seconds:.0f} s.", "bold green")
         else:
             self._print(f"✗ {many - equal} of {many} differ from one process or failed; {seconds:.0f} s.", "bold red")
         if self._check.unknown_calls:

@@ -10,22 +10,17 @@ from threefold.cli.help import HelpedCommand
 from threefold.cli.terminal import RunFolder, whole_number
 
 _PORT: Final = 6070
-_SECONDS_BETWEEN_LOOKS: Final = 1.0
-_CTRL_C: Final = 130
 
 
-class _ServeParser(HelpedCommand):
+class Parser(HelpedCommand):
     """Parser for `--serve` without a port, which means `--serve=6070`, or with one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        given = []
-        for argument, following in zip(args, [*args[1:], ""], strict=True):
-            alone = argument == "--serve" and not following.isdecimal()
-            given.append(f"--serve={_PORT}" if alone else argument)
+        given = [
+            f"--serve={_PORT}" if argument == "--serve" and not following.isdecimal() else argument
+            for argument, following in zip(args, [*args[1:], ""], strict=True)
+        ]
         return super().parse_args(ctx, given)
-
-
-Parser = _ServeParser
 
 
 def command(
@@ -50,10 +45,10 @@ def command(
     record = RunRecord(run)
     try:
         if port is None:
-            follow(record, lambda: time.sleep(_SECONDS_BETWEEN_LOOKS))
+            follow(record, lambda: time.sleep(1.0))
         else:
             server = RunServer(record, port)
             typer.echo(f"Serving the report at http://{LOOPBACK}:{server.port}/ until Ctrl-C.")
             server.serve()
     except KeyboardInterrupt:
-        raise typer.Exit(_CTRL_C) from None
+        raise typer.Exit(130) from None
