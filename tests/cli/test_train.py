@@ -81,7 +81,7 @@ def test_the_first_line_does_not_wait_for_torch(config_file: Path, tmp_path: Pat
     script = (
         "import sys\n"
         "from threefold.cli import main, train\n"
-        "train._tell = lambda line: sys.exit(line + ' torch' * ('torch' in sys.modules))\n"
+        "train._say = lambda line: sys.exit(line + ' torch' * ('torch' in sys.modules))\n"
         "main()\n"
     )
     config = config_file.read_text().replace("device: cpu", "device: cpu, micro_batch_size: 4")

@@ -36,7 +36,7 @@ def reach(run_dir: Path, step: int) -> None:
 
 def test_as_often_as_the_setting_says(small_run: Run, tmp_path: Path) -> None:
     again = restarts_of(small_run.but(dp=2), tmp_path, 2)
-    assert again.first()[1].number == 0
+    assert again.args()[1].number == 0
     for number in (1, 2):
         reach(tmp_path, number)
         following = again(from_exit_code(1, KILLED))
@@ -64,7 +64,7 @@ def test_none_by_default_and_none_after_a_mistake_of_the_user(small_run: Run, tm
 def test_after_a_hardware_fault_nothing_in_memory_is_trusted(small_run: Run, tmp_path: Path) -> None:
     config = small_run.but(dp=2, set=(("train.max_restarts", 2), ("checkpoint.memory_every", 1))).config
     again = Restarts(config, tmp_path, (), 0.0, arguments)
-    before = again.first()[1].memory
+    before = again.args()[1].memory
     ((file, _), _) = before
     file.write_bytes(b"x" * 100)
     kept = again(from_exit_code(0, KILLED))

@@ -7,6 +7,7 @@ from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.errors import UserError
+from threefold.files import counted
 from threefold.host import memory, swap
 from threefold.launch.environment import LaunchedRank
 
@@ -25,16 +26,9 @@ _DRIVERS: Final = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/nvmap", "/dev/dxg", "
 def choose_device(
     setting: Literal["auto", "cpu", "cuda"], dtype: str, local_world_size: int, backend: Backend = "auto"
 ) -> Literal["cpu", "cuda"]:
-    """Resolve `train.device`: `auto` is CUDA if there is a GPU for each rank of this host.
+    """Resolve `train.device`: `auto` is CUDA if there is a GPU for each rank of this host; over gloo they may share.
 
-    Args:
-        setting: value in the config.
-        dtype: dtype of the computation.
-        local_world_size: number of ranks on this host.
-        backend: backend of the collectives; with `gloo` ranks may share a GPU.
-
-    Raises:
-        UserError: `setting` is cuda and there are fewer GPUs than ranks.
+    A `UserError` is raised if `setting` is cuda and there are fewer GPUs than ranks.
     """
     if setting == "cuda":
         require_gpus(local_world_size, backend)
@@ -70,9 +64,7 @@ def gpu_count() -> int:
 def memory_per_rank(device: Literal["cpu", "cuda"], local_world_size: int) -> int:
     """Return the memory budget of a rank of this host in bytes; it does not depend on the current load.
 
-    Args:
-        device: CPU, or CUDA, where the smallest GPU counts.
-        local_world_size: number of ranks on this host; they share the memory of a CPU, or GPUs if these are fewer.
+    Ranks share the memory of a CPU, or GPUs, of which the smallest counts, if these are fewer.
     """
     if device == "cpu":
         return max(0, int(memory() * _SHARE[device] / local_world_size) - _OWN[device])
@@ -84,17 +76,10 @@ def memory_per_rank(device: Literal["cpu", "cuda"], local_world_size: int) -> in
 
 
 def require_memory(config: Config, launched: LaunchedRank | None, own_parameters: tuple[int, int] = (0, 0)) -> None:
-    """Check on a CPU that the states of this host's ranks fit into its memory.
+    """Raise a `UserError` if the states of this host's ranks do not fit into the memory of its CPU.
 
-    Only weights, gradients and optimizer state count, not the further memory that a step needs.
-
-    Args:
-        config: resolved config.
-        launched: this rank, if a launcher started it.
-        own_parameters: number of parameters of the user's own model, and number of trained ones.
-
-    Raises:
-        UserError: they do not fit.
+    Only weights, gradients and optimizer state count, not the further memory that a step needs. `own_parameters` are
+    the number of parameters of the user's own model, and the number of trained ones.
     """
     if config.train.device != "cpu":
         return
@@ -106,11 +91,10 @@ def require_memory(config: Config, launched: LaunchedRank | None, own_parameters
     if needed <= has:
         return
     zero = "" if config.parallel.zero == 3 or layout.dp == 1 else "parallel.zero 3, fewer replicas (parallel.dp), "
-    of = "1 rank" if ranks == 1 else f"{ranks:,} ranks"
     raise UserError(
-        f"The weights, gradients and optimizer state of {of} take {needed / 1e9:,.1f} GB, more than the "
-        f"{has / 1e9:,.1f} GB of memory that this machine has for them; use {zero}a smaller model (model.num_layers, "
-        "model.hidden_size) or more machines."
+        f"The weights, gradients and optimizer state of {counted(ranks, 'rank')} take {needed / 1e9:,.1f} GB, more "
+        f"than the {has / 1e9:,.1f} GB of memory that this machine has for them; use {zero}a smaller model "
+        "(model.num_layers, model.hidden_size) or more machines."
     )
 
 

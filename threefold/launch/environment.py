@@ -39,12 +39,8 @@ class LaunchedRank:
     """Rank that a launcher started.
 
     Attributes:
-        rank: 0 to `world_size` - 1.
-        local_rank: 0 to `local_world_size` - 1 on this host.
-        attempt: number of restarts by the launcher so far.
-        restarts: number of restarts that it allows.
-        host: host of the rendezvous.
-        port: port of the rendezvous.
+        attempt, restarts: number of restarts by the launcher so far, and number that it allows.
+        host, port: place of the rendezvous.
         hosted: whether the launcher itself listens there; otherwise rank 0 does.
         variables: text for messages that names the variables found, and how to start alone without them.
     """
@@ -62,11 +58,7 @@ class LaunchedRank:
 
 
 def find_launched_rank(environment: Mapping[str, str] = os.environ) -> LaunchedRank | None:
-    """Return the rank that torchrun or Slurm's srun gave this process; None if no launcher started it.
-
-    Raises:
-        UserError: a launcher's variable has an impossible value.
-    """
+    """Return the rank that torchrun or Slurm's srun gave this process; None if no launcher started it."""
     return _torchrun(environment) or _slurm(environment)
 
 
@@ -78,14 +70,7 @@ def missing_variables(environment: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def local_place(rank: int, world_size: int, environment: Mapping[str, str] = os.environ) -> tuple[int, int]:
-    """Return the local rank and local world size of a rank of an initialised process group.
-
-    Args:
-        rank, world_size: values of the process group, used where no launcher set local ones.
-
-    Raises:
-        UserError: a launcher's variable has an impossible value.
-    """
+    """Return the launcher's local rank and local world size; those of the process group if it has set none."""
     most = _number(environment, "LOCAL_WORLD_SIZE", 1, None, world_size)
     return _number(environment, "LOCAL_RANK", 0, most - 1, rank), most
 
@@ -118,18 +103,13 @@ def _torchrun(environment: Mapping[str, str]) -> LaunchedRank | None:
     host = environment["MASTER_ADDR"]
     if not host.strip():
         raise _wrong(environment, "MASTER_ADDR", "the name or address of the host of rank 0", "localhost")
-    return LaunchedRank(
-        rank,
-        world_size,
-        local_rank,
-        local_world_size,
-        _number(environment, "TORCHELASTIC_RESTART_COUNT", 0, None, 0),
-        _number(environment, "TORCHELASTIC_MAX_RESTARTS", 0, None, 0),
-        host,
-        _number(environment, "MASTER_PORT", 1, 65_535),
-        environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True),
-        f"RANK={rank} and WORLD_SIZE={world_size} are set, which {_TORCHRUN_ALONE} is without",
-    )
+    attempt = _number(environment, "TORCHELASTIC_RESTART_COUNT", 0, None, 0)
+    restarts = _number(environment, "TORCHELASTIC_MAX_RESTARTS", 0, None, 0)
+    port = _number(environment, "MASTER_PORT", 1, 65_535)
+    hosted = environment.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    variables = f"RANK={rank} and WORLD_SIZE={world_size} are set, which {_TORCHRUN_ALONE} is without"
+    place = (rank, world_size, local_rank, local_world_size)
+    return LaunchedRank(*place, attempt, restarts, host, port, hosted, variables)
 
 
 def _slurm(environment: Mapping[str, str]) -> LaunchedRank | None:
@@ -158,15 +138,9 @@ def _slurm(environment: Mapping[str, str]) -> LaunchedRank | None:
             here = tasks_on(environment[tasks], _number(environment, "SLURM_NODEID", 0, None, 0))
         except ValueError:
             raise _wrong(environment, tasks, "tasks of each node, such as 4(x2),3", str(world_size)) from None
-    return LaunchedRank(
-        rank,
-        world_size,
-        _number(environment, "SLURM_LOCALID", 0, world_size - 1),
-        here,
-        host=first_host(hosts),
-        port=_SLURM_PORTS[step % len(_SLURM_PORTS)],
-        variables=f"SLURM_PROCID={rank} and {tasks_variable}={world_size} are set, which {_SLURM_ALONE} is without",
-    )
+    local_rank, port = _number(environment, "SLURM_LOCALID", 0, world_size - 1), _SLURM_PORTS[step % len(_SLURM_PORTS)]
+    variables = f"SLURM_PROCID={rank} and {tasks_variable}={world_size} are set, which {_SLURM_ALONE} is without"
+    return LaunchedRank(rank, world_size, local_rank, here, host=first_host(hosts), port=port, variables=variables)
 
 
 def _number(
@@ -203,8 +177,7 @@ def first_host(hosts: str) -> str:
     """Return the first host of a Slurm host list: `gpu[03-07,9]-ib,other` gives `gpu03-ib`."""
     match = re.match(r"([^,\[]*)(?:\[([0-9]+)[^\]]*\])?([^,]*)", hosts)
     assert match  # every part may be empty
-    prefix, number, suffix = match.groups()
-    return prefix + (number or "") + suffix
+    return "".join(part or "" for part in match.groups())
 
 
 def tasks_on(tasks_per_node: str, node: int) -> int:
@@ -223,23 +196,14 @@ LONGEST_WAIT: Final = 1800.0
 NOTICE: Final = 5.0
 """Seconds of waiting after which a rank prints what it waits for."""
 _SLICE: Final = 0.2  # seconds between two checks
-_RANKS_PER_SECOND: Final = 2000  # checks of the store per second, by all ranks together
 _PROBE: Final = 5.0  # seconds within which a host must answer
 
 
 def meet(launched: LaunchedRank, timeout: float = 0.0) -> "Store":
-    """Connect to the rendezvous and wait until all ranks have; a launcher may keep its store when it restarts them.
+    """Connect to the rendezvous and wait until all ranks have; return the store of this attempt.
 
-    Args:
-        launched: this rank.
-        timeout: seconds within which a rank must make progress (`train.timeout`); ranks have `PATIENCE` times as long
-            to arrive. 0 for `LONGEST_WAIT`.
-
-    Returns:
-        the store of this attempt.
-
-    Raises:
-        UserError: the other ranks have not arrived in time, or this rank cannot connect.
+    A launcher may keep its store when it restarts ranks. They have `PATIENCE` times `timeout` (`train.timeout`) to
+    arrive, or `LONGEST_WAIT` if that is 0; then a `UserError` is raised.
     """
     import torch.distributed as dist
 
@@ -271,16 +235,13 @@ class _Wait:
         if waited >= NOTICE and not self._told:
             self._told = True
             with suppress(OSError):
-                os.write(self.console, f"Waiting: {self._sentence(f'{whom()} yet')}.\n".encode())
+                os.write(self.console, f"Waiting: {self.error(f'{whom()} yet')}.\n".encode())
         time.sleep(min(seconds, max(self._limit - waited, 0.01)))
 
     def error(self, what: str) -> UserError:
-        return UserError(self._sentence(what))
-
-    def _sentence(self, what: str) -> str:
         launched = self.launched
         host = f"[{launched.host}]" if ":" in launched.host else launched.host
-        return (
+        return UserError(
             f"rank {launched.rank} of {launched.world_size:,} is at its rendezvous {host}:{launched.port} "
             f"but {what}; {launched.variables}: start all ranks, or this one alone without these variables"
         )
@@ -295,6 +256,7 @@ def _come(wait: _Wait) -> "Store":
 
     launched = wait.launched
     made: list[Any] = []
+    failure: list[Exception] = []
     hosts = launched.rank == 0 and not launched.hosted
     over = threading.Event()
 
@@ -305,12 +267,9 @@ def _come(wait: _Wait) -> "Store":
                 place, within = (launched.host, launched.port), timedelta(seconds=_PROBE)
                 if not hosts:
                     socket.create_connection(place, _PROBE).close()
-                with held_back_errors():  # without waiting for the others, which torch would do in native code
-                    made.append(
-                        dist.TCPStore(
-                            *place, launched.world_size, hosts, within, wait_for_workers=False, multi_tenant=True
-                        )
-                    )
+                options = {"wait_for_workers": False, "multi_tenant": True}  # torch would wait in native code
+                with held_back_errors():
+                    made.append(dist.TCPStore(*place, launched.world_size, hosts, within, **options))
                 return
             except Exception as error:
                 failure[:] = [error]
@@ -318,7 +277,6 @@ def _come(wait: _Wait) -> "Store":
                     return
             over.wait(_SLICE)
 
-    failure: list[Exception] = []
     thread = threading.Thread(target=make, name="rendezvous", daemon=True)
     with suppress(OSError):
         wait.console = os.dup(2)
@@ -347,7 +305,7 @@ def _wait_for_others(wait: _Wait, store: "Store") -> None:
             ranks = [each for each in range(size) if not store.check([f"come/{each}"])]
         return f"{named_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} not come"
 
-    pause, longest = 0.005, max(_SLICE, size / _RANKS_PER_SECOND)
+    pause, longest = 0.005, max(_SLICE, size / 2000)  # so many checks of the store a second, by all ranks together
     try:
         with held_back_errors():
             store.set(f"come/{rank}", "")

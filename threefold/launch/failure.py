@@ -35,8 +35,7 @@ class Failure:
         user_error: whether `error` is the message of a `UserError`.
         hardware: whether it was a `HardwareFault`, after which the state in memory is not trusted.
         of_process: whether it was a `ProcessFault`, which a new process may not have.
-        raised: pickled exception; None if there is none or it cannot be pickled.
-        traceback: traceback of the exception, as text.
+        raised: pickled exception, if there is one that can be pickled.
         of_another: whether an unknown other rank failed; `rank` noticed it.
     """
 
@@ -57,11 +56,6 @@ class Failure:
             return self.error
         log = f" (log: {log_file(run_dir, self.rank)})" if run_dir else ""
         return f"{'a rank' if self.of_another else f'rank {self.rank}'} failed: {self.error}{log}"
-
-    @property
-    def is_final(self) -> bool:
-        """True for a mistake of the user, which would fail again in a new attempt."""
-        return self.user_error and not (self.hardware or self.of_process)
 
     def exception(self, run_dir: Path | None) -> Exception:
         """Return the exception for the caller of the run."""
@@ -131,11 +125,7 @@ _LOST: Final = re.compile(r"connection|broken pipe|\bpeer|pair closure|nccl", re
 def of_lost_peer(failure: Failure, error: BaseException) -> Failure:
     """Return the failure of the rank whose connection was lost; if that rank is unknown, one marked `of_another`.
 
-    Errors other than a lost connection return `failure` itself.
-
-    Args:
-        failure: failure of the rank that noticed.
-        error: exception that this rank raised.
+    Errors other than a lost connection return `failure`, that of the rank which raised `error`.
     """
     from threefold.comm.segments import PeerLostError  # imports torch
 

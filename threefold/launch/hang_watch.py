@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 
 from threefold.comm.heartbeat import Heartbeat, RankState, RunSection, Wait, read
 from threefold.launch.failure import Failure, is_first_to_report
@@ -29,22 +29,18 @@ BEAT: Final = 0.5
 """Seconds between two beats, and between two exchanges with a launcher's store in a small world."""
 LOOK: Final = 0.25
 """Seconds between two looks at the pages of ranks of this host."""
-_COUNTED_LOOKS: Final = 4  # looks: if more time passed between two, this process was stopped, and perhaps the ranks too
 _MOST_NAMED = 4  # most ranks that a message lists one by one
 PATIENCE: Final = 4
 """Number of timeouts that a rank may take to meet the others (under a launcher it may still prepare its data), and for
 one computation."""
-COMPUTING_PART: Final = 0.5
-"""A process counts as computing if it worked for this fraction of the time since half of a timeout passed."""
-SILENT_PART: Final = 2
-"""A process without a beat for `timeout` divided by this value is not running."""
 
 
 class Stopwatch:
     """Measure the seconds between two looks `interval` seconds apart, excluding time while the process was stopped."""
 
     def __init__(self, interval: float) -> None:
-        self._longest, self._looked = _COUNTED_LOOKS * interval, time.monotonic()
+        # If more time passed between two looks, this process was stopped, and perhaps the ranks too.
+        self._longest, self._looked = 4 * interval, time.monotonic()
 
     def passed(self) -> float:
         """Return the seconds since the last call."""
@@ -52,14 +48,8 @@ class Stopwatch:
         return min(self._looked - before, self._longest)
 
 
-@dataclass(frozen=True)
-class Hang:
-    """Ranks that do not answer, the one to blame first.
-
-    Attributes:
-        ranks: hung ranks; in a deadlock, all that wait.
-        error: description of the first rank's problem, without its name.
-    """
+class Hang(NamedTuple):
+    """Ranks that do not answer (in a deadlock, all that wait), the one to blame first, and its problem."""
 
     ranks: tuple[int, ...]
     error: str
@@ -94,20 +84,16 @@ class _Known:
             self.idle, self.measured = 0.0, None
         self.silent = self.silent + seconds if now.beats == before.beats else 0.0
 
-    def measure(self, worked: float) -> None:
-        now = (self.idle, worked)
-        self.measured = (now if self.measured is None else self.measured[0], now)
-
     @property
     def computes(self) -> bool:
-        """True if the rank has mostly computed since its first measurement, and does not wait.
+        """True if the rank has worked for half of the time since its first measurement, and does not wait.
 
         (Another thread of a waiting rank may compute, so a wait counts as no computation.)
         """
         if self.measured is None or self.wait is not None:
             return False
         (begun, before), (now, after) = self.measured
-        return now > begun and after - before >= COMPUTING_PART * (now - begun)
+        return now > begun and after - before >= (now - begun) / 2
 
 
 _UNKNOWN: Final = RankState(beats=-1, progress=-1)
@@ -117,10 +103,7 @@ class HangWatch:
     """Track how long each rank has made no progress, and find those that hang.
 
     Args:
-        ranks: number of ranks.
         timeout: seconds without progress after which a rank counts as hung.
-        state: returns the state of a rank's process, where available.
-        worked: returns the `worked_seconds` of a rank's process.
         delayed: whether states arrive with a delay, so that a stopped rank may have continued since.
     """
 
@@ -136,12 +119,10 @@ class HangWatch:
         self._known = [_Known() for _ in range(ranks)]
 
     def observe(self, places: Sequence[RankState | None], seconds: float, ended: Collection[int] = ()) -> Hang | None:
-        """Record the states of the ranks, and return a hang if there is one.
+        """Record the states of the ranks (None where unknown so far), and return a hang if there is one.
 
-        Args:
-            places: state by rank; None where unknown so far.
-            seconds: time since the last call, excluding time in which this process itself did not run.
-            ended: ranks whose processes have ended.
+        `seconds` have passed since the last call, not counting time in which this process itself did not run; the
+        processes of the `ended` ranks have ended.
         """
         known = self._known
         for rank, place in enumerate(places):
@@ -152,8 +133,10 @@ class HangWatch:
         if not slow:
             return None
         for rank in slow:
-            if place := known[rank].place:
-                known[rank].measure(self._worked(rank, place))
+            each = known[rank]
+            if each.place:
+                now = (each.idle, self._worked(rank, each.place))
+                each.measured = (now if each.measured is None else each.measured[0], now)
         states = {rank: self._state(rank) for rank in live}
         if ProcessState.TRACED in states.values():  # a debugger traces it
             self._known = [_Known(each.place) for each in known]
@@ -178,7 +161,7 @@ class HangWatch:
     def _runs(self, rank: int, states: dict[int, ProcessState]) -> bool:
         each = self._known[rank]
         # Native code that computes may keep the thread that beats from running.
-        return states[rank] is ProcessState.RUNNING and (each.silent < self.timeout / SILENT_PART or each.computes)
+        return states[rank] is ProcessState.RUNNING and (each.silent < self.timeout / 2 or each.computes)
 
     def _named(self, hung: list[int], waiting: list[int], states: dict[int, ProcessState]) -> Hang:
         def order(rank: int) -> tuple[bool, bool, float]:
@@ -209,10 +192,10 @@ class HangWatch:
         by_wait: dict[str, list[int]] = {}
         for each, wait in (direct or waits).items():
             by_wait.setdefault(str(wait), []).append(each)
-        (what, ranks), *more = by_wait.items()
+        (what, ranks), *_ = by_wait.items()
         verb = "waits" if len(ranks) == 1 else "wait"
         others = sum(map(len, by_wait.values())) - len(ranks)
-        rest = f", {others} more in other collectives" if more else ""
+        rest = f", {others} more in other collectives" if others else ""
         return f"{named_ranks(ranks)} {verb} {'for it ' if direct else ''}in {what}{rest}"
 
     def _deadlock(self, waiting: list[int]) -> Hang:
@@ -222,10 +205,8 @@ class HangWatch:
         (own, ranks), *others = by_wait.items()
         rest = "".join(f", {named_ranks(others)} in {what}" for what, others in others)
         together = f" with {named_ranks(ranks[1:])}" if len(ranks) > 1 else ""
-        error = (
-            f"it has waited for {self.timeout:g} s (train.timeout){together} in {own}{rest}, so that all wait for all"
-        )
-        return Hang(tuple(waiting), error)
+        begin = f"it has waited for {self.timeout:g} s (train.timeout){together}"
+        return Hang(tuple(waiting), f"{begin} in {own}{rest}, so that all wait for all")
 
 
 class LostStore:
@@ -238,10 +219,8 @@ class LostStore:
     def observe(self, place: RankState, exchanges: int, seconds: float) -> str:
         """Return the error of rank 0, whose host has the store; empty unless this rank waits for others meanwhile.
 
-        Args:
-            place: state of this rank.
-            exchanges: number of exchanges with the store so far.
-            seconds: time since the last call, excluding time in which this process itself did not run."""
+        There were `exchanges` with the store so far, and `seconds` passed since the last call, as for `HangWatch`.
+        """
         self._known.see(place, seconds)
         self._silent = self._silent + seconds if exchanges == self._exchanges else 0.0
         self._exchanges = exchanges
@@ -287,15 +266,12 @@ def beating(heartbeat: Heartbeat, on_request: Callable[[], None] = lambda: None)
         thread.join()
 
 
-_COLLECTIVES: Final = 2000  # number of newest collectives that NCCL's flight recorder keeps
-
-
 def flight_recorder(run_dir: Path | None, rank: int) -> Callable[[], None]:
     """Make NCCL record its collectives, and return a function that writes the records of `rank` to RUN/logs, if any.
 
     Only environment variables set this; call before the process group is initialised.
     """
-    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(_COLLECTIVES))
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # the newest collectives that are kept
     if run_dir is None:
         return lambda: None
     prefix = log_file(run_dir, 0).parent / "flight_recorder_"
@@ -311,8 +287,6 @@ def flight_recorder(run_dir: Path | None, rank: int) -> Callable[[], None]:
     return write
 
 
-_PAGES_PER_SECOND: Final = 2000  # pages per second that the store takes and gives
-_LAST_EXCHANGE: Final = 2.0  # seconds to wait until the store knows that this rank has ended
 _NOTHING: Final = "-"  # value of a page that has not been written yet
 _CLAIM, _VERDICT = "hang/claim", "hang/verdict"
 
@@ -322,8 +296,6 @@ class StoreWatch:
 
     Args:
         store: store of the rendezvous, used over separate connections.
-        rank: this rank.
-        ranks: number of ranks.
         timeout: seconds without progress after which a rank counts as hung.
         tell: reports a failure to the user; called at most once, in a thread of the watch. The second argument says
             whether this rank is the only one to report, which is unknown where the store is out of reach.
@@ -332,7 +304,7 @@ class StoreWatch:
 
     def __init__(
         self,
-        store: "Store",
+        store: Any,  # torch's stub of a `Store` lacks `clone`
         rank: int,
         ranks: int,
         timeout: float,
@@ -345,7 +317,7 @@ class StoreWatch:
         self.heartbeat.identify(self._process)
         self._store, self._rank, self._ranks, self._timeout, self._tell = store, rank, ranks, timeout, tell
         self._on_hang = on_hang
-        self._interval = max(BEAT, ranks / _PAGES_PER_SECOND)
+        self._interval = max(BEAT, ranks / 2000)  # the store takes and gives so many pages a second
         self._watch = HangWatch(ranks, timeout, self._state, self._worked, delayed=True)
         self._lost = LostStore(rank, timeout)
         self._exchanges, self._judges = 0, False
@@ -363,7 +335,7 @@ class StoreWatch:
         finally:
             self._over.set()
             for thread in threads:
-                thread.join(_LAST_EXCHANGE)  # with a timeout: the store may be gone
+                thread.join(2.0)  # until the store knows that this rank has ended; it may be gone
 
     def _state(self, rank: int) -> ProcessState:
         place = self._places[rank]
@@ -394,8 +366,7 @@ class StoreWatch:
 
     def _exchange_over_one(self) -> None:
         """Send this rank's page and look for a verdict, repeatedly; on a judge also read all pages."""
-        store: Any = self._store  # torch's stub lacks `clone`
-        store = store.clone()
+        store = self._store.clone()
         store.set_timeout(timedelta(seconds=max(self._timeout, 1)))
         judges = self._rank in (0, self._ranks // 2, self._ranks - 1)
         keys = [f"hang/page/{rank}" for rank in range(self._ranks)]

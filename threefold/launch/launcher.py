@@ -12,16 +12,10 @@ from typing import TYPE_CHECKING, Any, Literal, Self
 from threefold.comm.heartbeat import Heartbeat, RunSection, wait_code
 from threefold.comm.layout import Layout
 from threefold.errors import UserError
+from threefold.launch import failure as failures
 from threefold.launch.device import choose_device, require_gpus
 from threefold.launch.environment import LaunchedRank, find_launched_rank, local_place, meet
-from threefold.launch.failure import (
-    Failure,
-    RankFailed,
-    from_exception,
-    is_first_to_report,
-    lost_rank_zero,
-    of_lost_peer,
-)
+from threefold.launch.failure import Failure, RankFailed, is_first_to_report
 from threefold.launch.hang_watch import StoreWatch
 from threefold.launch.local import Ownership, spawn, write_traceback
 from threefold.launch.output import failure_file
@@ -48,12 +42,8 @@ def run(
 
     Under torchrun or Slurm's srun this process is one rank; otherwise the ranks are started here.
 
-    Args:
-        worker: function of an importable module.
-        own: makes a context, such as a lock, entered once for all ranks; a `UserError` from it is raised for all ranks.
-        signals: handlers for a worker that ends when `rank_info.asked()` is not 0; without, signals end the processes.
-        again: called after a failure of ranks that are started here; returns the next attempt (see `spawn`).
-        options: further fields of the `Job`.
+    The arguments are those of `spawn`; a `UserError` of `own` is raised for all ranks. Without `signals`, signals end
+    the processes.
 
     Returns:
         the worker's result on the rank of this process, or on rank 0 if the ranks are started here.
@@ -74,7 +64,7 @@ def run(
     job = Job(worker, args, **options)
     if job.device == "cuda":
         require_gpus(launched.local_world_size, job.backend)
-    info = _info(launched, job.device, signals, job)
+    info = _info(launched, job, signals)
     store: Any = None
 
     def shared(refusal: str) -> str:
@@ -100,7 +90,7 @@ def run(
                 return work(job, info, store)
     except Exception as error:
         write_traceback(job, launched.rank, error)
-        failure = _to_report(store, from_exception(launched.rank, error), error, job.run_dir)
+        failure = _to_report(store, failures.from_exception(launched.rank, error), error, job.run_dir)
         if failure is not None:
             raise RankFailed(failure.message(job.run_dir)) from error
         sys.exit(1)
@@ -132,23 +122,13 @@ def run_in_process(
 ) -> object:
     """Call `worker(rank_info, *args)` here, as a rank of the initialised process group or the only rank of a new one.
 
-    An existing group is left as it is; a new one lasts for the call.
-
-    Args:
-        worker: function of an importable module.
-        world_size: number of ranks of the layout.
-        own: makes a context, such as a lock, that rank 0 enters; a `UserError` from it is raised on all ranks.
-        signals: handlers for a worker that ends when `rank_info.asked()` is not 0. A second signal ends one of several
-            ranks at once, since it may be waiting for others; a single rank raises.
-
-    Raises:
-        StopRequested: a second signal came.
-        UserError: the process group has another size, or there is no group and the layout has several ranks.
+    An existing group is left as it is; a new one lasts for the call. Rank 0 enters `own`; a `UserError` of it is raised
+    on all ranks. A second signal ends one of several ranks at once, since it may be waiting for others; a single rank
+    raises `StopRequested`.
     """
-    joined = joined_rank()
+    joined, job = joined_rank(), Job(worker, args, device)
     if joined is not None:
-        if joined.world_size != world_size:
-            there = joined.world_size
+        if (there := joined.world_size) != world_size:
             raise UserError(
                 f"The process group has {there} ranks but the layout needs {world_size}; start {world_size}."
             )
@@ -163,7 +143,7 @@ def run_in_process(
             if refusal := _entered(stack, own, joined.rank, shared):
                 raise UserError(refusal)
             stack.enter_context(signals.noted() if signals else nullcontext())
-            return worker(_info(joined, device, signals), *args)
+            return worker(_info(joined, job, signals), *args)
     if world_size > 1:
         raise UserError(
             f"The layout has {world_size} ranks but this is one process; start the script with `torchrun "
@@ -173,12 +153,12 @@ def run_in_process(
         require_gpus(1)
     import torch.distributed as dist
 
-    info = _info(LaunchedRank(0, 1, 0, 1), device, signals)
+    info = _info(LaunchedRank(0, 1, 0, 1), job, signals)
     before = os.environ.get(_INTERFACE)
     with own(), signals.passed_to(raise_on_second) if signals else nullcontext():
         stay_on_loopback()
         try:
-            return work(Job(worker, args, device), info, dist.HashStore())
+            return work(job, info, dist.HashStore())
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
@@ -187,10 +167,10 @@ def run_in_process(
                 os.environ[_INTERFACE] = before
 
 
-def _info(place: LaunchedRank, device: Device, signals: StopSignals | None, job: Job | None = None) -> RankInfo:
+def _info(place: LaunchedRank, job: Job, signals: StopSignals | None) -> RankInfo:
     asked = partial(getattr, signals, "received") if signals else never
     ranks = (place.rank, place.world_size, place.local_rank, place.local_world_size)
-    return RankInfo(*ranks, device, asked, backend=job.backend if job else "auto")
+    return RankInfo(*ranks, job.device, asked, backend=job.backend)
 
 
 def _entered(stack: ExitStack, own: Ownership, rank: int, shared: Callable[[str], str]) -> str:
@@ -234,11 +214,11 @@ def _to_report(store: Any, failure: Failure, error: Exception, run_dir: Path | N
     """
     if store is None:  # the ranks have not met
         return failure
-    known = of_lost_peer(failure, error)
+    known = failures.of_lost_peer(failure, error)
     try:
         first = is_first_to_report(store)
     except Exception:  # the store is unreachable
-        reported = lost_rank_zero(failure) if known is failure or known.of_another else known
+        reported = failures.lost_rank_zero(failure) if known is failure or known.of_another else known
         reports = failure.rank == 1 or reported is failure if run_dir is None else _claim(run_dir, reported)
         return reported if reports else None
     if first and run_dir is not None:
@@ -277,19 +257,7 @@ class InferenceRun:
         model: str | None = None,
         trust_code: bool = False,
     ) -> Self:
-        """Check everything before a rank starts.
-
-        Args:
-            run_dir: run folder.
-            layout: layout of the ranks.
-            dtype: dtype of weights and computation.
-            device: device of the ranks; "auto" uses GPUs if there is one per rank.
-            model, trust_code: passed to `Trained.find`.
-
-        Raises:
-            UserError: `run_dir` has no checkpoint or no tokenizer, the model does not support the layout, the launcher
-                started another number of ranks, or there are fewer GPUs than ranks.
-        """
+        """Check everything before a rank starts; the device "auto" uses GPUs if there is one per rank."""
         from threefold.inference.model import Trained
 
         trained = Trained.find(run_dir, model=model, trust_code=trust_code)
@@ -306,10 +274,6 @@ class InferenceRun:
 
         A single rank runs in this process; several are processes of this host, or those of a launcher. `work` is a
         function of an importable module.
-
-        Raises:
-            UserError: a rank raised it.
-            RankFailed: a rank failed; all have been ended.
         """
         if self.layout.world_size == 1 and find_launched_rank() is None:
             from threefold.comm.mesh import Mesh

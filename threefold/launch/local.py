@@ -14,36 +14,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Final, Literal, NamedTuple, NoReturn, cast
+from typing import Any, Literal, NamedTuple, NoReturn, cast
 
-from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RunSection, ask, read
+from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RankState, RunSection, ask, read
 from threefold.errors import UserError
+from threefold.launch import process as processes
 from threefold.launch.device import require_gpus
 from threefold.launch.failure import Failure, cause, from_exception, from_exit_code
 from threefold.launch.hang_watch import LOOK, HangWatch, Stopwatch, beating
 from threefold.launch.output import log_file
-from threefold.launch.process import (
-    NUMBERS,
-    StopSignals,
-    die_with_parent,
-    note_signals,
-    process_state,
-    raise_on_second,
-    require_room,
-    shared_objects,
-    signals_blocked,
-    worked_seconds,
-)
-from threefold.launch.worker import (
-    Job,
-    NextAttempt,
-    RankInfo,
-    Worker,
-    never,
-    shorten_name_lookups,
-    stay_on_loopback,
-    work,
-)
+from threefold.launch.process import NUMBERS, StopSignals, raise_on_second, require_room
+from threefold.launch.worker import Job, NextAttempt, RankInfo, Worker, never, stay_on_loopback, work
 from threefold.output import replace_link
 from threefold.train.callbacks.base import CallbackFailed
 
@@ -57,11 +38,6 @@ without an error, or raises the error that ends the run."""
 LOOPBACK = "127.0.0.1"
 OTHER_FAILURES = 0.5
 """Seconds to wait after the first failure for failures of other ranks, one of which may be the cause."""
-KILL_TIMEOUT = 3.0
-"""Seconds that a killed rank may take to end."""
-FLUSH_TIMEOUT = 2.0
-"""Seconds to wait until the ranks' output is on the console."""
-_ANSWERS_WITHIN: Final = 3.0  # seconds to wait for ranks that write their flight recorders
 
 
 def spawn(
@@ -90,7 +66,7 @@ def spawn(
         the result of rank 0's worker; None if `again` says that nothing is left to do.
 
     Raises:
-        UserError: a rank raised it, or there are too few GPUs, or too little memory or too few files for the processes.
+        UserError: a rank raised it.
         RankFailed: a rank failed otherwise; all have been ended.
         StopRequested: a second signal came; all ranks have been killed.
     """
@@ -115,10 +91,9 @@ def spawn(
 
 
 class _Rank(NamedTuple):
-    """Started rank: its process, and the pipe on which it reports its result or failure."""
-
     process: BaseProcess
     report: Connection
+    """Pipe on which the rank reports its result or failure."""
 
 
 def collect_local(
@@ -140,20 +115,21 @@ def collect_local(
                 with suppress(ProcessLookupError):
                     os.kill(rank.process.pid or 0, signal.SIGTERM)
 
-    with socket.create_server((LOOPBACK, 0), backlog=1024) as listener, shared_objects(), _ended() as ranks:
+    with socket.create_server((LOOPBACK, 0), backlog=1024) as listener, processes.shared_objects(), _ended() as ranks:
         port = listener.getsockname()[1]
         for number in range(world_size):
             info = RankInfo(number, world_size, number, world_size, job.device, backend=job.backend)
             receiver, sender = context.Pipe(duplex=False)
             main_args = (job, info, port, sender, os.getpid(), memory, signals is not None)
             process = context.Process(target=_main, args=main_args, name=f"rank {number}")
-            with signals_blocked():  # or a signal could come between the start of a process and its entry in the list
+            with (
+                processes.signals_blocked()
+            ):  # or a signal could come between the start of a process and its entry in the list
                 process.start()
                 ranks.append(_Rank(process, receiver))
             sender.close()
-        store = dist.TCPStore(
-            LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=os.dup(listener.fileno())
-        )
+        handle = os.dup(listener.fileno())
+        store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
         look = None
         if memory is not None and job.debug_rank is None:  # ranks wait for a debugged one as long as it takes
             look = _hang_finder(job, _pages(memory), [rank.process.pid or 0 for rank in ranks])
@@ -166,17 +142,13 @@ def collect_local(
 def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, memory: Any, stops: bool) -> None:
     """Run the job in a rank's process.
 
-    Args:
-        port: port of the store of all ranks.
-        report: pipe for the result or failure.
-        parent: process id of the starting process.
-        memory: memory of the heartbeat pages, shared with the starting process; None where nobody reads them.
-        stops: whether the worker itself ends on a signal.
+    The store of all ranks is at `port`, heartbeat pages are in `memory`, shared with the process `parent`; None where
+    nobody reads them. The worker itself ends on a signal if `stops`.
     """
-    die_with_parent(parent)
+    processes.die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends all ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    asked = note_signals() if stops else never
+    asked = processes.note_signals() if stops else never
     heartbeat = Heartbeat()
     beats: AbstractContextManager[None] = nullcontext()
     if memory is not None:
@@ -191,16 +163,15 @@ def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, 
             import torch.distributed as dist
 
             stay_on_loopback()
-            shorten_name_lookups()
+            # Each rank looks up 127.0.0.1 when it connects to the store. Without a network that takes 10 s, and of 64
+            # ranks at once some wait 5 s for a lost answer. torch 2.13 cannot skip the look-up, so only this helps.
+            os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
             store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
             result = work(job, replace(info, asked=asked, heartbeat=heartbeat), store)
         report.send(result)
     except BaseException as raised:
-        error = raised
-        if BdbQuit in (type(raised), type(raised.__cause__)):
-            error = UserError(
-                f"The debugger on rank {info.rank} was quit, which ends the run; type c to go on with it."
-            )
+        quit_it = f"The debugger on rank {info.rank} was quit, which ends the run; type c to go on with it."
+        error = UserError(quit_it) if BdbQuit in (type(raised), type(raised.__cause__)) else raised
         report.send(from_exception(info.rank, error))
         write_traceback(job, info.rank, error)
         # No clean-up: a collective that waits for a lost rank would block it.
@@ -212,10 +183,8 @@ def _watch(
 ) -> tuple[list[Failure], dict[int, object]]:
     """Wait until all ranks have ended or one is to blame; return the failures, and the results by rank.
 
-    `look`, if there is one, returns the failure of a rank that does not answer, given those that have ended.
-
-    Stops early when a rank does not answer or its process ended without a report, and `OTHER_FAILURES` seconds after
-    any other first failure.
+    `look`, if there is one, returns the failure of a rank that does not answer, given those that have ended. Stops
+    early when a rank does not answer or ended without a report, and `OTHER_FAILURES` seconds after any other failure.
     """
     results: dict[int, object] = {}
     failures: dict[int, Failure] = {}
@@ -267,10 +236,12 @@ def _hang_finder(job: Job, pages: Sequence[Page], pids: Sequence[int]) -> Callab
     It returns the failure of the rank that does not answer, by its page and its process; None if all do. Over NCCL it
     first waits until the other ranks have written their flight recorders.
     """
-    # A page does not show who computes: native code may keep the thread that beats from running.
-    watch = HangWatch(
-        len(pids), job.timeout, lambda rank: process_state(pids[rank]), lambda rank, place: worked_seconds(pids[rank])
-    )
+
+    def worked(rank: int, place: RankState) -> float:
+        # A page does not show who computes: native code may keep the thread that beats from running.
+        return processes.worked_seconds(pids[rank])
+
+    watch = HangWatch(len(pids), job.timeout, lambda rank: processes.process_state(pids[rank]), worked)
     stopwatch = Stopwatch(LOOK)
 
     def look(ended: Collection[int]) -> Failure | None:
@@ -281,7 +252,7 @@ def _hang_finder(job: Job, pages: Sequence[Page], pids: Sequence[int]) -> Callab
             asked = [page for rank, page in enumerate(pages) if rank not in (*ended, *hang.ranks)]
             for page in asked:
                 ask(page)
-            deadline = time.monotonic() + _ANSWERS_WITHIN
+            deadline = time.monotonic() + 3.0
             while time.monotonic() < deadline and not all(read(page).answered for page in asked):
                 time.sleep(LOOK)
         return Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True)
@@ -302,12 +273,12 @@ def _ended() -> Iterator[list[_Rank]]:
             alive = [rank.process for rank in ranks if rank.process.is_alive()]
             for process in alive:
                 process.kill()
-            deadline = time.monotonic() + KILL_TIMEOUT
+            deadline = time.monotonic() + 3.0
             for process in alive:
                 process.join(max(0, deadline - time.monotonic()))
             # The processes that copy output to the console hold the other ends of the pipes until they are done.
             reports = {rank.report for rank in ranks}
-            deadline = time.monotonic() + FLUSH_TIMEOUT
+            deadline = time.monotonic() + 2.0
             while reports and (ready := wait(reports, max(0, deadline - time.monotonic()))):
                 for report in cast("list[Connection]", ready):
                     try:
@@ -335,11 +306,8 @@ def write_traceback(job: Job, rank: int, error: BaseException) -> None:
 def set_debugger(debug_rank: int | None, rank: int, named: str) -> None:
     """Give this process the terminal if its rank is `debug_rank`; otherwise make `breakpoint()` explain how to get one.
 
-    A debugger that the user has configured stays, such as one that listens on a port.
-
-    Args:
-        debug_rank: rank that gets the terminal; None for none.
-        named: command-line option that chooses the rank; empty if there is none.
+    A debugger that the user has configured stays, such as one that listens on a port. `named` is the command-line
+    option that chooses the rank, if there is one.
     """
     if rank == debug_rank:
         sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)  # `multiprocessing` closed it

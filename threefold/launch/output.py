@@ -20,7 +20,6 @@ from threefold.output import replace_link
 
 _CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 """ANSI escape sequences: colours, cursor movements and titles."""
-_LONGEST_LINE = 1 << 16
 
 
 def log_file(run_dir: Path, rank: int) -> Path:
@@ -42,8 +41,7 @@ def logged(log: Path) -> AbstractContextManager[None]:
 def logged_and_shown(log: Path, prefix: str = "") -> Iterator[None]:
     """Append output to `log` and also show it on standard output; a terminal stays one, so that progress bars work.
 
-    Args:
-        prefix: put before each console line when several ranks are shown, which then have no terminal.
+    `prefix` is put before each console line when several ranks are shown, which then have no terminal.
     """
     target, teller, copier = _tee(log, prefix)
     try:
@@ -105,10 +103,9 @@ def _append(log: Path) -> int:
 
 
 def _warn(descriptor: int, log: Path, error: OSError) -> None:
+    text = f"Warning: {log} cannot be written ({error.strerror}); the run continues without it.\n"
     with suppress(OSError):
-        os.write(
-            descriptor, f"Warning: {log} cannot be written ({error.strerror}); the run continues without it.\n".encode()
-        )
+        os.write(descriptor, text.encode())
 
 
 def _tee(log: Path, prefix: str) -> tuple[int, int, int]:
@@ -159,10 +156,16 @@ def _copy(source: int, told: int, path: Path, file: BinaryIO, prefix: bytes) -> 
                 _warn(1, path, error)
 
     pending = b""
-    while source in select.select([source, told], [], [])[0] and (data := _read(source)):
+    while source in select.select([source, told], [], [])[0]:
+        try:
+            data = os.read(source, 1 << 16)
+        except OSError:  # the other end of the pseudo-terminal is closed
+            data = b""
+        if not data:
+            break
         lines = (pending + data).split(b"\n")
         pending = lines.pop()
-        if len(pending) > _LONGEST_LINE:  # a progress bar that overwrites itself: only its last state matters
+        if len(pending) > 1 << 16:  # a progress bar that overwrites itself: only its last state matters
             pending = pending[max(pending.rfind(b"\r"), 0) :]
         if lines:
             log(lines)
@@ -170,13 +173,6 @@ def _copy(source: int, told: int, path: Path, file: BinaryIO, prefix: bytes) -> 
     if pending:
         log([pending])
         _show(prefix + pending + b"\n" if prefix else b"")
-
-
-def _read(source: int) -> bytes:
-    try:
-        return os.read(source, 1 << 16)
-    except OSError:  # the other end of the pseudo-terminal is closed
-        return b""
 
 
 def _show(data: bytes) -> None:

@@ -16,24 +16,19 @@ from types import FrameType
 from typing import Any, Final, Self
 
 from threefold.errors import UserError
+from threefold.files import counted
 
-PR_SET_PDEATHSIG = 1
 _LEAST_MEMORY: Final = 64 << 20  # bytes of a rank's process without a model
-_OWN_FILES: Final = 26  # files that a process of a run has open besides its connections: libraries, data, logs
-_FEW: Final = 8
-_FILES_OF_A_RANK: Final = (7, 3)
-"""Connections and pipes to each other rank: measured for the first `_FEW`, a lower bound for each further one."""
 
 
 def die_with_parent(parent: int) -> None:
     """Ask the kernel to kill this process when the thread that forked it ends (Linux only).
 
-    Args:
-        parent: process id of the parent, read before forking, as it may have ended since.
+    `parent` is the process id of the parent, read before forking, as it may have ended since.
     """
     if sys.platform != "linux":
         return
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
 
@@ -79,12 +74,13 @@ def signal_name(number: int) -> str:
 def require_room(ranks: int) -> None:
     """Raise `UserError` unless this machine has memory and open files for `ranks` processes without a model."""
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    least = _OWN_FILES + _FILES_OF_A_RANK[0] * min(ranks, _FEW) + _FILES_OF_A_RANK[1] * max(ranks - _FEW, 0)
+    # 26 for libraries, data and logs; connections and pipes to each other rank, measured for the first eight, a lower
+    # bound for each further one.
+    least = 26 + 7 * min(ranks, 8) + 3 * max(ranks - 8, 0)
     if files != resource.RLIM_INFINITY and files < least:
         raise UserError(
-            f"A process may have {files:,} files open here (ulimit -n), too few for {ranks:,} "
-            f"rank{'' if ranks == 1 else 's'} that are connected to each other; set it to {2 * least:,} or more with "
-            f"`ulimit -n {2 * least}`."
+            f"A process may have {files:,} files open here (ulimit -n), too few for {counted(ranks, 'rank')} that are "
+            f"connected to each other; set it to {2 * least:,} or more with `ulimit -n {2 * least}`."
         )
     most = max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _LEAST_MEMORY)
     if ranks > most:
@@ -103,14 +99,9 @@ def has_group() -> UserError:
 
 
 def prepare_fork() -> bool:
-    """Prepare this process so that its forks can run torch operations.
+    """Prepare this process so that its forks can run torch operations, and return whether they may do so in parallel.
 
-    Returns:
-        whether forks may run them in parallel; False if some threads of this process could not be ended, so that forks
-        must compute with one thread each.
-
-    Raises:
-        UserError: a process group or CUDA is initialised, which forks cannot use.
+    Where some threads of this process could not be ended, forks must compute with one thread each.
     """
     import torch
     import torch.distributed as dist
@@ -127,9 +118,8 @@ def prepare_fork() -> bool:
     return end_openmp_threads()
 
 
-# user and system time; the longer slice includes children that have ended
-_OWN_TIMES, _TIMES = slice(11, 13), slice(11, 15)
-_NICENESS, _STARTED = 16, 19
+# Fields of /proc/PID/stat: user and system time (the longer slice includes children that have ended), niceness, start.
+_OWN_TIMES, _TIMES, _NICENESS, _STARTED = slice(11, 13), slice(11, 15), 16, 19
 
 
 class ProcessState(Enum):
@@ -204,11 +194,7 @@ ONE_PRESS: Final = 1.0
 
 
 class StopRequested(KeyboardInterrupt):
-    """A signal came outside the steps of a run, or a second signal came.
-
-    Attributes:
-        again: whether it was a second one, so that no checkpoint was saved.
-    """
+    """A signal came outside the steps of a run, or (`again`) a second signal, so that no checkpoint was saved."""
 
     def __init__(self, number: int, again: bool = False) -> None:
         super().__init__(signal_name(number))
@@ -224,21 +210,13 @@ def raise_on_second(number: int, again: bool) -> None:
 class StopSignals:
     """Handle the signals `NUMBERS` of this process within the block; do nothing outside the main thread.
 
-    Outside `passed_to` and `noted`, a signal raises `StopRequested`.
-
-    Args:
-        process_ends: whether the process ends after a signal, so that later ones are ignored on exit; otherwise the
-            previous handlers are restored.
-
-    Attributes:
-        received: number of the first signal, 0 before.
+    Outside `passed_to` and `noted`, a signal raises `StopRequested`. `received` is the number of the first, 0 before.
+    If the process ends after a signal (`process_ends`), later ones are ignored on exit; otherwise the previous handlers
+    are restored.
     """
 
     def __init__(self, process_ends: bool = True) -> None:
-        self.received = 0
-        self._process_ends = process_ends
-        self._when = 0.0
-        self._pid = os.getpid()
+        self.received, self._when, self._process_ends, self._pid = 0, 0.0, process_ends, os.getpid()
         self._before: dict[int, Any] = {}
         self._take: Callable[[int, bool], None] | None = None
 

@@ -23,18 +23,10 @@ from threefold.launch.worker import NextAttempt
 from threefold.train.attempt import Attempt, fresh_files, memory_files
 from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
 
-_NAMED = ("cp_method", "schedule", "stage_chunks", "sequence_parallel", "zero", "zero_shards")
-"""Settings of `parallel` besides the axes that a layout's text names, or leaves at their default."""
-
 
 @dataclass(frozen=True)
 class Fallback:
-    """Layout with which a run can continue.
-
-    Attributes:
-        spec: the layout, and settings that go with it.
-        config: config of the run in this layout, as given.
-    """
+    """Layout with which a run can continue, and the run's config in it, as given."""
 
     spec: LayoutSpec
     config: Config
@@ -50,8 +42,7 @@ class Fallback:
 def fallbacks_of(config: Config) -> tuple[Fallback, ...]:
     """Return the fallbacks of a config as given, checked as far as possible without its data.
 
-    Raises:
-        UserError: a fallback is malformed, or cannot train this model with the global batch of the config's own layout.
+    A `UserError` names one that is malformed, or cannot train this model with the global batch of the config's layout.
     """
     if not config.parallel.fallbacks:
         return ()
@@ -79,11 +70,7 @@ def naming_fallback(config: Config, text: str) -> Iterator[None]:
 def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int, because: str) -> tuple[Config, str]:
     """Return the config for a world of `ranks` ranks, and the fallback it follows, empty if it is the given config.
 
-    Args:
-        because: reason for the number of ranks, for the message (see `Layout.require_world`).
-
-    Raises:
-        UserError: neither the config's own layout nor a fallback has `ranks` ranks.
+    A `UserError` says `because` (see `Layout.require_world`) neither its own layout nor a fallback has so many ranks.
     """
     layout = Layout.from_config(config.parallel)
     if layout.world_size == ranks:
@@ -95,13 +82,11 @@ def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int, becaus
         listed = ", ".join(f"{each} {each.world_size}" for each in fallbacks)
         sizes = {layout.world_size, *(each.world_size for each in fallbacks)}
         nearest = min(sizes, key=lambda size: (abs(size - ranks), size))
-        raise problem(
-            config,
-            "parallel.fallbacks",
+        what = (
             f"the world has {ranks} ranks, the layout {layout} needs {layout.world_size}, and of the fallbacks {listed}"
-            f"; start {nearest} or add a layout of {ranks} ranks",
-            value=list(config.parallel.fallbacks or ()),
+            f"; start {nearest} or add a layout of {ranks} ranks"
         )
+        raise problem(config, "parallel.fallbacks", what, value=list(config.parallel.fallbacks or ()))
     layout.require_world(ranks, because)
     raise AssertionError
 
@@ -111,7 +96,8 @@ def _composed(config: Config, spec: LayoutSpec, batch: int) -> Config:
     sections = config.given()
     parallel, train, layout = sections["parallel"], sections["train"], spec.layout
     parallel.update({axis: layout.size(axis) for axis in ("dp", "pp", "cp", "tp", "ep")})
-    for key in _NAMED:
+    # Settings besides the axes that a layout's text names, or leaves at their default.
+    for key in ("cp_method", "schedule", "stage_chunks", "sequence_parallel", "zero", "zero_shards"):
         parallel.pop(key, None)
     if not isinstance(config.parallel.partition, str):  # it lists the stages of one layout
         parallel.pop("partition", None)
@@ -129,12 +115,8 @@ def _composed(config: Config, spec: LayoutSpec, batch: int) -> Config:
 class Restarts:
     """Callback after a failed attempt: prepares the next attempt, or raises the error that ends the run.
 
-    Args:
-        config: resolved config.
-        run_dir: run folder.
-        fallbacks: layouts with which the run can continue, with resolved configs.
-        began: `time.time()` at the start of the run.
-        make: returns the rank arguments of an attempt, from its config and itself.
+    The configs are resolved. `began` is `time.time()` at the start of the run; `make` returns the rank arguments of an
+    attempt, from its config and itself.
     """
 
     def __init__(
@@ -151,19 +133,18 @@ class Restarts:
         self._attempt = Attempt(most=config.train.max_restarts, began=began, memory=memory)
         self._before: tuple[int, str, int] | None = None  # rank, error and last step, compared with the next failure's
 
-    def first(self) -> tuple[Any, ...]:
-        """Return the rank arguments of the first attempt."""
+    def args(self) -> tuple[Any, ...]:
+        """Return the rank arguments of the current attempt, at first of the first."""
         return self._make(self._config, self._attempt)
 
     def __call__(self, failure: Failure) -> NextAttempt | None:
         """Return the next attempt after a failure; None if the run is complete and nothing is left to do.
 
-        Raises:
-            UserError: the user has to correct the failure.
-            RankFailed: the run is given up.
+        Raises a `UserError` if the user has to correct the failure, `RankFailed` if the run is given up.
         """
         message, most = failure.message(self._run_dir), self._attempt.most
-        if failure.is_final or not most:
+        mistake = failure.user_error and not (failure.hardware or failure.of_process)  # of the user
+        if mistake or not most:
             raise failure.exception(self._run_dir)
         if has_all_steps(self._run_dir, self._config.train.max_steps):
             return None
@@ -172,9 +153,7 @@ class Restarts:
                 f"{message}; given up, as the ranks were restarted {how_often(most)} (train.max_restarts {most})"
             )
         self._follow(failure, message)
-        return NextAttempt(
-            self._make(self._config, self._attempt), Layout.from_config(self._config.parallel).world_size
-        )
+        return NextAttempt(self.args(), Layout.from_config(self._config.parallel).world_size)
 
     def _follow(self, failure: Failure, message: str) -> None:
         """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail too."""
@@ -206,10 +185,7 @@ class Restarts:
 def launched_attempt(run_dir: Path, began: float, layout: str) -> Attempt:
     """Return the current attempt of the launcher that started this process; the first one without a launcher.
 
-    Args:
-        run_dir: run folder, where a rank of the previous attempt may have written why it failed.
-        began: `time.time()` at the start of the run in this process.
-        layout: layout of the run if it is one of its fallbacks; otherwise empty.
+    A rank of the previous attempt may have written to `run_dir` why it failed.
     """
     launched = find_launched_rank()
     if launched is None or not launched.attempt:

@@ -24,8 +24,6 @@ from threefold.files import read_json, shown
 LOCK_FILE: Final = "run.lock"
 LONGEST_WAIT: Final = 15.0
 """Seconds to wait for a holder that is not a live process of this host: it may be ending, or on another host."""
-_POLL = 0.1
-_UNSUPPORTED = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
 
 
 class Holder(NamedTuple):
@@ -45,7 +43,6 @@ class Holder(NamedTuple):
             return None
 
     def is_alive_here(self) -> bool:
-        """Return whether the holder is a live process of this host."""
         if self.host != socket.gethostname():
             return False
         with suppress(PermissionError):
@@ -65,9 +62,6 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
     Waits at most `LONGEST_WAIT` seconds for a holder that is not a live process of this host, as the ranks of a killed
     run may take a moment to end. If the file system has no locks, prints a warning and locks nothing.
-
-    Raises:
-        UserError: another process holds the lock, or the folder cannot be written.
     """
     path = run_dir / LOCK_FILE
     try:
@@ -75,8 +69,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         lock = FileLock(path, timeout=0, fallback_to_soft=False)
         locked = _acquire(lock, run_dir)
         if locked:
-            since = datetime.now().astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
-            holder = Holder(socket.gethostname(), os.getpid(), since)
+            holder = Holder(socket.gethostname(), os.getpid(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")
             path.write_text(json.dumps(holder._asdict()) + "\n", encoding="utf-8")
     except OSError as error:
         raise cannot_write(run_dir, error) from error
@@ -109,12 +102,10 @@ def require_folder(run_dir: Path) -> None:
     name = f"--run-dir is {shown(run_dir)}"
     try:
         found = os.stat(run_dir)
-    except FileNotFoundError:
-        if run_dir.is_symlink():
+    except (FileNotFoundError, NotADirectoryError) as error:  # the latter is reported when the folder is created
+        if isinstance(error, FileNotFoundError) and run_dir.is_symlink():
             raise UserError(f"{name}, a link to something that does not exist; name a folder.") from None
         return
-    except NotADirectoryError:
-        return  # reported when the folder is created
     except OSError as error:
         raise UserError(f"{name}, which cannot be a folder: {error.strerror}.") from None
     except ValueError:
@@ -147,13 +138,11 @@ def _acquire(lock: FileLock, run_dir: Path) -> bool:
             holder = Holder.read(run_dir / LOCK_FILE)
             if (holder and holder.is_alive_here()) or time.monotonic() > deadline:
                 raise _in_use(run_dir, holder) from None
-            time.sleep(_POLL)
+            time.sleep(0.1)
         except (OSError, NotImplementedError) as error:
-            if isinstance(error, OSError) and error.errno not in _UNSUPPORTED:
+            unsupported = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+            if isinstance(error, OSError) and error.errno not in unsupported:
                 raise
-            print(
-                f"Warning: the file system of {shown(run_dir)} has no locks, so nothing keeps a second run out of it.",
-                file=sys.stderr,
-                flush=True,
-            )
+            warning = f"the file system of {shown(run_dir)} has no locks, so nothing keeps a second run out of it"
+            print(f"Warning: {warning}.", file=sys.stderr, flush=True)
             return False

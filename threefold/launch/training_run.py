@@ -58,53 +58,32 @@ def train_as_rank(
     source: "ModelSource | None" = None,
 ) -> "Stopped | None":
     """Train as one rank (see `threefold.train.run.train`), profiling `profile_steps` steps, 0 for none."""
+    import torch
+
     from threefold.models.source import ConfigSource
+    from threefold.planner.hardware import peak_rate
     from threefold.train.run import train
 
-    profile = None
+    profile, gpu = None, None
     if profile_steps:
         from threefold.planner.pictures import draw_run_timeline
         from threefold.train.profiling import ProfileRequest
 
         profile = ProfileRequest(profile_steps, partial(draw_run_timeline, model=config.model.title))
-    return train(
-        config,
-        run_dir,
-        resume,
-        info.asked,
-        info.local_rank == 0,
-        callbacks,
-        source or ConfigSource(),
-        began,
-        info.heartbeat,
-        attempt,
-        _peak_rate(info, config.precision.dtype),
-        profile,
-        check,
-    )
-
-
-def _peak_rate(info: RankInfo, dtype: str) -> float | None:
-    """Return the peak FLOP/s of a rank in a dtype of the config; None if unknown."""
-    from threefold.planner.hardware import peak_rate
-
-    if info.device == "cpu":
-        return peak_rate(dtype, "cpu", info.local_world_size)
-    import torch
-
-    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
-    return peak_rate(dtype, "cuda", info.local_world_size, (properties.name, properties.total_memory))
+    if info.device == "cuda":
+        properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        gpu = (properties.name, properties.total_memory)
+    peak = peak_rate(config.precision.dtype, info.device, info.local_world_size, gpu)
+    options: dict[str, Any] = {"began": began, "heartbeat": info.heartbeat, "attempt": attempt, "peak_rate": peak}
+    options |= {"callbacks": callbacks, "source": source or ConfigSource(), "profile": profile, "verify": check}
+    return train(config, run_dir, resume, info.asked, info.local_rank == 0, **options)
 
 
 CONFIG_FILE = "config.yaml"
 
 
 def resolve_run(config: Config) -> Config:
-    """Resolve a config, as loaded, against its data and this machine, and check it.
-
-    Raises:
-        UserError: settings cannot be combined, data is missing or too little, or there are fewer GPUs than ranks.
-    """
+    """Resolve a config, as loaded, against its data and this machine, and check it."""
     return _checked(config, SILENT).fitted()
 
 
@@ -120,11 +99,7 @@ class _Checked:
     Attributes:
         given: config as loaded, plus values that follow from the data alone.
         resolved: config with the default micro-batch size of a CPU.
-        vocab_size: number of token ids of the data.
-        samples: number of training samples.
-        local_world_size: number of ranks on this host.
         layout: layout of the config if it is one of the fallbacks; otherwise empty.
-        fallbacks: layouts with which the run can continue, each with its own checked config.
     """
 
     given: Config
@@ -137,8 +112,8 @@ class _Checked:
 
     def fitted(self) -> Config:
         """Return the config with the largest micro-batch size that fits into memory, unless settings determine it."""
-        config, device = self.given, self.resolved.train.device
-        if config.train.micro_batch_size is not None or config.train.gradient_accumulation_steps is not None:
+        config, device, train = self.given, self.resolved.train.device, self.given.train
+        if train.micro_batch_size is not None or train.gradient_accumulation_steps is not None:
             return self.resolved
         if config.model.architecture == OWN:  # no formula gives its activations
             return self.resolved
@@ -197,16 +172,13 @@ class TrainingRun:
     """Training run that has been checked and may start.
 
     Attributes:
-        config: resolved config.
-        run_dir: folder for the config, logs, metrics and checkpoints.
         resume: whether to resume from the newest checkpoint of `run_dir`; "auto" does so if there is one.
         finished: whether all steps are done, so that starting does nothing (only with "auto").
         layout: layout of the config if it is one of the fallbacks; otherwise empty.
         fallbacks: layouts with which ranks started here can continue, with resolved configs.
         began: `time.time()` of the preparation; `train.max_seconds` counts from it.
-        profile_steps: number of steps to profile.
         check: called on every rank before the model is made, to verify the layout of a user's own model; a function of
-            a module. None for no check.
+            a module.
     """
 
     config: Config
@@ -227,17 +199,13 @@ class TrainingRun:
     ) -> "Stopped | None":
         """Train on processes of this host, or as the rank that a launcher started here, and wait for the end.
 
-        Args:
-            console_ranks: ranks whose output is also shown on the console.
-            signals: handlers entered by the caller; the first signal ends the run with a checkpoint. Without them,
-                SIGINT and SIGTERM end the run at once.
-            debug_rank: rank that has this process's terminal, for a debugger.
+        With `signals`, handlers entered by the caller, the first signal ends the run with a checkpoint; without them,
+        SIGINT and SIGTERM end it at once.
 
         Returns:
             None after the last step; otherwise the step at which a signal, a callback or the time limit ended the run.
 
         Raises:
-            UserError: another run uses the folder, the layers cannot be partitioned into stages, or a rank raised it.
             RankFailed: a rank failed; all have been ended.
             StopRequested: a signal came before the first step, or a second one.
         """
@@ -257,16 +225,9 @@ class TrainingRun:
                 check_division(each.config)
         here = find_launched_rank() is None
         restarts = Restarts(self.config, self.run_dir, self.fallbacks, self.began, self._args) if here else None
-        ended = run(
-            train_as_rank,
-            restarts.first() if restarts else self._args(self.config),
-            own=self._folder,
-            signals=signals,
-            again=restarts,
-            console_ranks=console_ranks,
-            debug_rank=debug_rank,
-            **self._options(),
-        )
+        args = restarts.args() if restarts else self._args(self.config)
+        options = self._options() | {"console_ranks": console_ranks, "debug_rank": debug_rank}
+        ended = run(train_as_rank, args, own=self._folder, signals=signals, again=restarts, **options)
         stopped = cast("Stopped | None", ended)
         if stopped and stopped.signal and signals and here:  # ranks get SIGTERM for every signal
             stopped = replace(stopped, signal=signals.received or stopped.signal)
@@ -280,18 +241,8 @@ class TrainingRun:
     ) -> "Stopped | None":
         """Train in this process as one rank: of torchrun or Slurm, of an initialised process group, or alone.
 
-        Args:
-            callbacks: callback objects of this rank, besides the built-in ones and those that the config names.
-            source: source of the model; None for the one that the config names.
-            signals: handlers entered by the caller; the first signal ends the run with a checkpoint.
-
-        Returns:
-            None after the last step; otherwise the step at which a signal, a callback or the time limit ended the run.
-
-        Raises:
-            UserError: another run uses the folder, the model does not suit its plan, the layers cannot be partitioned
-                into the stages, the number of ranks differs from the layout's, or a rank raised it.
-            StopRequested: a second signal came.
+        Returns and raises as `start`. `callbacks` are those of this rank besides the built-in ones and those that the
+        config names, and `source` is used in place of the config's model.
         """
         from threefold.models.source import ConfigSource
         from threefold.train.run import check_division
@@ -308,7 +259,6 @@ class TrainingRun:
         return cast("Stopped | None", ended)
 
     def _options(self) -> dict[str, Any]:
-        """Return the options from the config that launching ranks needs."""
         return {
             "world_size": Layout.from_config(self.config.parallel).world_size,
             "device": "cuda" if self.config.train.device == "cuda" else "cpu",
@@ -351,18 +301,22 @@ def prepare_training(
 
     Args:
         config: config as loaded.
-        run_dir: run folder.
-        resume: whether to resume from the newest checkpoint; "auto" does so if there is one.
         progress: shows the encoding of text, where that is needed.
-        profile_steps: number of steps to profile.
         say: called with the line that opens the run's output, after the checks and before torch is imported.
-
-    Raises:
-        UserError: `resolve_run` raises it, `run_dir` has checkpoints that would be lost, or it has none to resume from.
     """
     began = time.time()
     require_folder(run_dir)
-    _require_place(run_dir)
+    folder = run_dir / FOLDER
+    if os.path.lexists(folder) and not folder.is_dir():
+        what = "a link to something that is not a folder" if folder.is_symlink() else "not a folder"
+        raise UserError(
+            f"{shown(folder)} is {what}, and the run's checkpoints go there; move it, or choose another --run-dir."
+        )
+    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
+        raise UserError(
+            f"{shown(folder)} cannot be written, and the run's checkpoints go there; make it writable, or choose "
+            "another --run-dir."
+        )
     launched = joined_rank() or find_launched_rank()
     if launched is not None and launched.attempt:
         resume = resume or "auto"
@@ -393,8 +347,7 @@ def explain_stop(run_dir: Path, signal: int | str, step: int | None, command: st
     Args:
         signal: signal number, or the time limit as text (`Stopped.limit`).
         step: number of updates made; None if a second signal ended the run without a checkpoint.
-        command: command that started the run.
-        resumed: command that resumes it; None for `command` with `--resume`.
+        resumed: command that resumes it; None for `command`, which started the run, with `--resume`.
     """
     saved = newest(run_dir)
     by = signal if isinstance(signal, str) else signal_name(signal)
@@ -456,19 +409,4 @@ def _require_no_checkpoints(run_dir: Path) -> None:
         raise UserError(
             f"{shown(found[-1])} {what}, and a run that begins anew would write over it or beside it; choose another "
             "--run-dir, restore it and resume with --resume, or move it away."
-        )
-
-
-def _require_place(run_dir: Path) -> None:
-    """Check, before the first step, that RUN/checkpoints is or can be a writable folder."""
-    folder = run_dir / FOLDER
-    if os.path.lexists(folder) and not folder.is_dir():
-        what = "a link to something that is not a folder" if folder.is_symlink() else "not a folder"
-        raise UserError(
-            f"{shown(folder)} is {what}, and the run's checkpoints go there; move it, or choose another --run-dir."
-        )
-    if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
-        raise UserError(
-            f"{shown(folder)} cannot be written, and the run's checkpoints go there; make it writable, or choose "
-            "another --run-dir."
         )

@@ -24,7 +24,6 @@ Device = Literal["cpu", "cuda"]
 _LONGEST_WAIT: Final = timedelta(days=1)
 """Longest wait of a rank that makes progress, such as one that writes a large checkpoint to a slow disk; heartbeats
 find one that makes no progress. (Shared-memory waits count milliseconds in 32 bits.)"""
-_WAITS_ON_GPU: Final = 4  # timeouts that an NCCL collective may wait: the training thread is not seen to wait in one
 
 
 def never() -> int:
@@ -37,13 +36,10 @@ class RankInfo:
     """A worker's rank and environment, passed as its first argument.
 
     Attributes:
-        rank: 0 to `world_size` - 1.
-        local_rank: 0 to `local_world_size` - 1 on this host; on CUDA also the GPU index (over gloo, several ranks may
-            share a GPU).
+        local_rank: rank on this host; on CUDA also the GPU index (over gloo, several ranks may share a GPU).
         asked: returns the number of the signal that stops this rank, 0 for none.
         heartbeat: records what the rank does; None where nobody reads it.
-        backend: backend of the collectives: "auto" is NCCL between GPUs and gloo between CPUs, "gloo" is gloo
-            everywhere.
+        backend: "auto" is NCCL between GPUs and gloo between CPUs, "gloo" is gloo everywhere.
     """
 
     rank: int
@@ -66,12 +62,10 @@ class Job:
 
     Attributes:
         run_dir: folder whose logs/rank_*.log get the output; None does not redirect it.
-        console_ranks: ranks whose output is also shown on the console.
         prints_traceback: whether a rank without a log prints the traceback of its exception; False if the caller raises
             it.
         timeout: seconds without progress after which a rank counts as hung; 0 for never.
-        backend: backend of the collectives, as in `RankInfo`.
-        debug_rank: rank that has the terminal, for a debugger; None for none. With one, no rank counts as hung.
+        debug_rank: rank that has the terminal, for a debugger. With one, no rank counts as hung.
     """
 
     worker: Worker
@@ -137,8 +131,8 @@ def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
     backend, longest = "gloo", _LONGEST_WAIT if timeout else None  # None is torch's default
     if info.device == "cuda" and info.backend == "auto":
         backend = "cpu:gloo,cuda:nccl"
-        if timeout:
-            longest = timedelta(seconds=min(_WAITS_ON_GPU * timeout, _LONGEST_WAIT.total_seconds()))
+        if timeout:  # an NCCL collective may wait so long: the training thread is not seen to wait in one
+            longest = timedelta(seconds=min(4 * timeout, _LONGEST_WAIT.total_seconds()))
     elif info.device == "cuda":
         from threefold.comm.staged import BACKEND, register_backend
 
@@ -160,16 +154,6 @@ def stay_on_loopback() -> None:
     loopback = [name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)]
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
-
-
-def shorten_name_lookups() -> None:
-    """Make name look-ups of this process retry after one second and give up after two; call before the first look-up.
-
-    For ranks of one host: each looks up 127.0.0.1 when it connects to the store. Without a network that takes 10 s, and
-    of 64 ranks at once some wait 5 s for a lost answer. torch 2.13 cannot skip the look-up, so only the environment
-    variable helps.
-    """
-    os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
 
 
 def wait_for_all() -> None:

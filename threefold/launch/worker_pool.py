@@ -34,16 +34,11 @@ _LONGEST_CALL: Final = 12  # timeouts that a call may take until its first rank 
 
 
 class WorkerError(RuntimeError):
-    """A rank raised, or its process ended.
-
-    Attributes:
-        error: the exception; None if the process ended or the exception cannot be pickled.
-    """
+    """A rank raised (`error`, unless it cannot be pickled), or its process ended."""
 
     def __init__(self, rank: int, what: str, error: BaseException | None = None) -> None:
         super().__init__(f"rank {rank} failed: {what}")
-        self.rank = rank
-        self.error = error
+        self.rank, self.error = rank, error
 
 
 class _Failure(NamedTuple):
@@ -68,18 +63,19 @@ class WorkerPool:
     """
 
     def __init__(self, size: int, timeout: timedelta = timedelta(minutes=5)) -> None:
-        self.size = size
-        self._timeout = timeout
-        self._fork_server = _start_fork_server()
+        self.size, self._timeout = size, timeout
         self._workers: list[_Worker] = []
+        here, there = Pipe()
+        parent, pid = os.getpid(), os.fork()
+        if not pid:
+            _in_child(parent, lambda: _fork_server(there), here)
+        there.close()
+        self._fork_server = _Worker(pid, here)
 
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `fn(*args)` on `world_size` ranks of a new gloo process group and return their results by rank.
 
-        Args:
-            world_size: number of ranks, 1 to `size`.
-            fn: function of an importable module; called with `torch.distributed` initialised.
-            args: arguments, pickled to each rank, as are the results; tensors by value.
+        `fn` is a function of an importable module. Arguments and results are pickled; tensors by value.
 
         Raises:
             WorkerError: a rank raised, its process ended, or it does not answer. The workers of this call are replaced.
@@ -87,7 +83,11 @@ class WorkerPool:
         if not 1 <= world_size <= self.size:
             raise ValueError(f"world_size is {world_size} but the pool has 1 to {self.size} workers")
         while len(self._workers) < world_size:
-            self._workers.append(self._fork())
+            here, there = Pipe()
+            self._fork_server.connection.send("fork")
+            send_handle(self._fork_server.connection, there.fileno(), self._fork_server.pid)
+            there.close()
+            self._workers.append(_Worker(self._fork_server.connection.recv(), here))
         workers = self._workers[:world_size]
         with tempfile.TemporaryDirectory(prefix="threefold-pool-") as folder:
             store = os.path.join(folder, "store")
@@ -103,7 +103,6 @@ class WorkerPool:
                 raise
 
     def close(self) -> None:
-        """End all workers."""
         self._discard(list(self._workers))
         self._fork_server.connection.close()
         os.waitpid(self._fork_server.pid, 0)
@@ -113,13 +112,6 @@ class WorkerPool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-    def _fork(self) -> _Worker:
-        here, there = Pipe()
-        self._fork_server.connection.send("fork")
-        send_handle(self._fork_server.connection, there.fileno(), self._fork_server.pid)
-        there.close()
-        return _Worker(self._fork_server.connection.recv(), here)
 
     def _how_it_ended(self, worker: _Worker) -> str:
         self._fork_server.connection.send(worker.pid)
@@ -171,16 +163,6 @@ def _collect(workers: Sequence[_Worker], how_it_ended: Callable[[_Worker], str],
     return [results[rank] for rank in range(len(workers))]
 
 
-def _start_fork_server() -> _Worker:
-    here, there = Pipe()
-    parent = os.getpid()
-    pid = os.fork()
-    if pid:
-        there.close()
-        return _Worker(pid, here)
-    _in_child(parent, lambda: _fork_server(there), here)
-
-
 def _in_child(parent: int, body: Callable[[], None], *foreign: Connection) -> NoReturn:
     """Run `body` in a forked child, which always ends here."""
     try:
@@ -211,8 +193,7 @@ def _fork_server(connection: Connection) -> None:
             connection.send(endings[request])
             continue
         pipe = Connection(recv_handle(connection))
-        parent = os.getpid()
-        pid = os.fork()
+        parent, pid = os.getpid(), os.fork()
         if not pid:
             _in_child(parent, lambda pipe=pipe: _serve(pipe), connection)  # type: ignore[misc]
         pipe.close()
