@@ -63,7 +63,6 @@ __version__ = "0.1.0"
 
 _ROOMS: Final = {"callbacks": "api.callbacks", "compat": "compat", "pipeline": "api.pipeline", "types": "api.types"}
 """Room → its module, relative to the package."""
-
 _NAMES: Final = {
     "api.checkpoint": "load save",
     "api.inspect_model": "inspect",
@@ -91,7 +90,6 @@ _NAMES: Final = {
     "train.stop": "Stopped",
 }
 """Module, relative to the package → the public names that it defines."""
-
 _MOVED_TO: Final = {
     "callbacks": "EvaluationRecord RunContext StepRecord",
     "compat.horovod": "DistributedOptimizer allreduce broadcast_object broadcast_optimizer_state broadcast_parameters",
@@ -104,7 +102,6 @@ _MOVED_TO: Final = {
     ),
 }
 """Room → the names that the package itself had once; they keep working."""
-
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
 _MOVED: Final = {
     **{name: f"{room}.{name}" for room, names in _MOVED_TO.items() for name in names.split()},

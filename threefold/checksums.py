@@ -1,8 +1,4 @@
-"""Checksums of files and of bytes in memory, and JSON that carries its own.
-
-A text or an object of JSON is *sealed* by a last member with the checksum of all before it, so that a reader notices
-damage and a change by hand.
-"""
+"""Checksums of files and bytes, and JSON *sealed* by a last member with its own, so that a reader notices a change."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -15,22 +11,17 @@ import xxhash
 from threefold.files import STRICT
 
 ALGORITHM: Final = "xxh3_128"
-_BLOCK: Final = 8 << 20
-_THREADS: Final = 4
 
 
 def checksum(path: Path, advance: Callable[[int], None] = lambda size: None) -> str:
     """Return the checksum of a file's content as `xxh3_128:` and 32 hexadecimal digits.
 
-    Args:
-        advance: called with the size of each block read.
+    `advance` is called with the size of each block read.
     """
-    digest = xxhash.xxh3_128()
-    buffer = bytearray(_BLOCK)
-    view = memoryview(buffer)
+    digest, buffer = xxhash.xxh3_128(), bytearray(8 << 20)
     with path.open("rb", buffering=0) as file:
         while size := file.readinto(buffer):
-            digest.update(view[:size])
+            digest.update(memoryview(buffer)[:size])
             advance(size)
     return f"{ALGORITHM}:{digest.hexdigest()}"
 
@@ -52,14 +43,12 @@ def checksums(paths: Iterable[Path], advance: Callable[[int], None] = lambda siz
     """Return the checksum of each file, in order, reading several files at a time."""
     from concurrent.futures import ThreadPoolExecutor  # slow to import, and every command imports this module
 
-    with ThreadPoolExecutor(_THREADS, thread_name_prefix="threefold-checksum") as pool:
+    with ThreadPoolExecutor(4, thread_name_prefix="threefold-checksum") as pool:
         return list(pool.map(lambda path: checksum(path, advance), paths))
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """Size in bytes and checksum of a file."""
-
     bytes: int
     checksum: str
     __pydantic_config__: ClassVar[Any] = STRICT

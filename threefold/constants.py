@@ -6,8 +6,6 @@ PARITY_WIDE: Final = "THREEFOLD_PARITY_WIDE"
 """Variable of the environment with which `threefold parity run` has a run compute in fp64."""
 IGNORE_INDEX: Final = -100
 """Label whose token adds nothing to the loss, like `ignore_index` of torch's losses."""
-
-
 LOGITS_AT_ONCE: Final = 1 << 18
 """Logits that the loss processes at a time on a CPU: one megabyte in fp32, which fits the L2 caches of two cores."""
 COMPILED: Final = 0

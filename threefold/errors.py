@@ -14,13 +14,9 @@ class UserError(Exception):
 
 
 class HardwareFault(UserError):
-    """Silent failure of a rank's memory or arithmetic; raised on every rank.
+    """Silent failure of the memory or arithmetic of one of `ranks`, found after `step` updates; raised on every rank.
 
     No setting is wrong, so restarting from the newest checkpoint may succeed.
-
-    Attributes:
-        ranks: ranks at fault, or the ranks that include the one at fault.
-        step: number of updates made when the fault was found.
     """
 
     def __init__(self, message: str, ranks: tuple[int, ...] = (), step: int = 0) -> None:

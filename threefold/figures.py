@@ -29,31 +29,25 @@ _EDGE: Final = 0.1
 
 
 def lighter(color: str, share: float) -> tuple[float, float, float]:
-    """Mix a colour with white.
-
-    Args:
-        color: colour as `#rrggbb`.
-        share: share of white, from 0 to 1.
-    """
+    """Mix a colour, as `#rrggbb`, with a share of white from 0 to 1."""
     parts = (int(color[place : place + 2], 16) / 255 for place in (1, 3, 5))
     red, green, blue = (part + (1 - part) * share for part in parts)
     return red, green, blue
 
 
 def new_figure(height: float, title: str, subtitle: str = "") -> "tuple[Figure, Axes]":
-    """Make a figure with one plot.
+    """Make a figure with one plot, `height` inches high without the titles, which are wrapped if they are too long."""
+    from textwrap import fill
 
-    Args:
-        height: height in inches, without the titles.
-        title: subject of the figure, with model and layout; wrapped if it is too long.
-        subtitle: its most important numbers; wrapped likewise.
-    """
     # Not pyplot, which has global state and needs a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    texts = [(_wrapped(title, TITLE_SIZE), TITLE_SIZE, INK)]
-    texts += [(_wrapped(subtitle, TEXT_SIZE), TEXT_SIZE, GREY)] if subtitle else []
+    texts = []
+    for text, size, color in ((title, TITLE_SIZE, INK), (subtitle, TEXT_SIZE, GREY)):
+        letters = int((WIDTH - 2 * _EDGE) * 72 / (_LETTER * size))
+        if text:
+            texts.append(("\n".join(fill(line, letters) for line in text.split("\n")), size, color))
     heights = [(text.count("\n") + 1) * size * _LEADING / 72 for text, size, _ in texts]
     whole = height + _EDGE + sum(heights)
     figure = Figure(figsize=(WIDTH, whole), layout="constrained", facecolor="white", dpi=DPI)
@@ -75,19 +69,8 @@ def new_figure(height: float, title: str, subtitle: str = "") -> "tuple[Figure, 
     return figure, axes
 
 
-def _wrapped(text: str, size: float) -> str:
-    from textwrap import fill
-
-    letters = int((WIDTH - 2 * _EDGE) * 72 / (_LETTER * size))
-    return "\n".join(fill(line, letters) for line in text.split("\n"))
-
-
 def check_picture(path: Path) -> None:
-    """Raise an error for a path that no picture can be written to, before any work is done.
-
-    Raises:
-        UserError: the suffix is not one of `SUFFIXES`, or the folder does not exist.
-    """
+    """Raise a `UserError` for a path that no picture can be written to, before any work is done."""
     if path.suffix.lower() not in SUFFIXES:
         raise UserError(f"The picture {shown(path)} must end in .png or .svg; use {shown(path.with_suffix('.png'))}.")
     if not path.parent.is_dir():
@@ -97,11 +80,7 @@ def check_picture(path: Path) -> None:
 
 
 def save(figure: "Figure", path: Path) -> None:
-    """Write a figure as PNG or SVG, by the suffix of its path.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write a figure as PNG or SVG, by the suffix of its path; raise a `UserError` if it cannot be written."""
     check_picture(path)
     try:
         figure.savefig(path, dpi=DPI)

@@ -1,8 +1,7 @@
 """Files: safe reading of small ones, of text and of JSON; names and sizes fit for messages.
 
-Every reader of configs, manifests, metadata and indexes goes through here, as a person or another program may have
-damaged them. A missing file, a folder, a FIFO, a device, an overlong path, text that is not UTF-8 and endlessly nested
-JSON each raise a one-sentence `UserError`; none hangs.
+Every reader of configs, manifests, metadata and indexes goes through here, as they may be damaged. A missing file, a
+folder, a FIFO, a device, wrong text and endlessly nested JSON each raise a one-sentence `UserError`; none hangs.
 """
 
 import json
@@ -21,14 +20,9 @@ LARGEST_TEXT: Final = 256 << 20
 
 
 def require_file(path: Path, called: str = "") -> int:
-    """Return the size in bytes of a regular file; a FIFO or a device is refused without opening it.
+    """Return the size in bytes of a regular file, following links; a FIFO or a device is refused without opening it.
 
-    Args:
-        path: the file; links are followed.
-        called: noun put before the path in messages, with a trailing space, such as "the config ".
-
-    Raises:
-        UserError: the path does not exist, is not a regular file, or is not a valid file name.
+    `called` is a noun put before the path in messages, with a trailing space, such as "the config ".
     """
     try:
         found = os.stat(path)
@@ -69,13 +63,13 @@ def read_json(path: Path, called: str = "", limit: int = LARGEST_TEXT, finite: b
 
 
 def parse_json(text: str, where: str, finite: bool = True) -> Any:
-    """Parse a JSON text named `where` in messages; NaN and infinities, which JSON lacks, are refused if `finite`.
+    """Parse a JSON text named `where` in messages; NaN and infinities, which JSON lacks, are refused if `finite`."""
 
-    Raises:
-        UserError: the text is not JSON, is nested too deeply, or has a number too long to read.
-    """
+    def refuse(name: str) -> Any:
+        raise ValueError(f"{name} is not a JSON number")
+
     try:
-        return json.loads(text, parse_constant=_refuse_constant if finite else None)
+        return json.loads(text, parse_constant=refuse if finite else None)
     except json.JSONDecodeError as error:
         raise UserError(
             f"Cannot read {where}: it is not JSON ({error.msg}, line {error.lineno} column {error.colno})."
@@ -84,10 +78,6 @@ def parse_json(text: str, where: str, finite: bool = True) -> Any:
         raise UserError(f"Cannot read {where}: its JSON is nested too deeply.") from None
     except ValueError as error:  # a number of more digits than Python reads; NaN
         raise UserError(f"Cannot read {where}: {error}.") from None
-
-
-def _refuse_constant(name: str) -> Any:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 STRICT: Final = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
@@ -109,8 +99,7 @@ class WrongFact(ValueError):
 def parse_facts(kind: type[T], values: Mapping[str, Any]) -> T:
     """Make a dataclass of the members of a JSON object, checked against its annotations; lists become tuples.
 
-    Raises:
-        WrongFact: for the first member that does not fit.
+    Raises `WrongFact` for the first member that does not fit.
     """
     from pydantic import ValidationError
 
@@ -137,14 +126,7 @@ def shown(path: Path | str) -> str:
 
 
 def first_of(names: Iterable[object], most: int = 5, of: str = "", separator: str = ", ") -> str:
-    """Return the first names as a list in text, with the number of the others: `a, b and 3 more`.
-
-    Args:
-        names: names in order.
-        most: number of names to give.
-        of: what the others are, in the plural; empty to say only how many.
-        separator: text between two names.
-    """
+    """Return the first names as a list in text, with the number of the others, and what they are: `a, b and 3 more`."""
     every = [*map(str, names)]
     more = f" and {len(every) - most} more {of}".rstrip() if len(every) > most else ""
     return separator.join(every[:most]) + more
@@ -152,19 +134,11 @@ def first_of(names: Iterable[object], most: int = 5, of: str = "", separator: st
 
 def fill_page(page: str, parts: Mapping[str, str]) -> str:
     """Replace each `{{name}}` of an HTML page by the part of that name, in which nothing is replaced."""
-    first, *others = page.split("{{")
-    pieces = [first]
-    for other in others:
-        name, rest = other.split("}}", 1)
-        pieces += [parts[name], rest]
-    return "".join(pieces)
+    return re.sub(r"\{\{(.*?)\}\}", lambda found: parts[found[1]], page)
 
 
 def json_in_script(document: Mapping[str, Any]) -> str:
-    """Return a document as JSON for a script element of a page, which only `<` could end, in ASCII.
-
-    So names that are not valid text, such as those of files, can be written too.
-    """
+    """Return a document as JSON for a script element of a page, which only `<` could end; ASCII suits any file name."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c")
 
 

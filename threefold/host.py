@@ -12,8 +12,6 @@ from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # <malloc.h>
 _WRITE, _WRITE_AND_WAIT = 2, 7  # SYNC_FILE_RANGE_WRITE of <fcntl.h>, and with both WAIT_BEFORE and WAIT_AFTER
-_FAILED_WRITES = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
-_NICENESS = 10  # of a WorkThread, so that training goes first when all cores are busy
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <stdio.h>
 
 
@@ -62,14 +60,13 @@ def finish_writing(descriptor: int, start: int, size: int) -> None:
     except AttributeError:
         return
     part = (ctypes.c_int(descriptor), ctypes.c_int64(start), ctypes.c_int64(size))
-    if call(*part, ctypes.c_uint(_WRITE_AND_WAIT)) and (failure := ctypes.get_errno()) in _FAILED_WRITES:
-        raise OSError(failure, os.strerror(failure))
+    failed = call(*part, ctypes.c_uint(_WRITE_AND_WAIT)) and ctypes.get_errno()
+    if failed in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
+        raise OSError(failed, os.strerror(failed))
 
 
 def _tell_allocator(options: dict[int, int]) -> None:
-    if sys.platform != "linux":
-        return
-    with suppress(OSError, AttributeError):  # musl has no mallopt
+    with suppress(OSError, AttributeError):  # only glibc has mallopt
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in options.items():
             mallopt(option, value)
@@ -83,11 +80,9 @@ class WorkThread:
     """
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self._name, self._left, self._idle = name, 0, threading.Condition()
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._left = 0
-        self._idle = threading.Condition()
 
     def do(self, work: Callable[[], None]) -> None:
         """Queue `work`, which must not raise."""
@@ -112,7 +107,7 @@ class WorkThread:
     def _run(self) -> None:
         if sys.platform == "linux":  # where threads have priorities of their own
             with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # training goes first
         while (work := self._work.get()) is not None:
             try:
                 work()
@@ -184,11 +179,8 @@ def _group_limits(groups: Path, root: Path) -> list[int]:
             else:
                 continue
             own = mount / path.lstrip("/")
-            limits += [_limit(folder / name) for folder in (own, *own.parents) if folder.is_relative_to(mount)]
+            for folder in (own, *own.parents):
+                if folder.is_relative_to(mount):
+                    with suppress(OSError, ValueError):
+                        limits.append(int((folder / name).read_text()))
     return [limit for limit in limits if limit]
-
-
-def _limit(file: Path) -> int:
-    with suppress(OSError, ValueError):
-        return int(file.read_text())
-    return 0

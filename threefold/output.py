@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from threefold.errors import UserError
 from threefold.files import read_json, shown
@@ -52,7 +52,6 @@ def replace_link(path: Path) -> Path:
 MARKER: Final = ".threefold-output.json"
 """Name of the marker file, which lists the files that this program wrote to the folder."""
 _FORMAT: Final = "threefold-output"
-_LARGEST_MARKER: Final = 64 << 20
 
 Listing = Callable[[Path], Collection[str] | None]
 """Function from a folder to the relative paths of the files that this program wrote there; None if it wrote none."""
@@ -77,7 +76,7 @@ def _write_marker(path: Path, files: Collection[str]) -> None:
 
 def _read_marker(path: Path) -> Any:
     try:
-        facts = read_json(path, limit=_LARGEST_MARKER)
+        facts = read_json(path, limit=64 << 20)
     except UserError:
         return None
     if not isinstance(facts, dict) or (facts.get("format"), facts.get("version")) != (_FORMAT, 1):
@@ -91,11 +90,7 @@ def _read_marker(path: Path) -> Any:
 def check_replaceable(
     out: Path, inputs: Sequence[Path], overwrite: bool, place: str = "--out", listing: Listing = list_marked
 ) -> None:
-    """Check that `out` can become an output folder: it is missing, empty, or an earlier output of this program.
-
-    Raises:
-        UserError: something else is at `out`, or `out` is, contains or lies inside an input.
-    """
+    """Raise a `UserError` unless `out` is apart from inputs and missing, empty or an earlier output of this program."""
     check_name(out, place)
     found = _status(out, place)
     if found is None:
@@ -127,11 +122,7 @@ def check_replaceable(
 
 
 def check_files_replaceable(prefix: Path, files: Sequence[Path], inputs: Sequence[Path], overwrite: bool) -> None:
-    """Check that the files of an output can be written to a folder that may hold other files.
-
-    Raises:
-        UserError: one of the files exists and is an input, or was not written by this program.
-    """
+    """Raise a `UserError` if one of an output's files exists and is an input, or was not written by this program."""
     check_name(prefix, "--out")
     written = _read_marker(marker_of(prefix))
     for path in files:
@@ -191,15 +182,6 @@ def _overlap(out: Path, source: Path) -> str:
     return f"is inside {shown(source)}, which is read" if read in real.parents else ""
 
 
-def _files(folder: Path) -> list[str]:
-    """List everything in a folder tree except folders (links to folders included), as relative paths."""
-    found = []
-    for parent, folders, names in os.walk(folder):
-        links = [name for name in folders if os.path.islink(os.path.join(parent, name))]
-        found += [Path(parent, name).relative_to(folder).as_posix() for name in (*names, *links)]
-    return found
-
-
 def _foreign(folder: Path, ours: set[str]) -> str | None:
     """Return an entry of a folder that is not listed in `ours` or changed its kind since; None if there is none."""
     folders = {parent.as_posix() for name in ours for parent in Path(name).parents}
@@ -213,12 +195,8 @@ def _foreign(folder: Path, ours: set[str]) -> str | None:
     return None
 
 
-STAGING: Final = "threefold-staging"
-NEW: Final = "new"
-OLD: Final = "old"
-COMMIT: Final = "commit"
-_LONGEST: Final = 120
-"""Bytes of an output's name that the names of its lock and staging folder repeat."""
+STAGING, NEW, OLD, COMMIT = "threefold-staging", "new", "old", "commit"
+"""Entries of a staging folder: its mark, the folders of the new and the old output, and the mark of complete files."""
 
 
 @contextmanager
@@ -235,19 +213,15 @@ def staged_directory(
 
     Yields the folder to write into. If the body raises, that folder is removed and `final` is unchanged. If the process
     is killed, `final` is either unchanged or complete, and the next call cleans up. An existing folder at `final` is
-    replaced at the end.
+    replaced at the end. A `UserError` is raised if another process is writing the same folder, it cannot be written, or
+    the existing entry may not be replaced.
 
     Args:
-        final: path of the output folder.
         inputs: files and folders that are read and must not be replaced.
         overwrite: whether an existing folder of this program may be replaced.
         place: option or setting that chose the path, for error messages.
         listing: function that lists the files of a folder that this program wrote.
         marked: whether to write the marker that `list_marked` reads.
-
-    Raises:
-        UserError: another process is writing the same folder, it cannot be written, or the existing entry may not be
-            replaced.
     """
 
     def check() -> None:
@@ -256,7 +230,9 @@ def staged_directory(
     with _staging(final, place, check) as staging:
         yield staging / NEW
         if marked:
-            _write_marker(staging / NEW / MARKER, sorted(_files(staging / NEW)))
+            new = staging / NEW
+            paths = (path for path in new.rglob("*") if path.is_symlink() or not path.is_dir())
+            _write_marker(new / MARKER, sorted(path.relative_to(new).as_posix() for path in paths))
         _sync_tree(staging)
         check()  # again, as writing may have taken hours
         _commit(staging, final)
@@ -266,16 +242,8 @@ def staged_directory(
 def staged_files(prefix: Path, names: Sequence[str], *, inputs: Sequence[Path], overwrite: bool) -> Iterator[Path]:
     """Write files to a folder next to `prefix`, and move them into place once all are complete and flushed to disk.
 
-    Yields the folder to write into, which is handled as in `staged_directory`.
-
-    Args:
-        prefix: common prefix of the files' paths; their marker is named after it.
-        names: names of the files.
-        inputs: files that are read and must not be replaced.
-        overwrite: whether existing files of this program may be replaced.
-
-    Raises:
-        UserError: as in `staged_directory`.
+    Yields the folder to write into; see `staged_directory`. `prefix` is common to the files' paths, and their marker is
+    named after it.
     """
 
     def check() -> None:
@@ -299,7 +267,7 @@ def _staging(final: Path, place: str, check: Callable[[], None]) -> Iterator[Pat
     with ExitStack() as stack:
         try:
             final.parent.mkdir(parents=True, exist_ok=True)
-            stack.callback(_unlock, final, _lock(final, place))
+            stack.enter_context(_locked(final, place))
             _recover(final)
             check()
             staging = _beside(final, secrets.token_hex(8))
@@ -324,14 +292,15 @@ def _staging(final: Path, place: str, check: Callable[[], None]) -> Iterator[Pat
 
 
 def _beside(final: Path, ending: str) -> Path:
-    name = os.fsencode(final.name)[:_LONGEST].decode("utf-8", errors="ignore")
+    name = os.fsencode(final.name)[:120].decode("utf-8", errors="ignore")
     return final.with_name(f".{name}.threefold-{ending}")
 
 
-def _lock(final: Path, place: str) -> int:
-    """Open and lock an output's lock file. The lock ends with its process: a lock file that can be locked is stale."""
-    path = _beside(final, "lock")
-    while True:
+@contextmanager
+def _locked(final: Path, place: str) -> Iterator[None]:
+    """Hold the lock of an output's lock file. It ends with its process: a lock file that can be locked is stale."""
+    path, held = _beside(final, "lock"), False
+    while not held:
         lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
         found = os.fstat(lock)
         if not stat.S_ISREG(found.st_mode) or found.st_size:
@@ -345,15 +314,15 @@ def _lock(final: Path, place: str) -> int:
                 f"another process is writing {shown(final)}; wait for it or choose another {place}"
             ) from None
         with suppress(FileNotFoundError):
-            if os.path.samestat(found, os.stat(path)):
-                return lock
-        os.close(lock)  # the previous holder has removed it meanwhile
-
-
-def _unlock(final: Path, lock: int) -> None:
-    with suppress(OSError):
-        _beside(final, "lock").unlink(missing_ok=True)
-    os.close(lock)
+            held = os.path.samestat(found, os.stat(path))
+        if not held:
+            os.close(lock)  # the previous holder has removed it meanwhile
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        os.close(lock)
 
 
 def _recover(final: Path) -> None:
@@ -407,13 +376,12 @@ def _remove(staging: Path) -> None:
 
 def _sync_tree(folder: Path) -> None:
     for parent, _, names in os.walk(folder):
-        for name in names:
+        for name in (*names, "."):
             sync(Path(parent, name))
-        sync(Path(parent))
 
 
-class Progress(Protocol):
-    """Callbacks that receive the progress of reading, in order to display it."""
+class Progress:
+    """Callbacks that receive the progress of reading, in order to display it; these show nothing."""
 
     def phase(self, name: str, total_bytes: int) -> None:
         """Begin a new phase, which reads `total_bytes` of input."""
@@ -422,12 +390,4 @@ class Progress(Protocol):
         """Record that `read_bytes` more bytes have been read."""
 
 
-class _Silent:
-    def phase(self, name: str, total_bytes: int) -> None:
-        pass
-
-    def advance(self, read_bytes: int) -> None:
-        pass
-
-
-SILENT: Final[Progress] = _Silent()
+SILENT: Final = Progress()

@@ -1,23 +1,17 @@
-"""Extension points: names registered by the package, and by other packages through entry points.
-
-A registry maps names to `module:attribute`. A table in the package holds the built-in names; other packages add theirs
-through Python entry points (https://packaging.python.org/specifications/entry-points/) of the registry's group,
-declared in `pyproject.toml`:
+"""Extension points: names registered by the package, and by other packages through Python entry points.
 
     [project.entry-points."threefold.optimizers"]
     toy = "toy_package.optimizer:Toy"
 
-Nothing is imported before it is used, and installed packages are searched only for names that are not built in.
-
-Some registries also accept an import path: `package.module:Name`, or `path/to/file.py:Name` for a Python file that need
-not be installed.
+Nothing is imported before it is used, and installed packages are searched only for names that are not built in. Some
+registries also accept an import path: `package.module:Name`, or `path/to/file.py:Name`.
 """
 
 import ast
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
@@ -33,9 +27,6 @@ from threefold.files import shown
 if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
-_LONGEST_NAME = 100
-"""Number of characters of a wrong name that are compared with the registered ones."""
-
 
 def is_import_path(name: str) -> bool:
     """Return whether a name has the form of an import path: `package.module:Name` or `file.py:Name`."""
@@ -50,13 +41,6 @@ def load_path(path: str, setting: str) -> Any:
         path: `package.module:Name` (an importable module, or `__main__` for the running script), or
             `path/to/file.py:Name`, relative to the working directory. `Name` may be dotted.
         setting: setting that holds the path, such as `optimizer.name`; begins the error message.
-
-    Raises:
-        UserError: the module or file does not exist, cannot be imported, or lacks the name.
-
-    Example:
-        >>> load_path("math:sqrt", "optimizer.name")(9.0)
-        3.0
     """
     place, _, attribute = path.rpartition(":")
     try:
@@ -85,8 +69,7 @@ def load_path(path: str, setting: str) -> Any:
 def import_path_of(thing: Any) -> str | None:
     """Return the import path of a class, a function or a named object, or None if it has none.
 
-    An object counts if its class's module or the script binds it to a name. Lambdas and local definitions have no
-    import path.
+    An object counts if its class's module or the script binds it to a name. Lambdas and local definitions do not.
     """
     if not hasattr(thing, "__qualname__"):
         for place in (type(thing).__module__, "__main__"):
@@ -120,35 +103,26 @@ def _executed(file: str, changed: int, size: int) -> ModuleType:
     spec = spec_from_file_location(f"{Path(file).stem}@{file}", file)
     if spec is None or spec.loader is None:
         raise ImportError("it is not a Python file")
-    module = module_from_spec(spec)
+    module, folder = module_from_spec(spec), os.path.dirname(file)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
-    with _finding_first(Path(file)):
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[spec.name]
-            raise
-    return module
-
-
-@contextmanager
-def _finding_first(file: Path) -> Iterator[None]:
-    """Make imports in the block find the modules beside a file first.
-
-    Modules imported earlier under the same names, such as those beside a checkpoint's copy of the file, are hidden
-    meanwhile.
-    """
-    foreign = {}
-    for path in modules_beside(file):
-        other = sys.modules.get(path.stem)
-        if other is not None and getattr(other, "__file__", None) != str(path):
-            foreign[path.stem] = sys.modules.pop(path.stem)
-    sys.path.insert(0, str(file.parent))
+    # Modules imported earlier under the names of those beside the file, such as those beside a checkpoint's copy of it,
+    # are hidden meanwhile.
+    beside = {path.stem: str(path) for path in modules_beside(Path(file))}
+    foreign = {
+        name: sys.modules.pop(name)
+        for name, path in beside.items()
+        if name in sys.modules and getattr(sys.modules[name], "__file__", None) != path
+    }
+    sys.path.insert(0, folder)
     try:
-        yield
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[spec.name]
+        raise
     finally:
-        sys.path.remove(str(file.parent))
+        sys.path.remove(folder)
         sys.modules.update(foreign)
+    return module
 
 
 def modules_beside(file: Path) -> list[Path]:
@@ -159,25 +133,19 @@ def modules_beside(file: Path) -> list[Path]:
     found: dict[str, Path] = {}
     left = [file]
     while left:
-        for name in _imported(left.pop()):
+        modules: list[str] = []
+        with suppress(SyntaxError, ValueError):  # executing it says what is wrong
+            for node in ast.walk(ast.parse(left.pop().read_bytes())):
+                if isinstance(node, ast.Import):
+                    modules += [each.name for each in node.names]
+                elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                    modules.append(node.module)
+        for name in (module.partition(".")[0] for module in modules):
             path = file.parent / f"{name}.py"
             if name not in found and name not in sys.stdlib_module_names and path.is_file():
                 found[name] = path
                 left.append(path)
     return list(found.values())
-
-
-def _imported(file: Path) -> Iterator[str]:
-    """Yield the top-level names of all modules that a file imports, anywhere in it."""
-    try:
-        tree = ast.parse(file.read_bytes())
-    except (SyntaxError, ValueError):  # executing it says what is wrong
-        return
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            yield from (each.name.partition(".")[0] for each in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            yield node.module.partition(".")[0]
 
 
 @dataclass(frozen=True)
@@ -208,11 +176,7 @@ class Registry:
         return self.takes_paths and isinstance(name, str) and is_import_path(name)
 
     def load(self, name: str) -> Any:
-        """Import and return the object registered as `name`.
-
-        Raises:
-            UserError: the name is unknown, two packages declare it, or another package's entry cannot be imported.
-        """
+        """Import and return the object registered as `name`."""
         if name in self.built_in:
             module, _, attribute = self.built_in[name].partition(":")
             return getattr(import_module(module), attribute)
@@ -251,7 +215,7 @@ def _entry_points(group: str, path: tuple[str, ...]) -> "Mapping[str, list[Entry
 
 def one_of(given: object, names: list[str]) -> str:
     """Return the end of a sentence about a wrong value: the names it may have, and the nearest of them."""
-    close = get_close_matches(str(given)[:_LONGEST_NAME].lower(), names, n=1, cutoff=0)
+    close = get_close_matches(str(given)[:100].lower(), names, n=1, cutoff=0)
     return f"one of {', '.join(names)}; the nearest is {close[0]}"
 
 

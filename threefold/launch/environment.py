@@ -267,8 +267,8 @@ def _come(wait: _Wait) -> "Store":
                 place, within = (launched.host, launched.port), timedelta(seconds=_PROBE)
                 if not hosts:
                     socket.create_connection(place, _PROBE).close()
-                options = {"wait_for_workers": False, "multi_tenant": True}  # torch would wait in native code
-                with held_back_errors():
+                options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
+                with held_back_errors():  # without waiting for the others, which torch would do in native code
                     made.append(dist.TCPStore(*place, launched.world_size, hosts, within, **options))
                 return
             except Exception as error:

@@ -1,33 +1,26 @@
 """Curves of values over the steps of a run, thinned to a limited number of points with their extremes."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from itertools import pairwise
 from math import isfinite
 from typing import Any, Final
 
-MOST_POINTS: Final = 2000
-"""Largest number of points of a curve."""
 _HEIGHTS: Final = "▁▂▃▄▅▆▇█"
 
 
+@dataclass(slots=True)
 class _Bucket:
     """Sums of the values of consecutive steps: for each name the count, sum, minimum and maximum."""
 
-    __slots__ = ("first", "last", "values")
-
-    def __init__(self, first: int) -> None:
-        self.first = self.last = first
-        self.values: dict[str, list[float]] = {}
+    first: int
+    last: int
+    values: dict[str, tuple[float, float, float, float]] = field(default_factory=dict)
 
     def add(self, name: str, count: float, total: float, low: float, high: float) -> None:
-        held = self.values.get(name)
-        if held is None:
-            self.values[name] = [count, total, low, high]
-        else:
-            held[0] += count
-            held[1] += total
-            held[2] = min(held[2], low)
-            held[3] = max(held[3], high)
+        if (held := self.values.get(name)) is not None:
+            count, total, low, high = held[0] + count, held[1] + total, min(held[2], low), max(held[3], high)
+        self.values[name] = (count, total, low, high)
 
 
 class Curves:
@@ -35,12 +28,9 @@ class Curves:
 
     A point is the mean of a value over `width` consecutive steps, with its minimum and maximum. The width is 1 until
     there are more than `most` points, and then doubles whenever there are again. So no extreme is ever lost.
-
-    Args:
-        most: largest number of points.
     """
 
-    def __init__(self, most: int = MOST_POINTS) -> None:
+    def __init__(self, most: int = 2000) -> None:
         self.most, self.width = most, 1
         self._buckets: list[_Bucket] = []
 
@@ -60,7 +50,7 @@ class Curves:
         while self._buckets and self._buckets[-1].last >= step:
             self._buckets.pop()
         if not self._buckets or self._place(self._buckets[-1].first) != self._place(step):
-            self._buckets.append(_Bucket(step))
+            self._buckets.append(_Bucket(step, step))
         bucket = self._buckets[-1]
         bucket.last = step
         for name, value in values.items():
@@ -68,10 +58,16 @@ class Curves:
                 bucket.add(name, 1, value, value, value)
         while len(self._buckets) > self.most:
             self.width *= 2
-            self._merge()
+            whole, self._buckets = self._buckets, []
+            for bucket in whole:
+                if not self._buckets or self._place(self._buckets[-1].first) != self._place(bucket.first):
+                    self._buckets.append(bucket)
+                    continue
+                self._buckets[-1].last = bucket.last
+                for name, sums in bucket.values.items():
+                    self._buckets[-1].add(name, *sums)
 
     def total(self, name: str) -> float:
-        """Return the sum of a value over all steps."""
         return sum(bucket.values[name][1] for bucket in self._buckets if name in bucket.values)
 
     def count(self, name: str) -> int:
@@ -92,14 +88,9 @@ class Curves:
 
         Its members are `width`; `first` and `last`, the steps of each point; and `values`, for each name lists `mean`,
         `low` and `high`, of which the last two are left out if they are all equal to the mean.
-
-        Args:
-            left_out: names to leave out.
         """
         values = {}
-        for name in self.names():
-            if name in left_out:
-                continue
+        for name in [each for each in self.names() if each not in left_out]:
             held = [bucket.values.get(name) for bucket in self._buckets]
             found = {"mean": [None if each is None else _rounded(each[1] / each[0]) for each in held]}
             if any(each is not None and each[2] != each[3] for each in held):
@@ -115,17 +106,6 @@ class Curves:
 
     def _place(self, step: int) -> int:
         return (step - 1) // self.width
-
-    def _merge(self) -> None:
-        merged: list[_Bucket] = []
-        for bucket in self._buckets:
-            if not merged or self._place(merged[-1].first) != self._place(bucket.first):
-                merged.append(bucket)
-                continue
-            merged[-1].last = bucket.last
-            for name, (count, total, low, high) in bucket.values.items():
-                merged[-1].add(name, count, total, low, high)
-        self._buckets = merged
 
 
 def sparkline(values: list[float], cells: int = 40) -> str:

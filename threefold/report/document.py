@@ -52,11 +52,6 @@ LEDGER: Final = {
     "lost": "lost to restarts",
 }
 """Parts of a run's time, and their names in a report."""
-_MOST_DRAWN: Final = 256
-"""Largest number of ranks whose coordinates are listed."""
-_MOST_CHECKPOINTS: Final = 50
-_MOST_SAMPLES: Final = 50
-_LARGEST_SAMPLES: Final = 4 << 20
 
 Settings = Mapping[str, Mapping[str, Any]]
 
@@ -69,14 +64,17 @@ def report_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
     `state`, `summary` (rows of a table, by name), `layout`, `settings`, `curves`, `evaluations` (`Curves.document`),
     `phases` and `waited` (seconds), `attempts`, `goodput`, `events`, `checkpoints`, `samples` and `warnings`.
     """
-    documents = [_run(run) for run in runs]
-    names = _distinct([run.folder for run in runs])
-    for name, document in zip(names, documents, strict=True):
-        document["name"] = name
+    names = [run.folder.resolve().name for run in runs]
+    if len(set(names)) < len(names):
+        names = [str(run.folder) for run in runs]
+    documents = [{**_run(run), "name": name} for run, name in zip(runs, names, strict=True)]
+    own = ""
+    with suppress(PackageNotFoundError):  # run from a folder of sources
+        own = version("threefold")
     return {
         "format": "threefold-report",
         "version": VERSION,
-        "threefold": _version(),
+        "threefold": own,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "phases": PHASES,
         "ledger": LEDGER,
@@ -85,19 +83,8 @@ def report_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
     }
 
 
-def _version() -> str:
-    with suppress(PackageNotFoundError):  # run from a folder of sources
-        return version("threefold")
-    return ""
-
-
 def sentence_of(run: RunRecord, steps: int | None) -> str:
-    """Return a run's progress in words.
-
-    Args:
-        run: the run.
-        steps: number of steps of the whole run; None if not known.
-    """
+    """Return a run's progress in words; `steps` is the number of steps of the whole run, if it is known."""
     last = run.curves.last_step
     of = f" of {steps:,}" if steps else ""
     if not last:
@@ -168,12 +155,6 @@ def _plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
-def _distinct(folders: Sequence[Path]) -> list[str]:
-    """Return the names of folders; their paths if two have one name."""
-    names = [folder.resolve().name for folder in folders]
-    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
-
-
 def _model(settings: Settings, parameters: int) -> str:
     model = settings.get("model", {})
     count = f"{parameters:,} parameters" if parameters else ""
@@ -218,13 +199,12 @@ def _layout_text(layout: Layout, settings: Settings) -> str:
     parallel = settings["parallel"]
     zero = f", zero {parallel['zero']}" if parallel.get("zero") else ""
     schedule = f", {parallel.get('schedule')}" if layout.pp > 1 else ""
-    count = layout.world_size
-    return f"{layout}{zero}{schedule}, {count:,} rank{'s' if count > 1 else ''}"
+    return f"{layout}{zero}{schedule}, {counted(layout.world_size, 'rank')}"
 
 
 def _layout_facts(layout: Layout) -> dict[str, Any]:
     """Return the sizes of the axes and, for layouts that are drawn completely, the coordinates of each rank."""
-    ranks = range(layout.world_size) if layout.world_size <= _MOST_DRAWN else ()
+    ranks = range(layout.world_size) if layout.world_size <= 256 else ()
     sizes = {axis: layout.size(axis) for axis in (*AXES, "ep")}
     return {"sizes": sizes, "axes": AXES, "ranks": [list(layout.coordinates(rank)) for rank in ranks]}
 
@@ -242,15 +222,17 @@ def _results(run: RunRecord) -> dict[str, str]:
     held = values.get("memory", {})
     memory = max((peak for peak in held.get("high", held.get("mean", ())) if peak), default=0)
     capacity, work = curves.total("capacity"), curves.total("work")
+    unit, scale = ("TFLOP/s", 1.0) if work >= seconds else ("GFLOP/s", 1000.0)
+    duration = f"{1000 * each:,.0f} ms" if each < 10 else f"{each:,.1f} s"
     return {
         "loss": "not finite" if loss is None else f"{loss:.4f} at step {line['step']:,}",
         "validation": _validation(run),
         "learning rate": "" if rate is None else f"{rate:.3e}",
         "gradient norm": "" if norm is None else f"{norm:.3f}",
         "tokens": f"{curves.total('tokens'):,.0f} trained on",
-        "speed": f"{curves.total('read') / seconds:,.0f} tokens/s, {_duration(each)} a step",
+        "speed": f"{curves.total('read') / seconds:,.0f} tokens/s, {duration} a step",
         "MFU": f"{work / capacity:.1%}" if capacity else "",
-        "compute": _compute(work / seconds) if work else "",
+        "compute": f"{scale * (work / seconds):,.1f} model {unit} a rank" if work else "",
         "time of a step": ", ".join(f"{word} {share:.0%}" for word, share in phases.items() if share >= 0.005),
         "waiting": f"{curves.total('waited') / seconds:.0%} of it, in collectives" if curves.total("waited") else "",
         "memory": f"{format_bytes(int(memory))} on the rank that takes most" if memory else "",
@@ -265,15 +247,6 @@ def _validation(run: RunRecord) -> str:
     last = number(run.evaluation, "valid_loss")
     now, least = "not finite" if last is None else f"{last:.4f}", f"{lowest:.4f}"
     return f"{now} at step {run.evaluation['step']:,}" + (f", lowest {least}" if least != now else "")
-
-
-def _compute(teraflops: float) -> str:
-    unit, scale = ("TFLOP/s", 1.0) if teraflops >= 1 else ("GFLOP/s", 1000.0)
-    return f"{scale * teraflops:,.1f} model {unit} a rank"
-
-
-def _duration(seconds: float) -> str:
-    return f"{1000 * seconds:,.0f} ms" if seconds < 10 else f"{seconds:,.1f} s"
 
 
 def _goodput(run: RunRecord) -> str:
@@ -295,7 +268,7 @@ def _checkpoints(folder: Path) -> tuple[dict[str, Any], int]:
     parameters, kept, paths, newest = 0, [], list[Path](), None
     with suppress(UserError):
         paths = checkpoint_folders(folder)
-    for path in paths[-_MOST_CHECKPOINTS:]:
+    for path in paths[-50:]:
         one = listed(path)
         kept.append(_checkpoint(one))
         newest = path if one.state == "complete" else newest
@@ -335,7 +308,7 @@ def _samples(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
         return [], []
     try:
         require_file(path)
-        lines = read_text(path, limit=_LARGEST_SAMPLES).splitlines()
+        lines = read_text(path, limit=4 << 20).splitlines()
     except UserError as error:
         return [], [f"{str(error).removesuffix('.')}; the report is without it."]
     found, damaged = [], 0
@@ -346,7 +319,7 @@ def _samples(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             damaged += bool(text.strip())
     told = [f"{path} has {damaged:,} damaged line{'s' if damaged > 1 else ''}; the others are used."] if damaged else []
-    return found[-_MOST_SAMPLES:], told
+    return found[-50:], told
 
 
 class RunReport(Callback):
@@ -371,21 +344,15 @@ class RunReport(Callback):
 
 
 def make_page(document: Mapping[str, Any], poll: int = 0) -> str:
-    """Return the HTML of a report, with its script, style and data inside; it loads nothing.
+    """Return the HTML of a report (`report_of`), with its script, style and data inside; it loads nothing.
 
-    Args:
-        document: the report (`report_of`).
-        poll: milliseconds after which the page asks its server for `report.json` again; 0 for a page that never asks.
+    After `poll` milliseconds, if that is not 0, the page asks its server for `report.json` again.
     """
-    parts = {
-        "connect": "'self'" if poll else "'none'",
-        "title": escape(", ".join(run["name"] for run in document["runs"])),
-        "css": _part("page.css"),
-        "poll": str(poll),
-        "json": json_in_script(document),
-        "js": _part("page.js"),
-    }
-    return fill_page(_part("page.html"), parts)
+    files = (Path(__file__).with_name(f"page.{kind}") for kind in ("html", "css", "js"))
+    page, style, script = [file.read_text(encoding="utf-8") for file in files]
+    title = escape(", ".join(run["name"] for run in document["runs"]))
+    parts = {"connect": "'self'" if poll else "'none'", "title": title, "css": style, "poll": str(poll), "js": script}
+    return fill_page(page, {**parts, "json": json_in_script(document)})
 
 
 def write_page(path: Path, document: Mapping[str, Any]) -> None:
@@ -394,7 +361,3 @@ def write_page(path: Path, document: Mapping[str, Any]) -> None:
         path.write_text(make_page(document), encoding="utf-8")
     except OSError as error:
         raise UserError(f"--html {shown(path)} cannot be written: {error.strerror}.") from None
-
-
-def _part(name: str) -> str:
-    return Path(__file__).with_name(name).read_text(encoding="utf-8")

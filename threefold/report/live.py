@@ -25,11 +25,8 @@ LOOPBACK: Final = "127.0.0.1"
 def follow(run: RunRecord, pause: Callable[[], None]) -> None:
     """Print the newest step of a run until it ends: two lines in place on a terminal, a line for each change elsewhere.
 
-    The lines are those of a run (`RunningLines`), and a sparkline of the loss with its first and last value.
-
-    Args:
-        run: the run.
-        pause: called between two readings of the run.
+    The lines are those of a run (`RunningLines`), and a sparkline of the loss with its first and last value. `pause` is
+    called between two readings of the run.
     """
     steps, lines, drawn = steps_of(run.settings()[0]), None, 0
     while True:
@@ -38,7 +35,8 @@ def follow(run: RunRecord, pause: Callable[[], None]) -> None:
             if lines is None or steps is None:
                 lines = RunningLines(steps or run.curves.last_step)
             if run.evaluation is not None:
-                lines.evaluation(_evaluation(run.evaluation))
+                loss = _or_nan(number(run.evaluation, "valid_loss"))
+                lines.evaluation(EvaluationRecord(run.evaluation["step"], loss, 0, 0.0))
             newest = lines.step([_step(line) for line in run.recent])
             if on_terminal():
                 drawn = _draw([newest, loss_line(run)], drawn)
@@ -100,10 +98,6 @@ def _step(line: Mapping[str, Any]) -> StepRecord:
     )
 
 
-def _evaluation(line: Mapping[str, Any]) -> EvaluationRecord:
-    return EvaluationRecord(line["step"], _or_nan(number(line, "valid_loss")), 0, 0.0)
-
-
 def _or_nan(value: float | None) -> float:
     return float("nan") if value is None else value
 
@@ -112,30 +106,22 @@ class RunServer:
     """Server of a run's report on the loopback interface: the page at `/`, its document at `/report.json`.
 
     It answers nothing else, so that no file of this machine can be read through it; nor requests that name another
-    host, which a browser sends where the name of a foreign page was made to lead here.
-
-    Args:
-        run: the run.
-        port: port to listen on; 0 for any that is free.
-
-    Raises:
-        UserError: the port cannot be used.
+    host, which a browser sends where the name of a foreign page was made to lead here. The port 0 is any that is free.
     """
 
     def __init__(self, run: RunRecord, port: int) -> None:
-        self._run, self._lock = run, threading.Lock()
+        self._run, self._lock, server = run, threading.Lock(), self
         self._state: tuple[Any, ...] = ()
         self._report: dict[str, Any] = {}
-        server = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
                 status, kind, content = server.answer(self.path, self.headers.get("Host", ""))
                 self.send_response(status)
-                self.send_header("Content-Type", f"{kind}; charset=utf-8")
-                self.send_header("Content-Length", str(len(content)))
-                self.send_header("Cache-Control", "no-store")
-                self.send_header("X-Content-Type-Options", "nosniff")
+                headers = {"Content-Type": f"{kind}; charset=utf-8", "Content-Length": str(len(content))}
+                headers |= {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff"}
+                for name, value in headers.items():
+                    self.send_header(name, value)
                 self.end_headers()
                 self.wfile.write(content)
 
@@ -148,12 +134,7 @@ class RunServer:
             raise UserError(
                 f"--serve {port} cannot be used ({error.strerror}); use --serve 0, for any port that is free."
             ) from None
-        self._server.daemon_threads = True
-
-    @property
-    def port(self) -> int:
-        """Port that the server listens on."""
-        return int(self._server.server_address[1])
+        self._server.daemon_threads, self.port = True, int(self._server.server_address[1])
 
     def serve(self) -> None:
         """Answer requests until `close` is called or an exception, as Ctrl-C raises it, ends it."""

@@ -4,11 +4,11 @@ import os
 import re
 import socket
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from threefold.config.loading import recorded_settings
 from threefold.errors import UserError
@@ -22,10 +22,6 @@ from threefold.train.callbacks.metrics import FILE as METRICS_FILE
 from threefold.train.callbacks.metrics_reading import Metrics, parse_line
 
 SAMPLES_FILE: Final = "samples.jsonl"
-RECENT: Final = 20
-"""Number of the newest steps that are kept whole."""
-_MOST_EVENTS: Final = 200
-_MOST_LEDGERS: Final = 500
 _PLAIN: Final = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "tflops", "seconds", "waited", "loss_scale")
 SUMS: Final = ("tokens", "read", "work", "capacity")
 """Values of steps of which only the total matters: tokens trained on, tokens read, a rank's model TFLOP, and the TFLOP
@@ -36,9 +32,7 @@ _EVENT: Final = re.compile(r"global step (\d+), ((?:rolled back|stopped|skipped)
 class RunRecord:
     """Record of a run in a folder; `update` reads what was written since.
 
-    Args:
-        folder: folder of the run.
-        ended: whether the run has made its last step although its lock is still held, as at its end.
+    With `ended`, the run has made its last step although its lock is still held, as at its end.
 
     Attributes:
         curves: values of the steps: those of metrics.jsonl, `phase/NAME`, `term/NAME` and `SUMS`; `tokens_so_far` and
@@ -49,15 +43,12 @@ class RunRecord:
         attempts: first step of each attempt but the first, and the seconds elapsed before it.
         ledgers: lines of the goodput at checkpoints.
         skips: first and last step of each range of skipped steps, and the reason.
-
-    Raises:
-        UserError: the folder is not that of a run.
     """
 
     def __init__(self, folder: Path, *, ended: bool = False) -> None:
         self.folder, self._ended = folder, ended
         require_run(folder)
-        self._position, self._inode, self._number = 0, 0, 0
+        self._inode = 0
         self._begin()
 
     def update(self) -> bool:
@@ -76,7 +67,7 @@ class RunRecord:
                     self._begin()
                 self._inode = status.st_ino
                 file.seek(self._position)
-                for content in _complete_lines(file):
+                for content in (line for line in file if line.endswith(b"\n")):
                     found = True
                     self._position += len(content)
                     self._number += 1
@@ -94,7 +85,6 @@ class RunRecord:
 
     @property
     def goodput(self) -> Goodput | None:
-        """Goodput ledger of the run; None if there is none."""
         return Goodput.read(self.folder / GOODPUT_FILE)
 
     def settings(self) -> tuple[dict[str, dict[str, Any]], str]:
@@ -115,7 +105,7 @@ class RunRecord:
             with (self.folder / LOG_FILE).open(encoding="utf-8", errors="replace") as file:
                 matches = filter(None, map(_EVENT.match, file))
                 found += [{"step": int(match[1]), "text": match[2]} for match in matches if "skipped" not in match[2]]
-        return sorted(found[-_MOST_EVENTS:], key=lambda event: int(event["step"]))
+        return sorted(found[-200:], key=lambda event: int(event["step"]))
 
     def warnings(self) -> list[str]:
         """Return a sentence for each thing that cannot be read as it was written."""
@@ -130,12 +120,12 @@ class RunRecord:
 
     def _begin(self) -> None:
         self.curves, self.evaluations = Curves(), Curves()
-        self.recent: deque[dict[str, Any]] = deque(maxlen=RECENT)
+        self.recent: deque[dict[str, Any]] = deque(maxlen=20)
         self.evaluation: dict[str, Any] | None = None
         self.attempts: list[tuple[int, float]] = []
         self.ledgers: list[dict[str, Any]] = []
         self.skips: list[tuple[int, int, str]] = []
-        self._position, self._inode, self._number = 0, 0, 0
+        self._position, self._number = 0, 0
         self._damaged: list[int] = []
         self._cut, self._problem = False, ""
         self._tokens = self._elapsed = self._clock = self._set_up = 0.0
@@ -201,7 +191,7 @@ class RunRecord:
         while self.ledgers and self.ledgers[-1]["step"] >= kept["step"]:
             self.ledgers.pop()
         self.ledgers.append({**kept, "restarts": int(number(line, "restarts") or 0)})
-        if len(self.ledgers) > _MOST_LEDGERS:  # they are sums, so that every other one tells as much of the whole
+        if len(self.ledgers) > 500:  # they are sums, so that every other one tells as much of the whole
             del self.ledgers[-2:0:-2]
 
 
@@ -229,9 +219,3 @@ def _members(line: Mapping[str, Any], name: str, prefix: str = "") -> dict[str, 
     """Return the numbers of an object inside an object, with a prefix to their names."""
     inside = line.get(name)
     return {f"{prefix}{key}": number(inside, key) for key in inside} if isinstance(inside, dict) else {}
-
-
-def _complete_lines(file: IO[bytes]) -> Iterator[bytes]:
-    for content in file:
-        if content.endswith(b"\n"):
-            yield content
