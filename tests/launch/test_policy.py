@@ -41,9 +41,9 @@ def test_as_often_as_the_setting_says(small_run: Run, tmp_path: Path) -> None:
         reach(tmp_path, number)
         following = again(from_exit_code(1, KILLED))
         assert following is not None
-        assert following.world_size == 2
-        assert (following.args[1].number, following.args[1].most) == (number, 2)
-        assert following.args[1].failure.startswith("rank 1 failed: its process was killed by SIGKILL")
+        assert following[1] == 2
+        assert (following[0][1].number, following[0][1].most) == (number, 2)
+        assert following[0][1].failure.startswith("rank 1 failed: its process was killed by SIGKILL")
     reach(tmp_path, 3)
     with pytest.raises(RankFailed) as raised:
         again(from_exit_code(0, 1))
@@ -69,11 +69,11 @@ def test_after_a_hardware_fault_nothing_in_memory_is_trusted(small_run: Run, tmp
     file.write_bytes(b"x" * 100)
     kept = again(from_exit_code(0, KILLED))
     assert kept is not None
-    assert kept.args[1].memory == before
+    assert kept[0][1].memory == before
     assert file.stat().st_size == 100
     following = again(from_exception(0, HardwareFault("rank 0 has another weight than rank 1.", (0,), 3)))
     assert following is not None
-    assert [path.stat().st_size for each in following.args[1].memory for path in each] == [0] * 4
+    assert [path.stat().st_size for each in following[0][1].memory for path in each] == [0] * 4
 
 
 def test_the_same_step_failing_in_the_same_way_is_no_chance(small_run: Run, tmp_path: Path) -> None:
@@ -96,8 +96,8 @@ def test_a_rank_that_is_lost_twice_has_a_smaller_layout_take_over(small_run: Run
         reach(tmp_path, step)
         following = again(lost if step < 3 else from_exit_code(1, KILLED))
         assert following is not None
-        config, attempt = following.args
-        worlds.append((following.world_size, config.parallel.dp, config.parallel.tp, attempt.layout))
+        config, attempt = following[0]
+        worlds.append((following[1], config.parallel.dp, config.parallel.tp, attempt.layout))
         assert config.train.global_batch_size == 8
     assert worlds == [(4, 2, 2, ""), (2, 1, 2, "tp2"), (2, 1, 2, "tp2"), (1, 1, 1, "dp1")]
 

@@ -15,7 +15,6 @@ from threefold.host import usable_cores
 if TYPE_CHECKING:
     from threefold.data.audit import TokenSummary
     from threefold.data.corpus import Corpus, StoredTokens
-    from threefold.data.formats.threefold_folder import TokenFiles
 
 app = CommandLine(help="Prepare token files from text; show, verify and convert them.")
 
@@ -199,26 +198,25 @@ def _print_facts(stored: "StoredTokens", summary: "TokenSummary", corpus: "Corpu
         ("stored as", f"{stored.tokens.dtype.name}, {format_bytes(stored.tokens.nbytes)}"),
         ("vocabulary", vocabulary),
         ("end of document", end),
-        *(_made_from(corpus) if isinstance(corpus, TokenFiles) else ()),
-        *(("note", note) for note in stored.notes),
     ]
+    if isinstance(corpus, TokenFiles):
+        meta, begins, tokenizer = corpus.meta, "", corpus.tokenizer
+        if meta.text_bytes:
+            rows.append(
+                ("text", f"{format_bytes(meta.text_bytes)} ({meta.text_bytes / meta.tokens:.2f} bytes a token)")
+            )
+        if meta.beginning:
+            names = ((tokenizer and tokenizer.id_to_token(token)) or str(token) for token in meta.beginning)
+            begins = f"; each text begins with {' '.join(names)}"
+        read = {"parse": "parsed", "text": "read as text"}[meta.special_tokens]
+        rows.append(("special tokens", f"{read} in text{begins}"))
+        if corpus.loss_mask is not None:
+            counted = int(corpus.loss_mask[: meta.tokens].sum(dtype="int64"))
+            share = f"({counted / meta.tokens:.0%}), those of the answers"
+            rows.append(("count for the loss", f"{counted:,} tokens {share}"))
+        rows.append(("made from", first_of((source.name for source in meta.sources), 3, "files")))
+    rows += [("note", note) for note in stored.notes]
     print_table((str(stored.path), ""), rows)
-
-
-def _made_from(files: "TokenFiles") -> list[tuple[str, str]]:
-    meta = files.meta
-    sources = first_of((source.name for source in meta.sources), 3, "files")
-    text = [("text", f"{format_bytes(meta.text_bytes)} ({meta.text_bytes / meta.tokens:.2f} bytes a token)")]
-    read = {"parse": "parsed", "text": "read as text"}[meta.special_tokens]
-    begins = ""
-    if meta.beginning:
-        names = ((files.tokenizer and files.tokenizer.id_to_token(token)) or str(token) for token in meta.beginning)
-        begins = f"; each text begins with {' '.join(names)}"
-    rows = [*(text if meta.text_bytes else []), ("special tokens", f"{read} in text{begins}")]
-    if files.loss_mask is not None:
-        counted = int(files.loss_mask[: meta.tokens].sum(dtype="int64"))
-        rows.append(("count for the loss", f"{counted:,} tokens ({counted / meta.tokens:.0%}), those of the answers"))
-    return [*rows, ("made from", sources)]
 
 
 def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> None:

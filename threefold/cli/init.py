@@ -17,9 +17,6 @@ from threefold.files import counted, shown
 if TYPE_CHECKING:
     from threefold.config import Config
 
-_SIZES: Final = re.compile(r"(\d+) ?[x×] ?(\d+)")
-_HEAD_WIDTH: Final = 32
-"""Width of an attention head of a model given as LAYERSxWIDTH, at least."""
 QUESTIONS: Final = {
     "data": "Data: a folder of `threefold data prepare`, or token files",
     "model": "Model: a preset such as gpt2-124m (threefold config presets), or LAYERSxWIDTH",
@@ -78,7 +75,14 @@ def command(
       threefold init run.yaml
       threefold init run.yaml --data tokens --model gpt2-124m --ranks 8
     """
-    require_new(file)
+    if file.is_dir():
+        raise UserError(f"{shown(file)} is a folder; name a file in it, such as {shown(file / 'run.yaml')}.")
+    if file.exists() or file.is_symlink():
+        names = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in range(2, 10**6))
+        free = next(name for name in names if not name.exists())
+        raise UserError(f"{shown(file)} exists already; name another file, such as {shown(free)}.")
+    if not file.parent.is_dir():
+        raise UserError(f"{shown(file)} cannot be written: there is no folder {shown(file.parent)}; make it first.")
     given = {"data": data, "model": model, "ranks": ranks, "steps": steps, "batch": batch}
     if data is None and not (sys.stdin.isatty() and sys.stdout.isatty()):
         raise UserError(
@@ -99,45 +103,30 @@ def command(
     typer.echo(f"Next: threefold train {shlex.quote(str(file))}")
 
 
-def require_new(file: Path) -> None:
-    """Raise a `UserError` unless a new file can be written without overwriting one."""
-    if file.is_dir():
-        raise UserError(f"{shown(file)} is a folder; name a file in it, such as {shown(file / 'run.yaml')}.")
-    if file.exists() or file.is_symlink():
-        names = (file.with_name(f"{file.stem}-{number}{file.suffix}") for number in range(2, 10**6))
-        free = next(name for name in names if not name.exists())
-        raise UserError(f"{shown(file)} exists already; name another file, such as {shown(free)}.")
-    if not file.parent.is_dir():
-        raise UserError(f"{shown(file)} cannot be written: there is no folder {shown(file.parent)}; make it first.")
-
-
 def answers(given: Mapping[str, str | None]) -> dict[str, dict[str, Any]]:
     """Return settings by section from the values of the options, with the defaults of those that are None."""
+    from threefold.config.model import MOST_LAYERS, WIDEST
     from threefold.config.rules import DEFAULT_GLOBAL_BATCH_SIZE
     from threefold.config.section import MOST_RANKS, MOST_SEQUENCES, MOST_STEPS
 
     ranks = whole_number(given["ranks"] or "1", "--ranks", most=MOST_RANKS)
-    default = -(-DEFAULT_GLOBAL_BATCH_SIZE // ranks) * ranks
+    default, name = -(-DEFAULT_GLOBAL_BATCH_SIZE // ranks) * ranks, (given["model"] or "").strip()
+    model: dict[str, Any] = {"preset": name} if given["model"] else {}
+    if sizes := re.fullmatch(r"(\d+) ?[x×] ?(\d+)", name):
+        width = whole_number(sizes[2], "--model: the width", most=WIDEST)
+        most_heads = max(1, width // 32)  # an attention head is 32 wide at least
+        heads = next(heads for heads in range(most_heads, 0, -1) if width % heads == 0)
+        layers = whole_number(sizes[1], "--model: the number of layers", most=MOST_LAYERS)
+        model = {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
     return {
         "data": {"path": given["data"]},
-        "model": _model(given["model"]) if given["model"] else {},
+        "model": model,
         "parallel": {"dp": ranks},
         "train": {
             "max_steps": whole_number(given["steps"] or "1000", "--steps", most=MOST_STEPS),
             "global_batch_size": whole_number(given["batch"] or str(default), "--batch", most=MOST_SEQUENCES),
         },
     }
-
-
-def _model(text: str) -> dict[str, Any]:
-    from threefold.config.model import MOST_LAYERS, WIDEST
-
-    if (sizes := _SIZES.fullmatch(text.strip())) is None:
-        return {"preset": text.strip()}
-    width = whole_number(sizes[2], "--model: the width", most=WIDEST)
-    heads = next(heads for heads in range(max(1, width // _HEAD_WIDTH), 0, -1) if width % heads == 0)
-    layers = whole_number(sizes[1], "--model: the number of layers", most=MOST_LAYERS)
-    return {"num_layers": layers, "hidden_size": width, "num_attention_heads": heads}
 
 
 def checked(sections: dict[str, dict[str, Any]]) -> "Config":
@@ -163,9 +152,17 @@ def asked(given: Mapping[str, str | None]) -> "Config":
     """Ask for the options that are None, each until its answer is valid, and return the checked config."""
     values: dict[str, str | None] = dict.fromkeys(QUESTIONS)
     for name, question in QUESTIONS.items():
+        usual = answers({**values, name: None})
+        defaults = {
+            "data": "tokens" if Path("tokens").is_dir() else None,
+            "model": "8x256",
+            "ranks": str(usual["parallel"]["dp"]),
+            "steps": str(usual["train"]["max_steps"]),
+            "batch": str(usual["train"]["global_batch_size"]),
+        }
         while True:
             answer = given[name]
-            values[name] = str(typer.prompt(question, default=_default(name, values))) if answer is None else answer
+            values[name] = str(typer.prompt(question, default=defaults[name])) if answer is None else answer
             try:
                 checked(answers(values))
                 break
@@ -174,16 +171,6 @@ def asked(given: Mapping[str, str | None]) -> "Config":
                     raise
                 typer.echo(error, err=True)
     return checked(answers(values))
-
-
-def _default(name: str, values: Mapping[str, str | None]) -> str | None:
-    if name == "data":
-        return "tokens" if Path("tokens").is_dir() else None
-    if name == "model":
-        return "8x256"
-    settings = answers({**values, name: None})
-    defaults = {"ranks": settings["parallel"]["dp"], "steps": settings["train"]["max_steps"]}
-    return str(defaults.get(name, settings["train"]["global_batch_size"]))
 
 
 def text_of(config: "Config", file: Path) -> str:

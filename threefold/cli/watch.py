@@ -12,7 +12,7 @@ from threefold.cli.terminal import RunFolder, whole_number
 _PORT: Final = 6070
 
 
-class Parser(HelpedCommand):
+class _ServeParser(HelpedCommand):
     """Parser for `--serve` without a port, which means `--serve=6070`, or with one."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -21,6 +21,9 @@ class Parser(HelpedCommand):
             for argument, following in zip(args, [*args[1:], ""], strict=True)
         ]
         return super().parse_args(ctx, given)
+
+
+Parser = _ServeParser
 
 
 def command(

@@ -24,16 +24,16 @@ from threefold.launch.failure import Failure, cause, from_exception, from_exit_c
 from threefold.launch.hang_watch import LOOK, HangWatch, Stopwatch, beating
 from threefold.launch.output import log_file
 from threefold.launch.process import NUMBERS, StopSignals, raise_on_second, require_room
-from threefold.launch.worker import Job, NextAttempt, RankInfo, Worker, never, stay_on_loopback, work
+from threefold.launch.worker import Job, RankInfo, Worker, never, stay_on_loopback, work
 from threefold.output import replace_link
 from threefold.train.callbacks.base import CallbackFailed
 
 StartMethod = Literal["fork", "spawn"]
 Ownership = Callable[[], AbstractContextManager[object]]
 """Function that makes a context, which one process enters for all ranks before any starts, and leaves at the end."""
-Again = Callable[[Failure], NextAttempt | None]
-"""Function called with the cause of a failure when all ranks have ended. It returns the next attempt, or None to end
-without an error, or raises the error that ends the run."""
+Again = Callable[[Failure], tuple[tuple[Any, ...], int] | None]
+"""Function called with the cause of a failure when all ranks have ended. It returns the worker's arguments and the
+number of ranks of the next attempt, or None to end without an error, or raises the error that ends the run."""
 
 LOOPBACK = "127.0.0.1"
 OTHER_FAILURES = 0.5
@@ -87,7 +87,8 @@ def spawn(
             following = again(failure)
             if following is None:
                 return None
-            job, world_size = replace(job, args=following.args), following.world_size
+            args, world_size = following
+            job = replace(job, args=args)
 
 
 class _Rank(NamedTuple):

@@ -13,7 +13,7 @@ import tty
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, BinaryIO
 
 from threefold.errors import OutputLost
 from threefold.output import replace_link
@@ -43,7 +43,30 @@ def logged_and_shown(log: Path, prefix: str = "") -> Iterator[None]:
 
     `prefix` is put before each console line when several ranks are shown, which then have no terminal.
     """
-    target, teller, copier = _tee(log, prefix)
+    if os.isatty(1) and not prefix:  # a raw pseudo-terminal with the size of the one on standard output
+        source, target = pty.openpty()
+        tty.setraw(target)
+        with suppress(termios.error, OSError):
+            termios.tcsetwinsize(target, termios.tcgetwinsize(1))
+    else:
+        source, target = os.pipe()
+    told, teller = os.pipe()
+    copier = os.fork()  # rather than a thread, so that no output is lost when this process is killed or crashes
+    if not copier:
+        status = 1
+        try:
+            os.close(target)
+            os.close(teller)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+                signal.signal(number, signal.SIG_IGN)  # it ends with the last writer
+            with open(_append(log), "ab", buffering=0) as file:
+                _copy(source, told, log, file, prefix.encode())
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
+    os.close(source)
+    os.close(told)
     try:
         with _redirected(target):
             yield
@@ -74,12 +97,8 @@ def _replace_streams(output: int, error: int) -> None:
                 stream.flush()
     os.dup2(output, 1)
     os.dup2(error, 2)
-    sys.stdout, sys.stderr = _stream(1), _stream(2)
-
-
-def _stream(descriptor: int) -> TextIO:
-    raw = io.BufferedWriter(_Tolerant(descriptor, "w", closefd=False))
-    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+    raws = [io.BufferedWriter(_Tolerant(descriptor, "w", closefd=False)) for descriptor in (1, 2)]
+    sys.stdout, sys.stderr = [io.TextIOWrapper(raw, "utf-8", "backslashreplace", line_buffering=True) for raw in raws]
 
 
 class _Tolerant(io.FileIO):
@@ -106,40 +125,6 @@ def _warn(descriptor: int, log: Path, error: OSError) -> None:
     text = f"Warning: {log} cannot be written ({error.strerror}); the run continues without it.\n"
     with suppress(OSError):
         os.write(descriptor, text.encode())
-
-
-def _tee(log: Path, prefix: str) -> tuple[int, int, int]:
-    """Start a helper process that copies output to standard output and `log`.
-
-    Returns the descriptor to write to, one that ends the copying when it is closed, and the process id.
-
-    A process rather than a thread, so that no output is lost when this process is killed or crashes.
-    """
-    if os.isatty(1) and not prefix:  # a raw pseudo-terminal with the size of the one on standard output
-        source, target = pty.openpty()
-        tty.setraw(target)
-        with suppress(termios.error, OSError):
-            termios.tcsetwinsize(target, termios.tcgetwinsize(1))
-    else:
-        source, target = os.pipe()
-    told, teller = os.pipe()
-    copier = os.fork()
-    if copier:
-        os.close(source)
-        os.close(told)
-        return target, teller, copier
-    status = 1
-    try:
-        os.close(target)
-        os.close(teller)
-        for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"):  # it ends with the last writer
-            signal.signal(getattr(signal, name), signal.SIG_IGN)
-        with open(_append(log), "ab", buffering=0) as file:
-            _copy(source, told, log, file, prefix.encode())
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    os._exit(status)
 
 
 def _copy(source: int, told: int, path: Path, file: BinaryIO, prefix: bytes) -> None:

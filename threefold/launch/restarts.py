@@ -19,7 +19,6 @@ from threefold.files import how_often, read_text, shown
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.failure import Failure, RankFailed
 from threefold.launch.output import failure_file
-from threefold.launch.worker import NextAttempt
 from threefold.train.attempt import Attempt, fresh_files, memory_files
 from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
 
@@ -137,8 +136,8 @@ class Restarts:
         """Return the rank arguments of the current attempt, at first of the first."""
         return self._make(self._config, self._attempt)
 
-    def __call__(self, failure: Failure) -> NextAttempt | None:
-        """Return the next attempt after a failure; None if the run is complete and nothing is left to do.
+    def __call__(self, failure: Failure) -> tuple[tuple[Any, ...], int] | None:
+        """Return the next attempt's arguments and number of ranks; None if the run is complete.
 
         Raises a `UserError` if the user has to correct the failure, `RankFailed` if the run is given up.
         """
@@ -153,7 +152,7 @@ class Restarts:
                 f"{message}; given up, as the ranks were restarted {how_often(most)} (train.max_restarts {most})"
             )
         self._follow(failure, message)
-        return NextAttempt(self.args(), Layout.from_config(self._config.parallel).world_size)
+        return self.args(), Layout.from_config(self._config.parallel).world_size
 
     def _follow(self, failure: Failure, message: str) -> None:
         """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail too."""

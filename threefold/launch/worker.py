@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from threefold.comm.heartbeat import Activity, Heartbeat, RunSection, wait_code
 from threefold.host import usable_cores
@@ -97,13 +97,6 @@ class Job:
         if rank not in self.console_ranks:
             return logged(log)
         return logged_and_shown(log, f"[rank {rank}] " if len(self.console_ranks) > 1 else "")
-
-
-class NextAttempt(NamedTuple):
-    """Worker arguments and number of ranks of the attempt that follows a failed one."""
-
-    args: tuple[Any, ...]
-    world_size: int
 
 
 def work(job: Job, info: RankInfo, store: "Store") -> object:
