@@ -11,8 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # <malloc.h>
-_WRITE, _WRITE_AND_WAIT = 2, 7  # SYNC_FILE_RANGE_WRITE of <fcntl.h>, and with both WAIT_BEFORE and WAIT_AFTER
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <stdio.h>
 
 
 def keep_freed_memory() -> None:
@@ -40,11 +38,7 @@ def begin_writing(descriptor: int, start: int, size: int) -> None:
     Leaving all of it to the final `fsync` slows a process to less than the disk's speed once much data is pending.
     Linux only; no effect elsewhere.
     """
-    if sys.platform != "linux":
-        return
-    with suppress(OSError, AttributeError):
-        call = ctypes.CDLL(None).sync_file_range
-        call(ctypes.c_int(descriptor), ctypes.c_int64(start), ctypes.c_int64(size), ctypes.c_uint(_WRITE))
+    _sync_file_range(descriptor, start, size, 2)  # SYNC_FILE_RANGE_WRITE
 
 
 def finish_writing(descriptor: int, start: int, size: int) -> None:
@@ -53,16 +47,19 @@ def finish_writing(descriptor: int, start: int, size: int) -> None:
     Linux only; no effect elsewhere or where the file system lacks support. Raises OSError for a failed write, which
     `fsync` does not report again.
     """
-    if sys.platform != "linux":
-        return
-    try:
-        call = ctypes.CDLL(None, use_errno=True).sync_file_range
-    except AttributeError:
-        return
-    part = (ctypes.c_int(descriptor), ctypes.c_int64(start), ctypes.c_int64(size))
-    failed = call(*part, ctypes.c_uint(_WRITE_AND_WAIT)) and ctypes.get_errno()
+    failed = _sync_file_range(descriptor, start, size, 7)  # with WAIT_BEFORE and WAIT_AFTER
     if failed in (errno.EIO, errno.ENOSPC, errno.EDQUOT):
         raise OSError(failed, os.strerror(failed))
+
+
+def _sync_file_range(descriptor: int, start: int, size: int, flags: int) -> int:
+    """Return the error of the system call, 0 for none or where there is no such call."""
+    try:
+        call = ctypes.CDLL(None, use_errno=True).sync_file_range
+    except (OSError, AttributeError):  # not Linux
+        return 0
+    part = (ctypes.c_int(descriptor), ctypes.c_int64(start), ctypes.c_int64(size), ctypes.c_uint(flags))
+    return ctypes.get_errno() if call(*part) else 0
 
 
 def _tell_allocator(options: dict[int, int]) -> None:
@@ -134,13 +131,12 @@ def processor_vendor() -> str:
 
 def exchange_paths(one: Path, other: Path) -> bool:
     """Swap two paths of one file system atomically; return whether it is supported, or raise OSError on failure."""
-    if sys.platform != "linux":
-        return False
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
+    except (OSError, AttributeError):  # not Linux
         return False
-    if not rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE):
+    here, exchange = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
+    if not rename(here, os.fsencode(one), here, os.fsencode(other), exchange):
         return True
     code = ctypes.get_errno()
     if code in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EPERM):  # not on this file system

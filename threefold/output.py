@@ -98,7 +98,11 @@ def check_replaceable(
     if not stat.S_ISDIR(found.st_mode):
         raise UserError(f"{place} {shown(out)} is {_kind(found, out)}; give the name of a folder to make")
     for path in inputs:
-        if problem := _overlap(out, path):
+        real, read = Path(os.path.realpath(out)), Path(os.path.realpath(path))
+        if real == read or real in read.parents or read in real.parents:
+            problem = "is an input" if real == read else f"is inside {shown(path)}, which is read"
+            if real in read.parents:
+                problem = f"contains {shown(path)}, which is read"
             raise UserError(f"{place} {shown(out)} {problem}; choose a folder apart from the inputs")
     try:
         entries = sorted(os.listdir(out))
@@ -172,16 +176,6 @@ def _kind(found: os.stat_result, path: Path) -> str:
     return "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, socket or device"
 
 
-def _overlap(out: Path, source: Path) -> str:
-    """Return how replacing `out` would affect an input, as a clause; empty if it would not."""
-    real, read = Path(os.path.realpath(out)), Path(os.path.realpath(source))
-    if real == read:
-        return "is an input"
-    if real in read.parents:
-        return f"contains {shown(source)}, which is read"
-    return f"is inside {shown(source)}, which is read" if read in real.parents else ""
-
-
 def _foreign(folder: Path, ours: set[str]) -> str | None:
     """Return an entry of a folder that is not listed in `ours` or changed its kind since; None if there is none."""
     folders = {parent.as_posix() for name in ours for parent in Path(name).parents}
@@ -235,7 +229,16 @@ def staged_directory(
             _write_marker(new / MARKER, sorted(path.relative_to(new).as_posix() for path in paths))
         _sync_tree(staging)
         check()  # again, as writing may have taken hours
-        _commit(staging, final)
+        if not os.path.lexists(final):
+            (staging / NEW).rename(final)
+        elif not exchange_paths(staging / NEW, final):
+            final.rename(staging / OLD)
+            try:
+                (staging / NEW).rename(final)
+            except BaseException:
+                (staging / OLD).rename(final)
+                raise
+        sync(final.parent)
 
 
 @contextmanager
@@ -350,19 +353,6 @@ def _move_files(staging: Path, folder: Path) -> None:
     for path in sorted((staging / NEW).iterdir()):
         path.replace(folder / path.name)
     sync(folder)
-
-
-def _commit(staging: Path, final: Path) -> None:
-    if not os.path.lexists(final):
-        (staging / NEW).rename(final)
-    elif not exchange_paths(staging / NEW, final):
-        final.rename(staging / OLD)
-        try:
-            (staging / NEW).rename(final)
-        except BaseException:
-            (staging / OLD).rename(final)
-            raise
-    sync(final.parent)
 
 
 def _remove(staging: Path) -> None:

@@ -39,10 +39,19 @@ def command(
     """
     from threefold.launch import spawn
     from threefold.planner.doctor import examine, measured_entry
-    from threefold.planner.hardware import save_hardware
+    from threefold.planner.hardware import THIS_MACHINE, save_hardware
 
     if save is not None:
-        _check_save(save)
+        said, begins = f"--save is {shown(save)} but", b""
+        if save.suffix.lower() not in (".yaml", ".yml"):
+            raise UserError(f"{said} must end in .yaml; use {shown(save.with_suffix('.yaml'))}.")
+        if not save.parent.is_dir() or save.is_dir():
+            raise UserError(f"{said} no file can be written there; name one in a folder that exists.")
+        if save.is_file():
+            with suppress(OSError), save.open("rb") as file:
+                begins = file.readline().strip()
+            if begins != f"{THIS_MACHINE}:".encode():
+                raise UserError(f"{said} doctor has not written that file; name one that does not exist yet.")
     if not folder.is_dir():
         raise UserError(f"--folder is {shown(folder)} but there is no such folder; name one that exists, such as `.`.")
 
@@ -59,23 +68,6 @@ def command(
         _print_examination(found, entry, saved)
     if any(finding.severity == "error" for finding in found.findings):
         raise typer.Exit(1)
-
-
-def _check_save(path: Path) -> None:
-    from threefold.planner.hardware import THIS_MACHINE
-
-    if path.suffix.lower() not in (".yaml", ".yml"):
-        raise UserError(f"--save is {shown(path)} but must end in .yaml; use {shown(path.with_suffix('.yaml'))}.")
-    if not path.parent.is_dir() or path.is_dir():
-        raise UserError(f"--save is {shown(path)} but no file can be written there; name one in a folder that exists.")
-    if path.is_file():
-        begins = b""
-        with suppress(OSError), path.open("rb") as file:
-            begins = file.readline().strip()
-        if begins != f"{THIS_MACHINE}:".encode():
-            raise UserError(
-                f"--save is {shown(path)} but doctor has not written that file; name one that does not exist yet."
-            )
 
 
 _PAIRS = {"pairs": "all_reduce, pairs", "send": "send of cp's ring, pairs", "stages": "send of pp's stages, pairs"}

@@ -64,7 +64,18 @@ def command(
         if html.exists() and not is_layout_page(html):
             raise UserError(f"{shown(html)} exists already and is not a page of threefold show; use another name.")
     resolved = terminal.read_without_data(config, overrides, model, trust_code)
-    other = None if compare is None else _other(compare, resolved, model, trust_code)
+    other: Config | None = None
+    if compare is not None and (compare.lower().endswith((".yaml", ".yml")) or Path(compare).exists()):
+        other = terminal.read_without_data(Path(compare), None, model, trust_code)
+    elif compare is not None:
+        from threefold.comm.layout import parse
+        from threefold.models.source import ConfigSource
+        from threefold.parallel.plan_check import check_layout
+        from threefold.verify.layouts import compose, suits
+
+        other = compose(resolved, parse(compare))
+        suits(other)
+        check_layout(ConfigSource(), other)
     report = None if verify is None else read_json(verify, "the report ", finite=False)
     from threefold.planner.hardware import find_hardware
     from threefold.planner.layout_document import layout_document, moves, proof
@@ -103,21 +114,6 @@ def is_layout_page(path: Path) -> bool:
             return _MARK.encode() in file.read(1000)
     except OSError:
         return False
-
-
-def _other(text: str, config: "Config", model: str | None, trust_code: bool) -> "Config":
-    """Return the config that `--compare` names: the one in a file, or `config` in the layout that words describe."""
-    if text.lower().endswith((".yaml", ".yml")) or Path(text).exists():
-        return terminal.read_without_data(Path(text), None, model, trust_code)
-    from threefold.comm.layout import parse
-    from threefold.models.source import ConfigSource
-    from threefold.parallel.plan_check import check_layout
-    from threefold.verify.layouts import compose, suits
-
-    other = compose(config, parse(text))
-    suits(other)
-    check_layout(ConfigSource(), other)
-    return other
 
 
 def _print_document(document: dict[str, Any]) -> None:

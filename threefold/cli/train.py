@@ -105,7 +105,7 @@ def command(
         try:
             from threefold.config.model import OWN
             from threefold.launch.environment import find_launched_rank
-            from threefold.launch.training_run import prepare_training, require_folder
+            from threefold.launch.training_run import explain_early_stop, prepare_training, require_folder
 
             given = read_config(config, overrides, model, trust_code)
             if model is None and resume != "no" and not given.model.file:
@@ -143,8 +143,6 @@ def command(
             _explain(folder, request.number, None)
             raise typer.Exit(128 + request.number) from None
         if stopped and stopped.reason:
-            from threefold.launch.training_run import explain_early_stop
-
             _say(explain_early_stop(folder, stopped.step, stopped.reason))
         elif stopped:
             _explain(folder, stopped.limit or stopped.signal, stopped.step)

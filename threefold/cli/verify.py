@@ -263,8 +263,26 @@ class _Table:
         """Print the summary, and how many layouts are unsupported."""
         from rich.text import Text
 
+        from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT
+
+        counts, many = Counter(result.verdict for result in results), len(results)
+        if counts[EQUAL] == many:
+            tolerance = self._task.tolerance
+            worst = max((result.worst.relative for result in results if result.worst), default=0.0)
+            subject = f"All {many} layouts compute" if many > 1 else "The layout computes"
+            text = f"{subject} what one process computes: worst relative error {worst:.1e}, {tolerance:.0e} allowed"
+            summary = Text(f"✓ {text}; {seconds:.0f} s.", "bold green")
+        else:
+            wrong: dict[Verdict, str] = {
+                DEPARTS: "layouts depart from one process",
+                FAILED: "layouts did not run to the end",
+                UNSPLIT: "layouts with nothing split of the model over one of the axes, which proves nothing",
+            }
+            parts = ", ".join(f"{counts[each]} of {many} {what}" for each, what in wrong.items() if counts[each])
+            mark, style = ("✗", "bold red") if counts[DEPARTS] + counts[FAILED] else ("⚠", "bold yellow")
+            summary = Text(f"{mark} {parts}; {counts[EQUAL]} equal; {seconds:.0f} s.", style)
         self._console.print()
-        self._console.print(_summary(results, self._task.tolerance, seconds), soft_wrap=True)
+        self._console.print(summary, soft_wrap=True)
         if unsupported := self._selection.unsupported:
             hint = "" if self._verbose else " (--verbose for the reasons)"
             self._console.print(f"  Unsupported: {len(unsupported)} more{hint}.", style="dim")
@@ -310,27 +328,6 @@ class _Table:
             table.add_column(width=width, justify=justify, no_wrap=True, overflow="ellipsis")
         table.add_row(*cells, style=style)
         return table
-
-
-def _summary(results: "list[LayoutResult]", tolerance: float, seconds: float) -> "Text":
-    from rich.text import Text
-
-    from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT
-
-    counts, many = Counter(result.verdict for result in results), len(results)
-    if counts[EQUAL] == many:
-        worst = max((result.worst.relative for result in results if result.worst), default=0.0)
-        subject = f"All {many} layouts compute" if many > 1 else "The layout computes"
-        text = f"{subject} what one process computes: worst relative error {worst:.1e}, {tolerance:.0e} allowed"
-        return Text(f"✓ {text}; {seconds:.0f} s.", "bold green")
-    wrong: dict[Verdict, str] = {
-        DEPARTS: "layouts depart from one process",
-        FAILED: "layouts did not run to the end",
-        UNSPLIT: "layouts with nothing split of the model over one of the axes, which proves nothing",
-    }
-    parts = ", ".join(f"{counts[verdict]} of {many} {what}" for verdict, what in wrong.items() if counts[verdict])
-    mark, style = ("✗", "bold red") if counts[DEPARTS] + counts[FAILED] else ("⚠", "bold yellow")
-    return Text(f"{mark} {parts}; {counts[EQUAL]} equal; {seconds:.0f} s.", style)
 
 
 def _explanation(result: "LayoutResult", parameters: int) -> list[str]:

@@ -89,11 +89,8 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     return Failure(rank, message, now, raised=raised, traceback=text)
 
 
-_NO_MEMORY: Final = re.compile(
-    r"DefaultCPUAllocator|can't allocate memory|out of memory|Unable to allocate", re.IGNORECASE
-)
+_NO_MEMORY: Final = re.compile(r"(?i)DefaultCPUAllocator|can't allocate memory|out of memory|Unable to allocate")
 _TRIED: Final = re.compile(r"(?:tried to allocate|allocate) ([0-9.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
-_UNITS: Final = ("bytes", "kib", "mib", "gib", "tib", "pib", "eib")
 
 
 def _explain_allocation(error: BaseException) -> str:
@@ -102,7 +99,8 @@ def _explain_allocation(error: BaseException) -> str:
     if not (isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(text))):
         return ""
     if tried := _TRIED.search(text):
-        size = float(tried[1]) * 1024 ** _UNITS.index(tried[2].lower()) / 1e9
+        units = ("bytes", "kib", "mib", "gib", "tib", "pib", "eib")
+        size = float(tried[1]) * 1024 ** units.index(tried[2].lower()) / 1e9
         what = f"{size:,.1f} GB could not be allocated"
     if "CUDA" not in text:
         where = f"the memory of this machine, {memory() / 1e9:,.1f} GB for all its processes,"
@@ -163,18 +161,16 @@ def pickled(error: BaseException) -> bytes | None:
     return data
 
 
-_HINTS: Final[dict[int, str]] = {
-    signal.SIGKILL: ", as when memory runs out",
-    signal.SIGBUS: ", as when a file that it reads is cut short (`threefold data verify` finds it)",
-}
-
-
 def from_exit_code(rank: int, code: int) -> Failure:
     """Return the failure of a rank that ended without a report; `code` is its exit status or minus the signal."""
     now = time.monotonic()
     if code >= 0:
         return Failure(rank, f"its process ended with exit status {code}", now, silent=True)
-    hint = _HINTS.get(-code, "")
+    hints = {
+        -signal.SIGKILL: ", as when memory runs out",
+        -signal.SIGBUS: ", as when a file that it reads is cut short (`threefold data verify` finds it)",
+    }
+    hint = hints.get(code, "")
     return Failure(rank, f"its process was killed by {signal_name(-code)}{hint}", now, silent=-code != signal.SIGABRT)
 
 

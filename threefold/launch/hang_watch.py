@@ -14,16 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from typing import Any, Final, NamedTuple, NoReturn
 
 from threefold.comm.heartbeat import Heartbeat, RankState, RunSection, Wait, read
 from threefold.launch.failure import Failure, is_first_to_report
 from threefold.launch.output import log_file
 from threefold.launch.process import ProcessState, identify_process, pid_if_here, process_state, worked_seconds
 from threefold.output import replace_link
-
-if TYPE_CHECKING:
-    from torch.distributed import Store
 
 BEAT: Final = 0.5
 """Seconds between two beats, and between two exchanges with a launcher's store in a small world."""
@@ -181,22 +178,20 @@ class HangWatch:
         what += f" ({known.wait})" if known.wait else ""
         also = f", as {named_ranks(others)} {'do' if len(others) > 1 else 'does'} not either" if others else ""
         error = f"it has not answered for {self._limit(first, states):g} s (train.timeout){also}: {what}, and "
-        return Hang((first, *others), error + self._who_waits(first, waiting))
-
-    def _who_waits(self, rank: int, waiting: list[int]) -> str:
-        """Describe who waits for a rank, and in what; if nobody waits for it directly, describe the other waits."""
+        # Who waits for the rank, and in what; if nobody waits for it directly, the other waits.
         waits = {each: wait for each in waiting if (wait := self._known[each].wait)}
-        if not waits:
-            return f"{named_ranks(waiting)} {'makes' if len(waiting) == 1 else 'make'} no progress either"
-        direct = {each: wait for each, wait in waits.items() if wait.ranks is None or rank in wait.ranks}
+        direct = {each: wait for each, wait in waits.items() if wait.ranks is None or first in wait.ranks}
         by_wait: dict[str, list[int]] = {}
         for each, wait in (direct or waits).items():
             by_wait.setdefault(str(wait), []).append(each)
-        (what, ranks), *_ = by_wait.items()
-        verb = "waits" if len(ranks) == 1 else "wait"
-        others = sum(map(len, by_wait.values())) - len(ranks)
-        rest = f", {others} more in other collectives" if others else ""
-        return f"{named_ranks(ranks)} {verb} {'for it ' if direct else ''}in {what}{rest}"
+        if by_wait:
+            (called, ranks), *_ = by_wait.items()
+            more = len(direct or waits) - len(ranks)
+            error += f"{named_ranks(ranks)} {'waits' if len(ranks) == 1 else 'wait'} {'for it ' if direct else ''}in "
+            error += called + (f", {more} more in other collectives" if more else "")
+        else:
+            error += f"{named_ranks(waiting)} {'makes' if len(waiting) == 1 else 'make'} no progress either"
+        return Hang((first, *others), error)
 
     def _deadlock(self, waiting: list[int]) -> Hang:
         by_wait: dict[str, list[int]] = {}
@@ -365,7 +360,11 @@ class StoreWatch:
             self._over.wait(self._interval)
 
     def _exchange_over_one(self) -> None:
-        """Send this rank's page and look for a verdict, repeatedly; on a judge also read all pages."""
+        """Send this rank's page and look for a verdict, repeatedly.
+
+        A judge also reads all pages; if there is a hang that no other judge has claimed, it reports it, publishes the
+        verdict and ends.
+        """
         store = self._store.clone()
         store.set_timeout(timedelta(seconds=max(self._timeout, 1)))
         judges = self._rank in (0, self._ranks // 2, self._ranks - 1)
@@ -383,22 +382,18 @@ class StoreWatch:
             if judges:
                 pages = store.multi_get(keys)
                 self._places[:] = [None if page == _NOTHING.encode() else read(page) for page in pages]
-                if hang := self._watch.observe(self._places, stopwatch.passed()):
-                    self._judge(store, hang)
+                hang = self._watch.observe(self._places, stopwatch.passed())
+                if hang and not self._judges:
+                    self._judges = int(store.add(_CLAIM, 1)) == 1
+                if hang and self._judges:  # otherwise the other judge's verdict follows
+                    if is_first_to_report(store):  # otherwise another failure has been reported
+                        self._tell(Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True), True)
+                    processes = [place.process for rank in hang.ranks if (place := self._places[rank])]
+                    store.set(_VERDICT, json.dumps(processes))
+                    time.sleep(2 * self._interval)  # this process may hold the store, where the verdict must be found
+                    self._end(processes)
             self._exchanges += 1
             self._over.wait(self._interval)
-
-    def _judge(self, store: "Store", hang: Hang) -> None:
-        """Report the hang unless another judge has, publish the verdict, and end."""
-        self._judges = self._judges or int(store.add(_CLAIM, 1)) == 1
-        if not self._judges:
-            return  # the other judge's verdict follows
-        if is_first_to_report(store):  # otherwise another failure has been reported
-            self._tell(Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True), True)
-        processes = [place.process for rank in hang.ranks if (place := self._places[rank])]
-        store.set(_VERDICT, json.dumps(processes))
-        time.sleep(2 * self._interval)  # this process may hold the store, where the others must find the verdict
-        self._end(processes)
 
     def _end(self, hung: Sequence[str] = ()) -> NoReturn:
         """End the hung processes that are on this host, then this one."""

@@ -11,7 +11,7 @@ from html import escape
 from importlib.metadata import PackageNotFoundError, version
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from threefold.comm.layout import AXES, Layout
 from threefold.config.loading import differing_settings
@@ -31,9 +31,6 @@ from threefold.output import replace_link
 from threefold.report.record import SAMPLES_FILE, SUMS, RunRecord, number
 from threefold.train.callbacks.base import Callback, RunContext, clock, reason_of, say
 from threefold.train.callbacks.console import REPORT_FILE
-
-if TYPE_CHECKING:
-    from threefold.checkpoint.summary import ListedCheckpoint
 
 VERSION: Final = 1
 PHASES: Final = {
@@ -111,12 +108,14 @@ def _run(run: RunRecord) -> dict[str, Any]:
     versions: dict[str, str] = next(
         (found["versions"] for found in reversed(checkpoints["listed"]) if found["versions"]), {}
     )
+    train, precision = settings.get("train", {}), settings.get("precision", {}).get("dtype", "")
+    device, exact = train.get("device"), "exact" if train.get("exact") is True else ""
     facts = {
         "state": sentence_of(run, steps),
         "model": _model(settings, parameters),
         "layout": "" if layout is None else _layout_text(layout, settings),
         "data": _data(settings),
-        "precision": _precision(settings),
+        "precision": _joined(" ", precision, f"on {device}" if device in ("cpu", "cuda") else "", exact),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         **_results(run),
         "goodput": _goodput(run),
@@ -171,13 +170,6 @@ def _data(settings: Settings) -> str:
     source = data.get("path") or _joined(", ", *(mixture if isinstance(mixture, dict) else ()))
     length = f" of {data['sequence_length']} tokens" if "sequence_length" in data else ""
     return _joined(", ", source, f"{batch} samples{length} a step" if batch else "")
-
-
-def _precision(settings: Settings) -> str:
-    train, dtype = settings.get("train", {}), settings.get("precision", {}).get("dtype", "")
-    device = train.get("device")
-    where = f"on {device}" if device in ("cpu", "cuda") else ""
-    return _joined(" ", dtype, where, "exact" if train.get("exact") is True else "")
 
 
 def _joined(separator: str, *parts: object) -> str:
@@ -263,33 +255,25 @@ def _checkpoints(folder: Path) -> tuple[dict[str, Any], int]:
     """Return the newest checkpoints of a run and the number of all, and the parameters of the newest one's model."""
     from threefold.checkpoint.errors import MODEL
     from threefold.checkpoint.index import read_index  # imports torch
+    from threefold.checkpoint.manifest import MANIFEST
     from threefold.checkpoint.summary import checkpoint_folders, group_of, listed
 
     parameters, kept, paths, newest = 0, [], list[Path](), None
     with suppress(UserError):
         paths = checkpoint_folders(folder)
     for path in paths[-50:]:
-        one = listed(path)
-        kept.append(_checkpoint(one))
+        one, checksum = listed(path), ""
+        with suppress(UserError, KeyError, TypeError):
+            checksum = str(read_json(path / MANIFEST)["checksum"])  # which covers all files
+        facts = {name: one.document()[name] for name in ("step", "state", "reason", "bytes", "saved", "versions")}
+        weights = one.facts.fingerprint if one.facts else None  # of an exact run
+        kept.append({**facts, "name": path.name, "layout": one.layout, "weights": weights, "checksum": checksum})
         newest = path if one.state == "complete" else newest
     if newest is not None:
         with suppress(UserError):
             index = read_index(newest)
             parameters = group_of({name: index[name] for name in index if name.startswith(MODEL)}).elements
     return {"count": len(paths), "listed": kept}, parameters
-
-
-def _checkpoint(one: "ListedCheckpoint") -> dict[str, Any]:
-    """Return an entry of the list; `weights` is the fingerprint of an exact run, and `checksum` covers all files."""
-    from threefold.checkpoint.manifest import MANIFEST
-
-    checksum = ""
-    with suppress(UserError, KeyError, TypeError):
-        checksum = str(read_json(one.path / MANIFEST)["checksum"])
-    found = one.document()
-    kept = {name: found[name] for name in ("step", "state", "reason", "bytes", "saved", "versions")}
-    weights = one.facts.fingerprint if one.facts else None
-    return {**kept, "name": one.path.name, "layout": one.layout, "weights": weights, "checksum": checksum}
 
 
 def _newest(checkpoints: Mapping[str, Any]) -> str:
