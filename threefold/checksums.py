@@ -1,4 +1,7 @@
-"""Checksums of files and bytes, and JSON *sealed* by a last member with its own, so that a reader notices a change."""
+"""Checksums of files and of bytes in memory, and JSON that carries its own.
+
+An object is *sealed* by a last member with the checksum of all before it, so that a reader notices damage and changes.
+"""
 
 import json
 from collections.abc import Callable, Iterable, Mapping

@@ -10,7 +10,7 @@ import stat
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from threefold.errors import UserError
 from threefold.files import read_json, shown
@@ -370,8 +370,8 @@ def _sync_tree(folder: Path) -> None:
             sync(Path(parent, name))
 
 
-class Progress:
-    """Callbacks that receive the progress of reading, in order to display it; these show nothing."""
+class Progress(Protocol):
+    """Callbacks that receive the progress of reading, in order to display it."""
 
     def phase(self, name: str, total_bytes: int) -> None:
         """Begin a new phase, which reads `total_bytes` of input."""
@@ -380,4 +380,12 @@ class Progress:
         """Record that `read_bytes` more bytes have been read."""
 
 
-SILENT: Final = Progress()
+class _Silent:
+    def phase(self, name: str, total_bytes: int) -> None:
+        pass
+
+    def advance(self, read_bytes: int) -> None:
+        pass
+
+
+SILENT: Final[Progress] = _Silent()

@@ -1,4 +1,4 @@
-"""Extension points: names registered by the package, and by other packages through Python entry points.
+"""Extension points: names registered by the package, and by other packages through entry points.
 
     [project.entry-points."threefold.optimizers"]
     toy = "toy_package.optimizer:Toy"

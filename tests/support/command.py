@@ -7,8 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from threefold.output import Progress
-
 
 class Ended(NamedTuple):
     status: int
@@ -19,7 +17,7 @@ class Ended(NamedTuple):
 Command = Callable[..., Ended]
 
 
-class Silent(Progress):
+class Silent:
     """Progress that is noted and not shown: name, bytes and bytes so far of each phase."""
 
     def __init__(self) -> None:

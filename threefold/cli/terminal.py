@@ -16,7 +16,6 @@ from typer import Argument, Option
 
 from threefold.errors import CLOSED_OUTPUT, OutputLost, UserError
 from threefold.files import counted, parse_bytes, shown
-from threefold.output import Progress
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -209,7 +208,7 @@ def first_to_last(names: Sequence[str]) -> str:
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
 
 
-class Bars(Progress):
+class Bars:
     """Progress bars of long work on the terminal, one per phase; nothing is shown before the first."""
 
     def __init__(self) -> None:
