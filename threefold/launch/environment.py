@@ -30,8 +30,6 @@ _TORCHRUN: Final = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_P
 # Command lines for messages, without the variables by which a rank of each launcher is found.
 _TORCHRUN_ALONE: Final = "`env -u RANK -u WORLD_SIZE COMMAND`"
 _SLURM_ALONE: Final = "`env -u SLURM_STEP_ID COMMAND`"
-TIME_TO_SPEAK = 5.0
-"""Seconds that other ranks wait while rank 0 prints an error that all ranks have."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +87,7 @@ def leave_to_rank_zero() -> None:
         return
     if set(_TORCHRUN) <= os.environ.keys() and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    time.sleep(TIME_TO_SPEAK)
+    time.sleep(5.0)
     sys.exit(2)
 
 

@@ -231,10 +231,8 @@ def _claim(run_dir: Path, failure: Failure) -> bool:
     try:
         with failure_file(run_dir).open("x", encoding="utf-8") as file:
             file.write(f"{failure.message(run_dir)}\n")
-    except FileExistsError:
-        return False
-    except OSError:  # such as a full disk: better to report twice than not at all
-        return True
+    except OSError as error:  # such as a full disk: better to report twice than not at all
+        return not isinstance(error, FileExistsError)
     return True
 
 

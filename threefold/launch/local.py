@@ -123,9 +123,7 @@ def collect_local(
             receiver, sender = context.Pipe(duplex=False)
             main_args = (job, info, port, sender, os.getpid(), memory, signals is not None)
             process = context.Process(target=_main, args=main_args, name=f"rank {number}")
-            with (
-                processes.signals_blocked()
-            ):  # or a signal could come between the start of a process and its entry in the list
+            with processes.signals_blocked():  # or a signal could come between its start and its entry in the list
                 process.start()
                 ranks.append(_Rank(process, receiver))
             sender.close()

@@ -209,9 +209,8 @@ def _serve(connection: Connection) -> None:
             raw = connection.recv_bytes()
         except EOFError:
             return
-        answer = _answer(raw)
         try:
-            data = dumps(answer)
+            data = dumps(_answer(raw))
         except Exception as error:
             data = pickle.dumps(_Failure(f"its result cannot be pickled: {error}", None))
         connection.send_bytes(data)

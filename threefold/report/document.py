@@ -108,6 +108,11 @@ def _run(run: RunRecord) -> dict[str, Any]:
     versions: dict[str, str] = next(
         (found["versions"] for found in reversed(checkpoints["listed"]) if found["versions"]), {}
     )
+    newest = ""
+    if complete := [each for each in checkpoints["listed"] if each["state"] == "complete"]:
+        last = complete[-1]
+        name = f"weights {last['weights']}" if last["weights"] else last["checksum"].partition(":")[2][:12]
+        newest = f"{checkpoints['count']:,}; the newest after step {last['step']:,}: {name}"
     train, precision = settings.get("train", {}), settings.get("precision", {}).get("dtype", "")
     device, exact = train.get("device"), "exact" if train.get("exact") is True else ""
     facts = {
@@ -119,7 +124,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         **_results(run),
         "goodput": _goodput(run),
-        "checkpoints": _newest(checkpoints),
+        "checkpoints": newest,
     }
     return {
         "folder": str(run.folder),
@@ -274,15 +279,6 @@ def _checkpoints(folder: Path) -> tuple[dict[str, Any], int]:
             index = read_index(newest)
             parameters = group_of({name: index[name] for name in index if name.startswith(MODEL)}).elements
     return {"count": len(paths), "listed": kept}, parameters
-
-
-def _newest(checkpoints: Mapping[str, Any]) -> str:
-    complete = [each for each in checkpoints["listed"] if each["state"] == "complete"]
-    if not complete:
-        return ""
-    last = complete[-1]
-    name = f"weights {last['weights']}" if last["weights"] else last["checksum"].partition(":")[2][:12]
-    return f"{checkpoints['count']:,}; the newest after step {last['step']:,}: {name}"
 
 
 def _samples(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
