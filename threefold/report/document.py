@@ -268,9 +268,10 @@ def _checkpoints(folder: Path) -> tuple[dict[str, Any], int]:
         paths = checkpoint_folders(folder)
     for path in paths[-50:]:
         one, checksum = listed(path), ""
+        values = one.document()
         with suppress(UserError, KeyError, TypeError):
             checksum = str(read_json(path / MANIFEST)["checksum"])  # which covers all files
-        facts = {name: one.document()[name] for name in ("step", "state", "reason", "bytes", "saved", "versions")}
+        facts = {name: values[name] for name in ("step", "state", "reason", "bytes", "saved", "versions")}
         weights = one.facts.fingerprint if one.facts else None  # of an exact run
         kept.append({**facts, "name": path.name, "layout": one.layout, "weights": weights, "checksum": checksum})
         newest = path if one.state == "complete" else newest
