@@ -31,14 +31,11 @@ function's input and output. The backward pass of ReLU needs only its output."""
 
 
 def block_bytes(sizes: RankBlock, recompute: str = "none") -> int:
-    """Return the bytes that one block keeps of one micro-batch between its forward and backward pass.
+    """Return the bytes that one block keeps of one micro-batch between its forward and backward pass, with the
+    `train.recompute` that applies to it.
 
     Exact on a CPU for GPT in every layout and for Llama on one rank; an upper bound with experts, or for Llama's layers
     sharded over ranks. A GPU keeps the two numbers per token of each norm in fp32.
-
-    Args:
-        sizes: sizes of the block on the rank.
-        recompute: `train.recompute`, for a block that it applies to.
     """
     outer, kernels = sizes.outer, sizes.kernels
     if recompute == "full":
@@ -131,15 +128,11 @@ def _experts_bytes(sizes: RankBlock, experts: Mixture) -> int:
 
 
 def head_bytes(sizes: RankBlock, vocab: int, chunk_size: int = 0) -> int:
-    """Return the bytes that the head keeps of one micro-batch between its forward and backward pass.
+    """Return the bytes that the head keeps of one micro-batch between its forward and backward pass, from the blocks
+    before it and the vocabulary of the whole model.
 
     Exact for the first tensor rank. Computing the loss briefly needs one or two chunks of logits on top or, with
     `chunk_size` 0 on a CPU, the gradients of all logits.
-
-    Args:
-        sizes: sizes of the blocks before the head; their heads and features are ignored.
-        vocab: vocabulary size of the whole model.
-        chunk_size: `train.loss_chunk_size`.
     """
     tokens, wide, norm, split = sizes.tokens, sizes.wide, _norm_bytes(sizes), sizes.tp > 1
     labels = tokens * (8 + (2 if split else 0))
@@ -159,13 +152,10 @@ def head_bytes(sizes: RankBlock, vocab: int, chunk_size: int = 0) -> int:
 class LayerBytes:
     """Bytes of one layer for one micro-batch.
 
-    Attributes:
-        kept: bytes kept from the forward to the backward pass.
-        forward: additional bytes at the peak of the forward pass.
-        backward: additional bytes at the peak of the backward pass, before frees and without weight gradients.
-        ending: bytes in addition to those that earlier layers keep, when the last weight gradients are computed.
-        largest: elements of the weight whose gradient exists at the moment of `backward`.
-        deferred: bytes kept from the backward pass for inputs to the backward pass for weights.
+    `kept` are those from the forward to the backward pass, `forward` and `backward` those in addition at the peak of
+    each pass (before frees and without weight gradients), and `ending` those in addition to what earlier layers keep
+    when the last weight gradients are computed. `largest` counts the elements of the weight whose gradient exists at
+    the moment of `backward`. `deferred` are kept from the backward pass for inputs to the one for weights.
     """
 
     kept: int
@@ -178,12 +168,7 @@ class LayerBytes:
 
 @lru_cache(maxsize=65536)
 def block_layer(sizes: RankBlock, recompute: str) -> LayerBytes:
-    """Return the memory of a transformer block.
-
-    Args:
-        sizes: sizes of the block on the rank.
-        recompute: `train.recompute`, for a block that it applies to.
-    """
+    """Return the memory of a transformer block, with the `train.recompute` that applies to it."""
     outer, kept, everything = sizes.outer, block_bytes(sizes, recompute), block_bytes(sizes)
     passing, largest, inner = _feed_forward(sizes)
     # A sequence-parallel rank gathers its output's gradient, and once more the feed-forward network's input.
@@ -223,13 +208,7 @@ def _feed_forward(sizes: RankBlock) -> tuple[int, int, int]:
 
 @lru_cache(maxsize=65536)
 def head_layer(sizes: RankBlock, vocab: int, chunk_size: int) -> LayerBytes:
-    """Return the memory of the final norm, the vocabulary projection and the loss.
-
-    Args:
-        sizes: sizes of the blocks before it.
-        vocab: vocabulary size of the whole model.
-        chunk_size: `train.loss_chunk_size`.
-    """
+    """Return the memory of the final norm, the vocabulary projection and the loss; see `head_bytes`."""
     columns, item, wide, whole = -(-vocab // sizes.tp), sizes.itemsize, sizes.wide, sizes.whole
     narrow, gathered = item < wide, sizes.gathered
     kept = head_bytes(sizes, vocab, chunk_size)
@@ -266,14 +245,7 @@ def _run_bytes(sizes: RankBlock, logits: int) -> int:
 
 @lru_cache(maxsize=65536)
 def embedding_layer(sizes: RankBlock, vocab: int, dropout: bool, device: str) -> LayerBytes:
-    """Return the memory of the embeddings; their output counts as the first block's input.
-
-    Args:
-        sizes: sizes of the blocks after it.
-        vocab: vocabulary size of the whole model.
-        dropout: whether the output has dropout.
-        device: `cpu` or `cuda`.
-    """
+    """Return the memory of the embeddings; their output counts as the first block's input."""
     outer, whole = sizes.outer, sizes.whole
     kept = sizes.tokens * (8 + (1 if sizes.tp > 1 else 0)) + (outer if dropout else 0)
     backward = outer + (whole if sizes.tp > 1 else 0)
@@ -283,18 +255,10 @@ def embedding_layer(sizes: RankBlock, vocab: int, dropout: bool, device: str) ->
 
 
 class LayerMemory:
-    """Memory of a model's layers on a rank for one micro-batch.
+    """Memory of a model's layers on a rank for one micro-batch, of which those named in `replayed` are recomputed.
 
-    Args:
-        config: resolved config of the run.
-        device: `cpu` or `cuda`.
-        keeps: memory behaviour of the training system.
-        weights: weights of the model.
-        replayed: names of recomputed layers.
-
-    Attributes:
-        output: bytes of a block's output.
-        narrow_logits: bytes of logits that are cast to fp32 for the loss; 0 where none are.
+    A block's output has `output` bytes. `narrow_logits` are the bytes of logits that are cast to fp32 for the loss; 0
+    where none are.
     """
 
     def __init__(
@@ -337,14 +301,7 @@ _SCATTERED = {"cpu": 1.4, "cuda": 1.0}
 
 
 def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: str) -> int:
-    """Return the largest default micro-batch whose step fits into a rank's memory, or the smallest if none does.
-
-    Args:
-        config: loaded and valid config.
-        vocab_size: vocabulary size of the data's tokenizer.
-        memory: bytes that a rank may use.
-        device: `cpu` or `cuda`.
-    """
+    """Return the largest default micro-batch whose step fits into a rank's memory, or the smallest if none does."""
     resolved = resolve(config, vocab_size)
     size = ModelSize(resolved)
     sizes = resolved.model.vocab_size, resolved.data.sequence_length, resolved.parallel
@@ -358,13 +315,7 @@ def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: st
 
 
 def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> int:
-    """Return the maximum number of bytes that any rank needs for a step, without communication buffers.
-
-    Args:
-        config: resolved config of the run.
-        device: `cpu` or `cuda`, whose attention keeps different tensors.
-        size: size of the same model in the same layout, if known.
-    """
+    """Return the maximum number of bytes that any rank needs for a step, without communication buffers."""
     size = size or ModelSize(config)
     scattered = _SCATTERED[device]
     return max(
@@ -374,12 +325,7 @@ def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> in
 
 
 def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int) -> int:
-    """Return the peak bytes of a pipeline rank's kept activations and temporary buffers.
-
-    Args:
-        config, device, size: see `step_bytes`.
-        pp_rank: coordinate of the rank on the pp axis.
-    """
+    """Return the peak bytes of a pipeline rank's kept activations and temporary buffers."""
     model, train, weights = config.model, config.train, size.weights
     replayed = weights.recomputed(train.recompute, train.recompute_every)
     layers, of_layer = weights.plan.layers, {}

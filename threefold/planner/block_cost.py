@@ -24,14 +24,8 @@ from threefold.planner.systems import System
 
 
 def axis_group(config: Config, axis: str, per_node: int, system: System) -> Group:
-    """Return the group of an axis: its ranks, and their stride in the mesh's rank order (dp × pp × cp × tp).
-
-    Args:
-        config: resolved config of the run.
-        axis: `pp`, `ep` or `dp·cp`.
-        per_node: ranks per node.
-        system: training system, which may swap the order of dp and pp.
-    """
+    """Return the group of the axis `pp`, `ep` or `dp·cp`: its ranks, and their stride in the rank order dp × pp × cp ×
+    tp, of which a training system may swap dp and pp."""
     parallel = config.parallel
     inner = parallel.tp * parallel.cp
     data, stages = (inner, inner * parallel.dp) if system.data_inside_pipeline else (inner * parallel.pp, inner)
@@ -44,14 +38,7 @@ def axis_group(config: Config, axis: str, per_node: int, system: System) -> Grou
 
 
 def cost_block(config: Config, block: BlockShape, per_node: int, system: System) -> RankBlock:
-    """Return a block as one rank computes it, with the groups of its collectives.
-
-    Args:
-        config: resolved config of the run.
-        block: description of the block.
-        per_node: ranks per node.
-        system: training system, for the order of the mesh's axes.
-    """
+    """Return a block as one rank computes it, with the groups of its collectives."""
     stride = axis_group(config, "ep", per_node, system).stride
     return rank_block(config, block, per_node=per_node, expert_stride=stride)
 
@@ -119,14 +106,8 @@ NOTHING = Passes(Seconds(), Seconds(), Seconds())
 
 
 def block_passes(block: RankBlock, hardware: Hardware, system: System, recompute: str = "none") -> Passes:
-    """Estimate the passes of one transformer block for one micro-batch.
-
-    Args:
-        block: sizes of the block on the rank.
-        hardware: device and links that compute it.
-        system: training system, for its kernels and overlap.
-        recompute: `train.recompute`, for a block that it applies to.
-    """
+    """Estimate the passes of one transformer block for one micro-batch, with the `train.recompute` that applies to
+    it."""
     linear, core = _linear(block, hardware), _core(block, hardware, system)
     tensor = _tensor(block, _without_latency(hardware, hardware.achievable.tensor_block))
     memory = _memory(block, hardware, system, recompute == "full")
@@ -332,14 +313,8 @@ def embedding_passes(block: RankBlock, hardware: Hardware) -> Passes:
 
 
 def head_passes(block: RankBlock, vocab: int, chunk_size: int, hardware: Hardware, system: System) -> Passes:
-    """Estimate the final norm, the logits and the loss.
-
-    Args:
-        block: sizes of the blocks before it.
-        vocab: vocabulary size of the whole model.
-        chunk_size: `train.loss_chunk_size`.
-        hardware, system: see `block_passes`.
-    """
+    """Estimate the final norm, the logits and the loss, from the blocks before it and the vocabulary of the whole
+    model."""
     rows, columns, group = block.tokens, -(-vocab // block.tp), block.group("tp")
     product = _product(block, hardware, rows, columns, block.hidden)
     logits = rows * columns

@@ -46,12 +46,8 @@ Mask = NDArray[np.bool_]
 class Evaluated:
     """Layout with its estimated time and memory.
 
-    Attributes:
-        choice, seconds: evaluated layout, and seconds of a step.
-        tokens_per_second, mfu: tokens per second of all ranks together, and model FLOPs as a share of their peak.
-        peak_bytes: memory of the largest rank at each pp coordinate.
-        limits: causes that take most of a step, the largest first, each with its share of the step.
-        details: further figures for `--json`.
+    `peak_bytes` has the largest rank at each pp coordinate, and `limits` the causes that take most of a step, the
+    largest first, each with its share of the step; `details` are further figures for `--json`.
     """
 
     choice: LayoutChoice
@@ -69,17 +65,10 @@ class Evaluated:
 
 
 class LayerKinds:
-    """Kinds of a model's layers; layers of a kind cost the same.
+    """Kinds of a model's layers, numbered from 0, the first layer's; layers of a kind cost the same.
 
-    Args:
-        description: description of the model.
-
-    Attributes:
-        of_layer: kind of each layer, from 0.
-        first: first layer of each kind.
-        count: number of kinds.
-        blocks: kinds of blocks, each with the index of its first block.
-        head: kind of the last layer; the first layer's is 0.
+    `of_layer` has the kind of each layer, `first` the first layer of each kind, `head` the kind of the last layer, and
+    `blocks` the kinds of blocks, each with the index of its first block.
     """
 
     def __init__(self, description: ModelDescription) -> None:
@@ -123,15 +112,7 @@ class RankLayers:
 def rank_layers(
     plan: ModelPlan, kinds: LayerKinds, pp: int, schedules: Sequence[Settings], partition: str | Sequence[int]
 ) -> RankLayers:
-    """Describe the ranks of all schedules of a mesh.
-
-    Args:
-        plan: plan of the model.
-        kinds: kinds of its layers.
-        pp: number of pipeline ranks.
-        schedules: settings of each schedule.
-        partition: `parallel.partition`.
-    """
+    """Describe the ranks of all schedules of a mesh; `partition` is `parallel.partition`."""
     rows: list[tuple[int, Array, Array, float, float, bool]] = []
     starts: list[int] = []
     blocks = [kind for kind, _ in kinds.blocks]
@@ -210,14 +191,7 @@ def _held(mesh: MeshSizes, ranks: RankLayers, micro_batches: Array) -> tuple[Arr
 
 
 class LeastBytes:
-    """Lower bounds of the memory of one config on one type of device.
-
-    Args:
-        config: resolved config on one rank.
-        device: `cpu` or `cuda`.
-        keeps: memory behaviour of the training system.
-        kinds: kinds of the model's layers.
-    """
+    """Lower bounds of the memory of one resolved config, given on one rank, on one type of device."""
 
     def __init__(self, config: Config, device: str, keeps: Keeps, kinds: LayerKinds) -> None:
         self._config, self._device, self._keeps, self._kinds = config, device, keeps, kinds
@@ -405,10 +379,8 @@ Sizes = NDArray[np.int64]
 class _Inner:
     """Wanted options that the time of one micro-batch depends on, one after another.
 
-    Attributes:
-        places: indices of micro-batch size, sequence parallelism and recompute.
-        parts: runs of equal sequence parallelism and recompute, each with its micro-batch sizes.
-        micro_batches: micro-batches of a step.
+    `places` are the indices of micro-batch size, sequence parallelism and recompute; `parts` the runs of equal sequence
+    parallelism and recompute, each with its micro-batch sizes.
     """
 
     places: tuple[Sizes, Sizes, Sizes]
@@ -417,13 +389,7 @@ class _Inner:
 
 
 class LeastSeconds:
-    """Lower bounds of step times of one config on one type of hardware.
-
-    Args:
-        config: resolved config on one rank.
-        hardware, system: device type and training system that compute it.
-        kinds: kinds of the model's layers.
-    """
+    """Lower bounds of step times of one resolved config, given on one rank, on one type of hardware."""
 
     def __init__(self, config: Config, hardware: Hardware, system: System, kinds: LayerKinds) -> None:
         self._config, self._hardware, self._system, self._kinds = config, hardware, system, kinds
@@ -433,15 +399,8 @@ class LeastSeconds:
         self._layers = np.bincount(kinds.of_layer, minlength=kinds.count)
 
     def __call__(self, mesh: MeshSizes, options: Options, ranks: RankLayers, elements: Array, wanted: Mask) -> Array:
-        """Return the seconds of a step, infinite for options that are not wanted.
-
-        Args:
-            mesh: sizes of the mesh.
-            options: options of the mesh.
-            ranks: layers of the ranks under each schedule.
-            elements: weight elements of each row of `ranks`.
-            wanted: mask of the options asked for, in all dims.
-        """
+        """Return the seconds of a step, infinite for options outside the mask `wanted` (in all dims); `elements` are
+        the weight elements of each row of `ranks`."""
         inner = self._inner(mesh, options, wanted)
         found = np.full(options.shape, np.inf)
         hardware = self._hardware.shared_by(mesh.gpus)

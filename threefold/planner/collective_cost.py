@@ -34,15 +34,7 @@ def larger(one: Number, other: Number) -> Number:
 def matrix_seconds(
     hardware: Hardware, dtype: str, rows: float, columns: int, depth: int, count: int = 1, itemsize: int = 2
 ) -> float:
-    """Estimate `count` products of (rows × depth) and (depth × columns) in one kernel.
-
-    Args:
-        hardware: device that computes them.
-        dtype: dtype whose matrix rate applies.
-        rows, columns, depth: sizes of each product.
-        count: products in the kernel, such as heads or experts.
-        itemsize: bytes per element.
-    """
+    """Estimate `count` products (such as heads or experts) of (rows × depth) and (depth × columns) in one kernel."""
     reached = hardware.achievable
     flops = PER_MULTIPLY_ADD * count * rows * columns * depth
     filled = _filled(hardware.multiprocessors, rows, columns, count)
@@ -76,15 +68,8 @@ def memory_seconds(hardware: Hardware, nbytes: float, kernels: float = 1) -> flo
 def attention_seconds(
     hardware: Hardware, dtype: str, flops: float, length: float, head_dim: int, backward: bool = False
 ) -> float:
-    """Estimate one kernel of fused attention.
-
-    Args:
-        hardware, dtype: device and dtype of the computation.
-        flops: operations without the masked part.
-        length: positions that a query attends to at most.
-        head_dim: features per head.
-        backward: whether it is the backward pass.
-    """
+    """Estimate one kernel of fused attention, whose queries attend to `length` positions at most; `flops` are without
+    the masked part."""
     reached = hardware.achievable
     share = reached.attention_backward if backward else reached.attention
     fraction = share * head_dim / (head_dim + reached.attention_depth) * length / (length + reached.attention_length)
@@ -113,14 +98,7 @@ class Group:
 
 
 def ring_seconds(hardware: Hardware, group: Group, operation: str, nbytes: float) -> float:
-    """Estimate one ring collective.
-
-    Args:
-        hardware: devices and links of the ranks.
-        group: ranks that take part.
-        operation: `all_reduce`, `all_gather` or `reduce_scatter`.
-        nbytes: bytes of the whole tensor.
-    """
+    """Estimate one ring collective (`all_reduce`, `all_gather` or `reduce_scatter`) of a whole tensor of `nbytes`."""
     if group.ranks == 1:
         return 0.0
     rounds = _WIRE[operation]
@@ -196,14 +174,9 @@ def gradient_seconds(
 ) -> Sums:
     """Estimate the gradient reduction and, with sharded state or weights, the gathers of weights in a step.
 
-    Args:
-        hardware, system: devices and training system that run them.
-        group: ranks that hold the same weights.
-        elements: weights of one of these ranks.
-        forward, backward: seconds of one micro-batch's passes through these weights.
-        micro_batches, zero: micro-batches per step, and `parallel.zero`.
-        itemsize, gradient_bytes: bytes per element of a compute weight, and of a reduced gradient.
-        layers: layers that are gathered one by one with `zero` 3.
+    The ranks of the group hold the same `elements`, whose passes take `forward` and `backward` seconds per micro-batch.
+    A compute weight has `itemsize` bytes and a reduced gradient `gradient_bytes`; with `zero` 3, layers are gathered
+    one by one.
     """
     if group.ranks == 1:
         return Sums(0.0, 0.0)
@@ -250,12 +223,7 @@ def update_seconds(
 ) -> float:
     """Estimate the gradient norm and the optimizer update, which reads and writes weights, gradients and state.
 
-    Args:
-        hardware: device that computes it.
-        elements: weights that the rank updates.
-        states: optimizer state tensors per weight.
-        itemsize: bytes per element of a compute weight.
-        master: whether weights, gradients and state are fp32.
+    The optimizer keeps `states` tensors per weight; these, the weights and the gradients are fp32 if `master`.
     """
     wide = 4 if master else itemsize
     nbytes = wide * (2 + 2 * states + 1) + (itemsize if itemsize < wide else 0)  # weight and states read and written
@@ -292,13 +260,9 @@ def pipeline_seconds(
 ) -> Pipeline:
     """Estimate a step's forward and backward passes through the pipeline.
 
-    Args:
-        forward: seconds of one micro-batch's forward pass through all stages of each rank.
-        backward, weight: seconds of its passes for input gradients and for weight gradients, on each rank.
-        schedule: `parallel.schedule`; one from a file counts as `1f1b`.
-        chunks, micro_batches: stages per rank, and micro-batches per step.
-        send: seconds to send a stage's output to the next rank.
-        overlapped: whether sends overlap with computation once the pipeline is full.
+    Each rank's seconds are those of one micro-batch's passes through all its stages, backward for input gradients and
+    for weight gradients. A schedule from a file counts as `1f1b`. `send` is the time to send a stage's output to the
+    next rank; sends overlap with computation once the pipeline is full if `overlapped`.
     """
     ranks = len(forward)
     totals = [sum(parts) for parts in zip(forward, backward, weight, strict=True)]
@@ -322,11 +286,8 @@ def bubble_seconds(
     """Return the slowest rank's idle time while the others fill and drain the pipeline. With fewer micro-batches than
     ranks it also waits for the next stage's turn, as a micro-batch passes the stages one after another.
 
-    Args:
-        everything: seconds of one micro-batch through all ranks.
-        slowest: the slowest rank's part of `everything`.
-        weights, of_slowest: weight-gradient parts of `everything` and of `slowest`.
-        schedule, chunks, micro_batches: see `pipeline_seconds`.
+    `everything` are the seconds of one micro-batch through all ranks, and `weights` and `of_slowest` the
+    weight-gradient parts of it and of the slowest rank's.
     """
     waits, through = (everything - slowest) / chunks, everything
     if schedule in _DEFERRING:  # leaves (p - 1)(F + B - W) of (p - 1)(F + B + W)
@@ -337,7 +298,7 @@ def bubble_seconds(
 
 
 def send_waits(ranks: int, chunks: int, micro_batches: int, send: float, overlapped: bool) -> float:
-    """Return the seconds of transfers that no computation hides; see `pipeline_seconds` for the arguments."""
+    """Return the seconds of transfers that no computation hides; see `pipeline_seconds`."""
     hops = 2 * (ranks - 1)  # to the last rank and back
     steady = 0.0 if overlapped and chunks > 1 else 2 * chunks * micro_batches * send
     return hops * send + steady

@@ -40,11 +40,8 @@ _SEVERITIES: Final = ("error", "warning", "note")
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """Problem of a machine and its remedy, one clause each.
-
-    Attributes:
-        severity: `error` if training cannot work, `warning` if it is slower or may fail, `note` otherwise.
-    """
+    """Problem of a machine and its remedy, one clause each: an `error` if training cannot work, a `warning` if it is
+    slower or may fail, a `note` otherwise."""
 
     severity: Severity
     text: str
@@ -56,14 +53,8 @@ class MachineFinding:
 
 @dataclass(frozen=True)
 class Gpu:
-    """GPU as its driver describes it; unknown strings are empty.
-
-    Attributes:
-        name, driver: name of the GPU type, and driver version.
-        clock, largest_clock: current and highest clock of its multiprocessors in MHz; 0 if unknown.
-        ecc: state of error correction: `Enabled` or `Disabled`.
-        power_limit, largest_power_limit: watts; 0 if unknown.
-    """
+    """GPU as its driver describes it, with clocks in MHz, limits in watts, and `Enabled` or `Disabled` for error
+    correction; unknown strings are empty, unknown numbers 0."""
 
     name: str
     driver: str = ""
@@ -78,19 +69,11 @@ class Gpu:
 class Machine:
     """Description of this machine.
 
-    Attributes:
-        host, system: host name, and operating system with its kernel.
-        processor: name and usable cores, as `cpu_name` returns them.
-        cores, machine_cores: cores that this process may use, and cores of the machine.
-        quota: cores' worth of time that the control group allows; 0 for no limit.
-        memory, swap: usable bytes of memory, and bytes of swap space.
-        shared_memory: free bytes of /dev/shm; 0 if it does not exist.
-        open_files: limit of open files per process.
-        load: mean number of runnable processes in the last minute; 0 if unknown.
-        compiler: path of a C compiler; empty for none.
-        gpus: GPUs of this machine.
-        versions: versions of the interpreter and libraries, by name.
-        backends: availability of each `torch.distributed` backend.
+    Of `machine_cores`, this process may use `cores`, and the control group allows `quota` cores' worth of time (0 for
+    no limit). Memory is in usable bytes, shared memory in free bytes of /dev/shm (0 if it does not exist), open files
+    are the limit per process, and load is the mean number of runnable processes in the last minute (0 if unknown).
+    `compiler` is the path of a C compiler, empty for none; `backends` has the availability of each `torch.distributed`
+    backend.
     """
 
     host: str
@@ -150,9 +133,7 @@ class DiskSpeed:
 class Examination:
     """Description of a machine with its network, rates (of one rank, then of several), disk and problems.
 
-    Attributes:
-        device: `cuda` if torch can use a GPU, else `cpu`.
-        disk: speed of the folder's disk; None if the folder cannot be written.
+    The device is `cuda` if torch can use a GPU; the disk is that of the given folder, None if it cannot be written.
     """
 
     machine: Machine
@@ -176,13 +157,9 @@ class Examination:
 def examine(
     run_ranks: RunRanks, folder: Path, quick: bool = False, tell: Callable[[str, int, int], None] = lambda *_: None
 ) -> Examination:
-    """Examine this machine, which takes half a minute, or some seconds with `quick`.
+    """Examine this machine, which takes half a minute, or some seconds with `quick`, which measures two ranks at most.
 
-    Args:
-        run_ranks: starts local ranks, as training does.
-        folder: folder whose disk is measured.
-        quick: whether to measure less, and at most two ranks.
-        tell: callback before each part, with its name, its index from 0 and the number of parts.
+    `tell` is called before each part with its name, its index from 0 and the number of parts.
     """
     import torch
 
@@ -240,12 +217,8 @@ def findings_of(
     disk: DiskSpeed | None,
     outside: Interface | None = None,
 ) -> list[MachineFinding]:
-    """Return the findings about a machine, the worst first.
-
-    Args:
-        machine, device, rates, disk: see `Examination`.
-        outside: network interface to other hosts; None if unknown.
-    """
+    """Return the findings about a machine, the worst first; `outside` is the network interface to other hosts, if
+    known."""
     found = [*_of_host(machine), *_of_rates(machine, device, rates), *_of_gpus(machine, device)]
     if disk is not None and disk.bandwidth < _SLOW_DISK:
         text = f"the disk of {disk.folder} takes {format_bytes(int(disk.bandwidth))}/s, so checkpoints take long"
@@ -516,12 +489,7 @@ def between_hosts(found: list[Interface]) -> Interface | None:
 
 
 def axis_routes(device: str, found: list[Interface]) -> list[AxisRoute]:
-    """List the transports of each mesh axis.
-
-    Args:
-        device: device of the ranks, `cpu` or `cuda`.
-        found: network interfaces.
-    """
+    """List the transports of each mesh axis for ranks on `cpu` or `cuda`."""
     over = str(between_hosts(found) or "no interface has an address")
     if device == "cuda":
         adapters = sorted(path.name for path in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
@@ -534,11 +502,8 @@ def axis_routes(device: str, found: list[Interface]) -> list[AxisRoute]:
 
 
 def measure_disk(folder: Path, nbytes: int) -> DiskSpeed:
-    """Write `nbytes` into a temporary file of `folder` and time it until they are on the disk.
-
-    Raises:
-        UserError: the folder cannot be written.
-    """
+    """Write `nbytes` into a temporary file of `folder` and time it until they are on the disk; raise a `UserError` if
+    the folder cannot be written."""
     block = os.urandom(_BLOCK)  # random, so that no disk compresses it
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".threefold-doctor-") as file:

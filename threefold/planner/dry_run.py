@@ -62,17 +62,11 @@ TellPass = Callable[[int, int], object]
 def dry_run(
     config: Config, rank: int = 0, source: ModelSource | None = None, tell: TellPass | None = None
 ) -> DryRunReport:
-    """Run one training step of one rank on tensors without memory.
+    """Run one training step of one rank on tensors without memory; the config's data need not exist.
 
-    Args:
-        config: resolved config of the run; its data need not exist.
-        rank: global rank in the layout.
-        source: source of the model; None for the one that the config names.
-        tell: callback before each forward pass.
-
-    Raises:
-        UserError: the layout has no such rank, or does not suit the model.
-        RuntimeError: this process already has a process group.
+    The model is the one that the config names, unless there is a source; `tell` is called before each forward pass.
+    Raises a `UserError` if the layout has no such rank or does not suit the model. The process must have no process
+    group.
     """
     return run_step(config, rank, source, tell)[0]
 
@@ -177,15 +171,7 @@ def run_ranks(
 
 
 def run_stages(config: Config, tell: Tell = lambda *_: None) -> list[DryRunReport]:
-    """Dry-run the first rank of each stage, extrapolating long regular pipelines from short ones.
-
-    Args:
-        config: resolved config of the run.
-        tell: callback before each forward pass.
-
-    Raises:
-        UserError: see `dry_run`.
-    """
+    """Dry-run the first rank of each stage, extrapolating long regular pipelines from short ones."""
     ranks = stage_ranks(config)
     if not _is_regular(config):
         return run_ranks(config, ranks, tell=tell)

@@ -43,21 +43,11 @@ class CollectiveTotal:
 class DryRunReport:
     """Memory, collectives and floating-point operations of one rank in one training step.
 
-    Attributes:
-        rank, world_size: global rank, and number of ranks in the layout.
-        coordinates: coordinates on the axes `dp`, `pp`, `cp` and `tp`.
-        layers, micro_batches: names of the layers on the rank, and micro-batches of the step.
-        parameters: elements that the rank updates.
-        parameter_bytes: bytes of these parameters and of their compute copies.
-        gradient_bytes: bytes of the gradients used in the update.
-        optimizer_bytes: bytes of optimizer state.
-        activation_bytes: peak of all other memory: kept activations, temporary tensors and buffers of collectives.
-        peak_bytes: maximum number of bytes alive at once.
-        at_peak: bytes at that moment by `weights`, `gradients`, `optimizer` and `activations`, which include all else.
-        causes: bytes at that moment with ZeRO's gathered weights among `weights` and whole gradients among `gradients`,
-            as `threefold.planner.stage_memory` counts them.
-        collectives: collectives that the rank takes part in.
-        flops: floating-point operations of matrix products and attention, including recompute; a multiply-add is two.
+    `parameters` are the elements that the rank updates, and `parameter_bytes` include their compute copies. Activations
+    include all memory but weights, gradients and optimizer state: temporary tensors and buffers of collectives too.
+    `at_peak` has the bytes by these four kinds when most are alive; `causes` has them with ZeRO's gathered weights
+    among `weights` and whole gradients among `gradients`, as `threefold.planner.stage_memory` counts them. `flops` are
+    those of matrix products and attention, including recompute; a multiply-add is two.
     """
 
     rank: int
@@ -107,13 +97,7 @@ _MOST_PARTS = 256
 
 
 def even_choice(found: tuple[Tensor, Tensor], scores: Tensor, count: int, *_rest: Any) -> tuple[Tensor, Tensor]:
-    """Replace the indices of `topk` by ones that choose each column about equally often, in turn.
-
-    Args:
-        found: values and indices that `topk` returned.
-        scores: scores of shape [..., n].
-        count: number of columns chosen per row.
-    """
+    """Replace the indices of `topk` by ones that choose each column about equally often, in turn."""
     values, indices = found
     with with_memory():
         return values, (torch.arange(indices.numel()) % scores.shape[-1]).view(indices.shape)
@@ -208,13 +192,8 @@ class StorageTracker(OperationMode):
     once, however many tensors share it.
 
     Excluded are tensors made before the block (unless claimed), tensors on the meta device, and memory that an
-    operation allocates and frees internally.
-
-    Args:
-        observer: callback for all operations.
-
-    Attributes:
-        peak: maximum number of bytes alive at once, by kind, since the start or the last `begin`.
+    operation allocates and frees internally. `peak` is the maximum number of bytes alive at once, by kind, since the
+    start or the last `begin`. The observer is called for all operations.
     """
 
     def __init__(self, observer: Observer | None = None) -> None:
@@ -314,11 +293,9 @@ _GATHERED, _WHOLE = "gathered weights", "whole gradients"
 class Measured:
     """Memory and collectives of one measured step.
 
-    Attributes:
-        held: bytes of weights, gradients and optimizer state.
-        peak: bytes at the peak by kind; everything not in `held` is activations.
-        causes: bytes at the peak, with gathered weights among the weights and whole gradients among the gradients.
-        events: collectives in order.
+    `held` are the bytes of weights, gradients and optimizer state, `peak` those at the peak by kind, where everything
+    else is activations, and `causes` those at the peak with gathered weights among the weights and whole gradients
+    among the gradients.
     """
 
     held: dict[str, int]
@@ -328,13 +305,7 @@ class Measured:
 
 
 def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None) -> Measured:
-    """Run the first training step of an engine. Collective over the world.
-
-    Args:
-        engine: new engine.
-        batch: replica's rows of a global batch.
-        observer: callback for all operations.
-    """
+    """Run the first training step of an engine with a replica's rows of a global batch. Collective over the world."""
     weights, trained = engine.model.weights, engine.model.trained
     with StorageTracker(observer) as tracker, engine.mesh.recorder.recording() as events:
         held = {
@@ -399,12 +370,7 @@ def _named(peak: dict[str, int], names: Mapping[str, str]) -> dict[str, int]:
 
 
 def batch_of(config: Config, replica: int) -> Batch:
-    """Make a replica's rows of a global batch of synthetic tokens, none of them padding.
-
-    Args:
-        config: resolved config of the run.
-        replica: coordinate of the replica on the dp axis.
-    """
+    """Make a replica's rows of a global batch of synthetic tokens, none of them padding."""
     rows, length = config.train.global_batch_size // config.parallel.dp, config.data.sequence_length
     places = torch.arange(rows * (length + 1)).view(rows, length + 1)
     tokens = (places * 7919 + replica) % config.model.vocab_size

@@ -55,14 +55,9 @@ VARIATION: Final = 0.004
 class StepTime:
     """Seconds of a step by cause, which add up to `seconds`.
 
-    Attributes:
-        compute: computation of the slowest pipeline rank's micro-batches, by cause.
-        bubble: time in which the pipeline fills and drains.
-        sends: exposed transfers between pipeline ranks.
-        gradients: exposed gradient sums and weight gathers, and the slowdown that hidden ones cause.
-        optimizer: optimizer update.
-        fixed: constant time per step.
-        slowest_device: waiting for the slowest of all devices.
+    `compute` is that of the slowest pipeline rank's micro-batches; `sends` are the exposed transfers between pipeline
+    ranks; `gradients` are exposed gradient sums and weight gathers, and the slowdown that hidden ones cause; `fixed` is
+    constant per step; `slowest_device` is waiting for the slowest of all devices.
     """
 
     compute: Seconds
@@ -103,16 +98,7 @@ def waiting_share(world: int) -> float:
 
 
 def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
-    """Estimate the time of a step.
-
-    Args:
-        config: resolved config of the run.
-        hardware: hardware it runs on; a CPU as its ranks share it.
-        system: training system whose kernels and overlap apply.
-
-    Raises:
-        UserError: the model is the user's own, with unknown costs, or the hardware has no matrix rate for the dtype.
-    """
+    """Estimate the time of a step on hardware; a CPU is given as its ranks share it."""
     model, parallel, train = config.model, config.parallel, config.train
     elements, of_stages = layer_elements(config), stage_passes(config, hardware, system)
     ranks, held = [block_cost.NOTHING] * parallel.pp, [0.0] * parallel.pp
@@ -150,13 +136,8 @@ def gradient_time(
 ) -> Number:
     """Return the exposed seconds of a step's gradient sums and weight gathers.
 
-    Args:
-        config: resolved config of the run; its own `parallel.zero` is not read.
-        hardware, system: see `step_time`.
-        zero: `parallel.zero`.
-        elements: weights of a rank.
-        forward, backward: seconds of one micro-batch's passes through them.
-        micro_batches: micro-batches of a step.
+    `zero` replaces the config's own. A rank has `elements` weights, through which one micro-batch's passes take
+    `forward` and `backward` seconds.
     """
     group = block_cost.axis_group(config, "dp·cp", hardware.gpus_per_node, system)
     sizes = config.precision.itemsize, config.precision.master_itemsize
@@ -177,10 +158,8 @@ def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
     """Return the part of the bubble that lengthens a step. Ranks that share cores yield them while they wait, down to
     the step time of ranks with a core each.
 
-    Args:
-        busy: seconds of a rank's work, at the rate of its share of the cores.
-        bubble: seconds that the rank also waits.
-        hardware: hardware of the ranks.
+    `busy` are the seconds of a rank's work, at the rate of its share of the cores, and `bubble` those that it also
+    waits.
     """
     share = hardware.cores / hardware.gpus_per_node if hardware.cores else 1.0
     return max(0.0, (busy + bubble) * share - busy) if share < 1 else bubble
@@ -352,16 +331,10 @@ def own_system(config: Config, hardware: Hardware) -> System:
 
 
 def estimate(config: Config, hardware: Hardware, system: System | str | None = None) -> Estimate:
-    """Estimate the time and memory of one training step.
+    """Estimate the time and memory of one training step under a training system, by default this package.
 
-    Args:
-        config: resolved config of the run.
-        hardware: entry of the catalogue, or the user's own.
-        system: training system, or its name; None for this package.
-
-    Raises:
-        UserError: the ranks do not fill nodes, the hardware has no matrix rate for the dtype, the model is the user's
-            own, or the system is unknown.
+    Raises a `UserError` if the ranks do not fill nodes, the hardware has no matrix rate for the dtype, the model is the
+    user's own, or the system is unknown.
     """
     parallel, world = config.parallel, Layout.from_config(config.parallel).world_size
     if not hardware.fills_nodes(world):
@@ -382,11 +355,7 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
 
 
 def usable_memory(hardware: Hardware) -> int:
-    """Return the bytes of a device that a rank may use.
-
-    Raises:
-        UserError: the device has no more memory than the libraries take.
-    """
+    """Return the bytes of a device that a rank may use; raise a `UserError` if the libraries take all of its memory."""
     usable = hardware.memory_bytes - (RESERVE if hardware.device == "cuda" else 0)
     if usable <= 0:
         raise UserError(

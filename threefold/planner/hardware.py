@@ -104,11 +104,8 @@ class Hardware:
     sources: tuple[str, ...] = ()
 
     def matrix_rate(self, dtype: str) -> float:
-        """Return the peak operations per second of matrix products in a dtype.
-
-        Raises:
-            UserError: the device has no rate for this dtype.
-        """
+        """Return the peak operations per second of matrix products in a dtype; raise a `UserError` if the device has
+        none."""
         if dtype not in self.matrix_rates:
             known = ", ".join(self.matrix_rates)
             raise UserError(f"The hardware {self.name} has no matrix rate for {dtype}; use one of {known}.")
@@ -158,11 +155,7 @@ Entries = dict[str, dict[str, Any]]
 
 
 def read_entries(path: Path) -> Entries:
-    """Read the entries of a YAML file by name, keeping their `like` keys.
-
-    Raises:
-        UserError: the file cannot be read, or is not a mapping of names to mappings.
-    """
+    """Read the entries of a YAML file by name, keeping their `like` keys."""
     value, _ = read_document(path, "the hardware entry ")
     if not isinstance(value, dict) or not value or not all(isinstance(entry, dict) for entry in value.values()):
         raise UserError(f"{shown(path)} must hold hardware entries, each a name with figures such as memory_bytes.")
@@ -194,16 +187,7 @@ def _expanded(name: str, entries: Entries, where: str, depth: int = 0) -> dict[s
 
 
 def build(name: str, entries: Entries, where: str) -> Hardware:
-    """Build the `Hardware` of an entry.
-
-    Args:
-        name: name of the entry in `entries`.
-        entries: all entries that `like` may name.
-        where: name of the file, for error messages.
-
-    Raises:
-        UserError: a figure is missing, unknown or out of range.
-    """
+    """Build the `Hardware` of one of the entries, which `like` may name; errors call the file `where`."""
     values, where = _expanded(name, entries, where), f"{where}, {name}"
     known = [each for each in fields(Hardware) if each.name != "name"]
     _require_known(values, [*(each.name for each in known), "like"], where)
@@ -300,15 +284,8 @@ def hardware_names() -> list[str]:
 
 
 def find_hardware(name_or_path: str) -> Hardware:
-    """Find an entry by name, where the user's folder takes precedence, or the one entry of a YAML file.
-
-    Args:
-        name_or_path: case-insensitive name from the catalogue or the user's folder, or path of a `.yaml` file, whose
-            entry may be `like` one of the catalogue.
-
-    Raises:
-        UserError: the entry does not exist or is invalid.
-    """
+    """Find an entry by its name in any case, where the user's folder takes precedence over the catalogue, or the one
+    entry of a `.yaml` file, which may be `like` one of the catalogue."""
     if name_or_path.lower().endswith(_SUFFIXES):
         return _of_file(Path(name_or_path), "")
     name = name_or_path.lower()
@@ -335,11 +312,7 @@ def _of_file(path: Path, wanted: str) -> Hardware:
 
 
 def save_hardware(hardware: Hardware, path: Path | None = None) -> Path:
-    """Write an entry to a file, by default the one of its name in the user's folder, and return the path.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    """Write an entry to a file, by default the one of its name in the user's folder, and return the path."""
     target = path or user_folder() / f"{hardware.name}.yaml"
     try:
         if path is None:
@@ -380,12 +353,8 @@ def saved_entry(title: str) -> Hardware | None:
 
 
 def entry_of_gpu(name: str, memory: int) -> Hardware | None:
-    """Find the entry of a GPU type; None if the catalogue has none.
-
-    Args:
-        name: name reported by the driver, such as `NVIDIA A100-SXM4-80GB`.
-        memory: bytes of device memory, which distinguish types of the same name.
-    """
+    """Find the entry of a GPU type by the driver's name for it, such as `NVIDIA A100-SXM4-80GB`, and its memory, which
+    distinguishes types of the same name; None if the catalogue has none."""
     words = set(re.split(r"[\s_/-]+", name.lower()))
     if any(variant in words for variant in _OTHER_VARIANTS):
         return saved_entry(name)
@@ -397,11 +366,7 @@ def entry_of_gpu(name: str, memory: int) -> Hardware | None:
 def peak_rate(dtype: str, device: str, local_ranks: int, gpu: tuple[str, int] | None = None) -> float | None:
     """Return the peak FLOP/s of matrix products for one rank of this machine; None if unknown.
 
-    Args:
-        dtype: `precision.dtype`.
-        device: `cpu` or `cuda`.
-        local_ranks: ranks on this machine, which share the cores of a CPU.
-        gpu: name and bytes of memory of the rank's GPU.
+    The local ranks share the cores of a CPU; `gpu` is the name and bytes of memory of the rank's GPU.
     """
     if device == "cuda":
         entry = entry_of_gpu(*gpu) if gpu is not None else None

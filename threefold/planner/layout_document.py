@@ -45,17 +45,11 @@ Bounds = tuple[tuple[int, int], ...]
 def layout_document(
     config: Config, hardware: Hardware | None = None, *, traffic: bool = True, tell: Tell = lambda *_: None
 ) -> dict[str, Any]:
-    """Return the document of a config's layout, as JSON values.
+    """Return the document of a config's layout, as JSON values; the data of the config need not exist.
 
-    Args:
-        config: resolved config of the run; its data need not exist.
-        hardware: hardware whose memory is the limit and whose rates give the times of the passes; None for times in
-            proportion to the layers' costs, and, on a CPU, this machine's memory as the limit.
-        traffic: whether to dry-run each stage for its collectives, which takes seconds, minutes for long pipelines.
-        tell: callback of the dry run.
-
-    Raises:
-        UserError: the layout does not suit the model or the hardware.
+    Without hardware, the times of the passes are in proportion to the layers' costs, and on a CPU the limit is this
+    machine's memory. `traffic` dry-runs each stage for its collectives, which takes seconds, minutes for long
+    pipelines.
     """
     layout, model = Layout.from_config(config.parallel), ModelShards(config)
     per_node = _PER_NODE if hardware is None else hardware.shared_by(layout.world_size).gpus_per_node
@@ -123,15 +117,8 @@ def _mesh(config: Config, layout: Layout, per_node: int, hardware: Hardware | No
 
 @dataclass(frozen=True)
 class WeightKind:
-    """Weights of equal name, shape and rule in several layers, or one weight that several layers share.
-
-    Attributes:
-        name: name of the weight, with `*` for the number of its layer.
-        shape: shape of the whole weight.
-        split: sharding rule.
-        layers: numbers of the layers that have such a weight.
-        tied: numbers of further layers that use the same weight.
-    """
+    """Weights of equal name (with `*` for the layer's number), shape and rule in several layers, or one weight that
+    `tied` layers share."""
 
     name: str
     shape: tuple[int, ...]
@@ -145,20 +132,7 @@ class WeightKind:
 
 
 class ModelShards:
-    """Shards of a model's weights on each rank of a layout.
-
-    Args:
-        config: resolved config of the run.
-
-    Attributes:
-        plan: layers of the model and the rule of each weight.
-        kinds: weights, in the order of the model.
-        stages: layers of each pipeline stage, and its rank.
-        layout: ranks along each axis.
-
-    Raises:
-        UserError: the layers cannot be partitioned into stages as configured.
-    """
+    """Shards of a model's weights on each rank of a layout; the kinds are in the order of the model."""
 
     def __init__(self, config: Config) -> None:
         make_model, self.plan = ConfigSource().load(config)
@@ -326,12 +300,8 @@ _WITH_ZERO: Final = {"all_gather": (3, "pass", "start"), "reduce_scatter": (2, "
 
 
 def when(axis: str, operation: str, zero: int) -> str:
-    """Return when a step makes a collective: in each `pass` or `backward` pass, after it (`send`), at `start` or `end`.
-
-    Args:
-        axis, operation: axis and kind of the collective, as recorded (docs/parallel/traffic.md).
-        zero: `parallel.zero`.
-    """
+    """Return when a step makes a collective, as recorded (docs/parallel/traffic.md): in each `pass` or `backward` pass,
+    after it (`send`), at `start` or `end`."""
     if axis in _WITHIN:
         return "pass"
     if axis == "pp":
@@ -361,15 +331,9 @@ def _collectives(config: Config, tell: Tell) -> dict[str, Any]:
 
 
 def moves(before: Config, after: Config) -> dict[str, Any]:
-    """Return what moves when a run continues in another layout, rank by rank and weight by weight.
+    """Return what moves when a run continues in another layout of one model, rank by rank and weight by weight.
 
     A rank keeps the elements that it has in both layouts, and receives the others that it needs.
-
-    Args:
-        before, after: resolved configs of one model in two layouts.
-
-    Raises:
-        UserError: the models differ.
     """
     old, new = ModelShards(before), ModelShards(after)
     _require_one_model(old, new)
@@ -422,15 +386,8 @@ def _overlap(one: Bounds | None, other: Bounds | None) -> int:
 def proof(report: Any, called: str, document: Mapping[str, Any]) -> dict[str, Any]:
     """Return the worst error of each parameter in each layout of a report of `threefold verify --json`.
 
-    An error that is not finite is `inf` in words, as JSON has no such number.
-
-    Args:
-        report: content of the report.
-        called: name of the report in messages.
-        document: document of a layout of the same model, of which the report may have fewer layers.
-
-    Raises:
-        UserError: `report` is not a report of `threefold verify`, or belongs to another model.
+    An error that is not finite is `inf` in words, as JSON has no such number. The report is `called` in messages; it
+    may have fewer layers of the model than the document of a layout.
     """
     try:
         layouts = [(each["layout"], each["verdict"], dict(each["worst_by_parameter"])) for each in report["layouts"]]

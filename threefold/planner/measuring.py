@@ -46,14 +46,10 @@ _BETWEEN: Final = 512
 
 
 class MeasuringEffort(NamedTuple):
-    """Extent of the measurements.
+    """Extent of the measurements: seconds of each, sizes of square matrices, and bytes of large messages and of the
+    copied tensor.
 
-    Attributes:
-        seconds: duration of each measurement.
-        sizes: sizes of square matrices.
-        nbytes: bytes of large messages.
-        attention: (positions, head dim) of three measurements; two differ in head dim, the last two in positions.
-        copied: bytes of the copied tensor.
+    `attention` has (positions, head dim) of three measurements; two differ in head dim, the last two in positions.
     """
 
     seconds: float = 0.35
@@ -96,19 +92,14 @@ class Collective:
 class RankRates:
     """Rates of one of several ranks while all do the same, averaged over them.
 
-    Attributes:
-        ranks, threads: number of ranks, and threads of each.
-        matrix: FLOP/s of products of square matrices, by dtype and size.
-        attention: rates of the fused kernel, by dtype.
-        memory_bandwidth: bytes read and written per second by a copy.
-        kernel: seconds of a kernel on a few elements, including autograd's work for it.
-        block: seconds of a minimal block's forward and backward pass.
-        sharded_block: seconds of a block with weights sharded over the ranks.
-        tensor_block: seconds of a block with tensor parallelism, the mean of pairs and of all ranks.
-        context_block: seconds of a block in pairs of context-parallel ranks.
-        collectives: `all_reduce`, `all_gather` and `reduce_scatter` of all ranks; in simultaneous groups of two,
-            `pairs` (an all-reduce), `send` (of the context-parallel ring) and `stages` (of pipeline stages, where they
-            do not send like the ring). Empty for one rank.
+    Matrix rates are FLOP/s by dtype and size of square matrices; `memory_bandwidth` counts the bytes that a copy reads
+    and writes. `kernel` has the seconds of a kernel on a few elements with autograd's work for it, `block` those of a
+    minimal block's forward and backward pass, and the next three those of a block with weights sharded over the ranks,
+    with tensor parallelism (the mean of pairs and of all ranks), and in pairs of context-parallel ranks.
+
+    The collectives, empty for one rank, are `all_reduce`, `all_gather` and `reduce_scatter` of all ranks and, in
+    simultaneous groups of two, `pairs` (an all-reduce), `send` (of the context-parallel ring) and `stages` (of pipeline
+    stages, where they do not send like the ring).
     """
 
     ranks: int
@@ -125,14 +116,7 @@ class RankRates:
 
 
 def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, device: str = "cpu") -> RankRates:
-    """Measure this rank while the others do the same. Collective over the world.
-
-    Args:
-        info: information about the rank; unused.
-        dtypes: dtypes whose products are measured.
-        budget: extent of the measurements.
-        device: `cpu` or `cuda`.
-    """
+    """Measure this rank while the others do the same. Collective over the world."""
     if device == "cpu":
         keep_freed_memory()  # as in a training rank
     world = dist.get_world_size()
@@ -229,13 +213,8 @@ def measure_block(
 ) -> float:
     """Return the seconds of one tiny block's forward and backward pass of a micro-batch. Collective over the world.
 
-    Its kernels take almost no time, so that Python and autograd remain.
-
-    Args:
-        seconds_of: function that times an operation on all ranks at once.
-        ranks: number of ranks in the world.
-        device: device of this rank.
-        tp, cp, zero: settings of `parallel`; tp · cp divides `ranks`.
+    Its kernels take almost no time, so that Python and autograd remain. `seconds_of` times an operation on all ranks at
+    once; tp · cp divides `ranks`.
     """
     dp = ranks // (tp * cp)
     mesh = Mesh(Layout(dp=dp, tp=tp, cp=cp), device)
@@ -358,12 +337,8 @@ def attention_shares(rates: RankRates, peaks: Mapping[str, float]) -> dict[str, 
 
 
 def half_depth(rates: Mapping[int, float], least: int = 0) -> float:
-    """Fit the size d at which a product reaches half its rate, if the rate at size n is proportional to n / (n + d).
-
-    Args:
-        rates: FLOP/s by size.
-        least: smallest size to consider.
-    """
+    """Fit the size d at which a product reaches half its rate, if the rate at size n is proportional to n / (n + d),
+    from FLOP/s by size."""
     sizes = sorted(size for size in rates if size >= least)
     largest = sizes[-1]
     found = []

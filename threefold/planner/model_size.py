@@ -33,13 +33,8 @@ class StageSize(NamedTuple):
 
 
 class RankSize(NamedTuple):
-    """Memory of one rank, without activations.
-
-    Attributes:
-        parameters: parameters that the rank holds, frozen ones included.
-        weights: bytes of these parameters and of their compute copies.
-        gradients, optimizer: bytes of gradients, and of optimizer state.
-    """
+    """Memory of one rank, without activations: its parameters, frozen ones included, and the bytes of these with their
+    compute copies, of gradients, and of optimizer state."""
 
     parameters: int
     weights: int
@@ -55,17 +50,7 @@ class RankSize(NamedTuple):
 class ModelSize:
     """Parameters and memory of a model in a layout.
 
-    Args:
-        config: resolved config of the run.
-
-    Attributes:
-        parameters: parameters of the whole model, tied weights counted once.
-        active: parameters active per token, counting only the experts that each token is routed to.
-        weights: weights of the whole model.
-        map: map of layers to pipeline stages.
-
-    Raises:
-        UserError: the layers cannot be partitioned into stages as configured.
+    `parameters` counts tied weights once; `active` only the experts that each token is routed to.
     """
 
     def __init__(self, config: Config) -> None:
@@ -90,10 +75,6 @@ class ModelSize:
         """Return the peak memory of a rank in a step, without activations.
 
         The formulas are those of docs/parallel/data.md. They exclude the buffers of gathers and reduce-scatters.
-
-        Args:
-            pp_rank: coordinate of the rank on the pp axis.
-            place: coordinates of the rank on the other axes.
         """
         precision, zero = self._config.precision, self._config.parallel.zero
         narrow, wide = precision.itemsize, precision.master_itemsize
@@ -142,10 +123,7 @@ class ModelSize:
         """Return the elements that a rank gathers at once with ZeRO, as (weights, experts gathered separately), for
         each layer; the layers of a stage that share weights form one group, which comes last.
 
-        Args:
-            pp_rank: coordinate of the rank on the pp axis.
-            place: its other coordinates, without those of ZeRO.
-            trained: whether to leave out frozen weights, which have no gradients.
+        `place` is without the coordinates of ZeRO; `trained` leaves out frozen weights, which have no gradients.
         """
         found, apart = [], self._config.parallel.ep > 1
         for stage in self.map.held_by(pp_rank):
@@ -161,15 +139,8 @@ class ModelSize:
 
 
 def optimizer_states(config: OptimizerConfig, hidden: bool) -> int:
-    """Return the number of state tensors of a weight's shape that the optimizer keeps for it.
-
-    Args:
-        config: optimizer config.
-        hidden: whether the weight is a matrix of a layer between the first and the last.
-
-    Raises:
-        UserError: the optimizer belongs to another package or the user, and cannot be imported or made.
-    """
+    """Return the number of state tensors of a weight's shape that the optimizer keeps for it; matrices of layers
+    between the first and the last are `hidden`. An optimizer of another package or the user is imported."""
     if config.name in BUILT_IN:
         return BUILT_IN[config.name].states(config, hidden)
     from threefold.train.optimizers import update_rule  # imports torch
@@ -183,14 +154,9 @@ def most_states(config: OptimizerConfig) -> int:
 
 
 class HeldElements(NamedTuple):
-    """Numbers of weight elements on a rank.
-
-    Attributes:
-        hidden: elements of trained weights with two or more dims, in layers between the first and the last.
-        others: elements of all other trained weights.
-        experts: elements of expert weights, which the other counts include.
-        frozen: elements of weights that are not trained.
-    """
+    """Numbers of weight elements on a rank: trained weights with two or more dims in layers between the first and the
+    last (`hidden`), all other trained weights, expert weights, which these two include, and weights that are not
+    trained."""
 
     hidden: int = 0
     others: int = 0
@@ -215,14 +181,8 @@ class HeldElements(NamedTuple):
 class ModelWeights:
     """Weights of a model, layer by layer.
 
-    Args:
-        description: description of the model.
-
-    Attributes:
-        description, plan: description of the model, and its sharding plan.
-        layers: weights of each layer, in order.
-        kinds: number of each layer's kind; layers of a kind have weights of equal shapes and splits.
-        shared: weights of each layer that another layer uses too (tied embeddings).
+    Layers of the same number in `kinds` have weights of equal shapes and splits; `shared` has the weights of each layer
+    that another layer uses too (tied embeddings).
     """
 
     def __init__(self, description: ModelDescription) -> None:
@@ -267,11 +227,7 @@ class ModelWeights:
         return [name for name in layers if any(uses[weight] > 1 for weight in self.shared[name])]
 
     def recomputed(self, mode: str, every: int) -> frozenset[str]:
-        """Return the layers that `train.recompute` recomputes.
-
-        Args:
-            mode, every: `train.recompute` and `train.recompute_every`.
-        """
+        """Return the layers that `train.recompute` and `train.recompute_every` recompute."""
         if (mode, every) not in self._recomputed:
             chosen = chosen_layers(self.plan.layers, self.plan.recompute, mode, every)
             self._recomputed[mode, every] = frozenset(chosen)
@@ -292,12 +248,7 @@ class ModelWeights:
 
 
 def model_weights(config: ModelConfig, sequence_length: int) -> ModelWeights:
-    """Return the weights of a model, cached unless its code is the user's own.
-
-    Args:
-        config: resolved model config.
-        sequence_length: tokens per sample.
-    """
+    """Return the weights of a model, cached unless its code is the user's own."""
     return _of_description(describe_model(config, sequence_length))
 
 
@@ -308,17 +259,12 @@ _of_description = lru_cache(maxsize=16)(ModelWeights)
 class RankBlock(BlockShape):
     """Transformer block as one rank computes it for one micro-batch.
 
-    Attributes:
-        samples, length: micro-batch size, and sequence length over all context-parallel ranks.
-        tp, cp, ep: ranks that share heads and features, positions, and experts.
-        sequence_parallel: whether activations between the tensor-parallel layers are sharded along the sequence.
-        ring: whether context parallelism passes keys and values around a ring instead of gathering them.
-        per_node, expert_stride: ranks per node, and global ranks between neighbours on the expert axis.
-        dtype, itemsize: dtype of the computation, and bytes per element.
-        documents: whether attention stops at document boundaries.
-        attention: implementation of the attention core, as its memory depends on it.
-        balanced: whether routing to experts is balanced; otherwise a rank's experts are chosen up to twice the mean.
-        kernels: tensors that the kernels keep; by default those of this package's kernels on a CPU.
+    `length` is the sequence over all context-parallel ranks. With `sequence_parallel`, activations between the
+    tensor-parallel layers are sharded along the sequence; with `ring`, context parallelism passes keys and values
+    around a ring instead of gathering them; with `documents`, attention stops at document boundaries. `expert_stride`
+    are the global ranks between neighbours on the expert axis. If routing to experts is not `balanced`, a rank's
+    experts are chosen up to twice the mean. Attention and kernels say which tensors are kept; by default those of this
+    package's kernels on a CPU.
     """
 
     samples: int
@@ -404,11 +350,8 @@ class RankBlock(BlockShape):
 
 
 def described_blocks(config: Config) -> tuple[BlockShape, ...]:
-    """Return the description of each block of a model.
-
-    Raises:
-        UserError: the planner has no formulas for the blocks, or the model comes from a file.
-    """
+    """Return the description of each block of a model; raise a `UserError` if the planner has no formulas for the
+    blocks, or the model comes from a file."""
     if config.model.architecture == OWN:
         raise UserError(
             f"model.architecture is {OWN}, whose operations have no formulas; plan with a family of the same sizes, or "
@@ -418,13 +361,7 @@ def described_blocks(config: Config) -> tuple[BlockShape, ...]:
 
 
 def rank_block(config: Config, block: BlockShape, **changes: Any) -> RankBlock:
-    """Return a block as one rank computes it.
-
-    Args:
-        config: resolved config of the run.
-        block: description of the block.
-        changes: further attributes of the result.
-    """
+    """Return a block as one rank computes it, with some further attributes."""
     parallel = config.parallel
     return RankBlock(
         **vars(block),

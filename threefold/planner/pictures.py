@@ -57,14 +57,10 @@ _DIGIT, _AROUND = 0.64, 2.2
 
 
 class TimeSpan(NamedTuple):
-    """Activity of a rank without a pause.
+    """Activity of a rank without a pause, in the unit of the picture.
 
-    Attributes:
-        rank: row in the picture, from 0 at the top.
-        kind: kind in `KINDS`; any other is drawn as `other`.
-        label: text written where it fits, such as the micro-batch index.
-        start, end: times in the unit of the picture.
-        chunk: index of the stage on its rank; later ones are drawn lighter.
+    A rank is a row, from 0 at the top. A kind outside `KINDS` is drawn as `other`, a label where it fits, and later
+    chunks (stages of the rank) lighter.
     """
 
     rank: int
@@ -90,15 +86,8 @@ def draw_timeline(
 ) -> None:
     """Draw a timeline of the ranks, and beside each rank the share of the drawn time in which it is busy.
 
-    Args:
-        path: path of the picture, .png or .svg.
-        spans: spans of all ranks, in any order; where spans of a rank overlap, later ones hide earlier ones.
-        title, subtitle: titles, which should give the bubble, as the picture does not.
-        unit: unit of the spans' times; thousands of ms are shown as s.
-        called: name of a row: a stage or a rank.
-
-    Raises:
-        UserError: the picture cannot be written.
+    Where spans of a rank overlap, later ones hide earlier ones. The subtitle should give the bubble, as the picture
+    does not. Thousands of ms are shown as s; a row is `called` a stage or a rank.
     """
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
@@ -187,14 +176,10 @@ NAME: Final = "timeline"
 
 
 class MeasuredStep(NamedTuple):
-    """Step of a real run, from its recorded spans.
+    """Step of a real run, numbered from 1, from its recorded spans, whose times are in ms.
 
-    Attributes:
-        number: number of the step, from 1.
-        seconds: time from the start of its first span to the end of its last, over all stages.
-        bubble: share of the longest time from a stage's first action to its last that a stage waits, averaged over
-            stages, as for a simulated schedule.
-        spans: spans with times in ms.
+    The bubble is the share of the longest time from a stage's first action to its last that a stage waits, averaged
+    over stages, as for a simulated schedule; the seconds are those from the first span's start to the last one's end.
     """
 
     number: int
@@ -204,19 +189,8 @@ class MeasuredStep(NamedTuple):
 
 
 def draw_run_timeline(path: Path, model: str) -> list[Path]:
-    """Draw the step of median length next to the file of spans.
-
-    Args:
-        path: path of the file of spans.
-        model: name of the model, for the title.
-
-    Returns:
-        Paths of the PNG and the SVG; empty if no step is complete.
-
-    Raises:
-        UserError: a picture cannot be written.
-        OSError: the file cannot be read.
-    """
+    """Draw the step of median length next to the file of spans, and return the paths of the PNG and the SVG; none if no
+    step is complete."""
     found = json.loads(path.read_text(encoding="utf-8"))
     steps = measured_steps(found["ranks"])
     if not steps:
@@ -231,13 +205,8 @@ def draw_run_timeline(path: Path, model: str) -> list[Path]:
 
 
 def about_step(seconds: float, bubble: float, called: str = "stage") -> str:
-    """Return the subtitle of a step's timeline, which says what its two kinds of waiting mean.
-
-    Args:
-        seconds: time of the step.
-        bubble: bubble of a `Timeline` or a `MeasuredStep`.
-        called: name of a row.
-    """
+    """Return the subtitle of a step's timeline, which says what its two kinds of waiting mean; a row is `called` a
+    stage."""
     time = f"{1000 * seconds:,.0f}" if seconds >= 1 else f"{1000 * seconds:.4g}"
     return (
         f"A step of {time} ms. Bubble {bubble:.1%}: time waited between the first and the last action of a {called}.\n"
@@ -248,8 +217,7 @@ def about_step(seconds: float, bubble: float, called: str = "stage") -> str:
 def measured_steps(ranks: Sequence[Mapping[str, Any]]) -> list[MeasuredStep]:
     """Return in order the steps for which every stage's rank has actions.
 
-    Args:
-        ranks: `pp_rank` and `spans` of each rank, the spans with the fields of `Span`.
+    Each rank has its `pp_rank` and `spans`, the spans with the fields of `Span`.
     """
     numbers = [{span["step"] for span in rank["spans"] if span["kind"]} for rank in ranks]
     return [_step(ranks, number) for number in sorted(set.intersection(*numbers))] if numbers else []
@@ -281,16 +249,9 @@ _GB: Final = 10**9
 
 
 def draw_layouts(planned: "SearchAnswer", path: Path) -> None:
-    """Draw the layouts that fit, by memory of the largest rank and tokens per second.
+    """Draw the layouts that fit, by memory of the largest rank and tokens per second, as a `.png` or `.svg`.
 
     Names the best one, and the one of least memory among those almost as fast.
-
-    Args:
-        planned: answer of a search.
-        path: path of the picture, `.png` or `.svg`.
-
-    Raises:
-        UserError: the picture cannot be written.
     """
     from matplotlib.ticker import EngFormatter
 
@@ -385,14 +346,7 @@ _MARKED: Final = 24
 def draw_memory(path: Path, stages: Sequence[Mapping[str, int]], usable: int, title: str, subtitle: str = "") -> None:
     """Draw the memory of each pipeline rank, and the limit as a red line.
 
-    Args:
-        path: path of the picture, .png or .svg.
-        stages: bytes by cause of each rank; causes outside `CAUSES` are not drawn.
-        usable: bytes that a rank may use.
-        title, subtitle: titles, which should say whether the layout fits, as the picture does not.
-
-    Raises:
-        UserError: the picture cannot be written.
+    Causes outside `CAUSES` are not drawn. The titles should say whether the layout fits, as the picture does not.
     """
     check_picture(path)
     figure, axes = new_figure(4.0, title, subtitle)

@@ -1,8 +1,5 @@
-"""Search requests and their answers.
-
-A request has an objective, fixed settings and a budget of tokens. Its answer is the ranked layouts with the config of
-the best one, or an error that explains why there is none.
-"""
+"""Search requests (objective, fixed settings, budget of tokens) and their answers: the ranked layouts, or why there is
+none."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -67,11 +64,7 @@ class Budget:
 
 
 def parse_tokens(text: str) -> int:
-    """Parse a number of tokens such as `300B`, `1.4T`, `20e9` or `5000000`.
-
-    Raises:
-        UserError: the text is not a number of tokens above 0.
-    """
+    """Parse a number of tokens such as `300B`, `1.4T`, `20e9` or `5000000`."""
     match = _TOKENS.fullmatch(text.strip().upper().replace("_", "").replace(",", ""))
     count = round(float(match[1]) * _SCALES[match[2]]) if match else 0
     if not match or not 0 < count <= 10**18:
@@ -83,10 +76,8 @@ def parse_tokens(text: str) -> int:
 class Objective:
     """Criterion by which layouts are ranked.
 
-    Attributes:
-        name, title: name on the command line, and description of the best layout.
-        counts: function from the available GPUs to the numbers of GPUs that a layout may use.
-        weight: function from the GPUs used to a factor of the seconds of a step; the smallest product ranks first.
+    `counts` maps the available GPUs to the numbers of GPUs that a layout may use, and `weight` the GPUs used to a
+    factor of the seconds of a step; the smallest product ranks first. The title describes the best layout.
     """
 
     name: str
@@ -107,15 +98,10 @@ OBJECTIVES: Final = {row.name: row for row in _ROWS}
 
 @dataclass(frozen=True)
 class Request:
-    """Request to search the layouts of a config.
+    """Request to search the layouts of a config, which is given as loaded and as resolved on one rank.
 
-    Attributes:
-        given, config: config as loaded, and resolved on one rank.
-        gpus, hardware: number of available devices, and their type.
-        objective: criterion of the best layout.
-        fixed: values of settings that the layouts must have, by `section.key`.
-        tokens: tokens to train on; None if neither the request nor the config gives it.
-        system: training system whose kernels and memory are assumed.
+    `fixed` are settings that the layouts must have, by `section.key`. The tokens are None if neither the request nor
+    the config gives them.
     """
 
     given: Config
@@ -148,17 +134,10 @@ def read_request(
     tokens: str | None = None,
     system: str | None = None,
 ) -> Request:
-    """Read the options of a request.
+    """Read the options of a request, None for those not given on the command line; the config is as loaded.
 
-    Args:
-        given: config as loaded.
-        gpus: available devices.
-        hardware: type of the devices.
-        objective, fix, tokens, system: values on the command line; None for an option that was not given. The default
-            system is this package, which the config is for.
-
-    Raises:
-        UserError: an option is invalid, or the config is invalid in every layout.
+    The default system is this package, which the config is for. Raises a `UserError` if an option is invalid, or the
+    config is invalid in every layout.
     """
     if objective not in OBJECTIVES:
         raise UserError(f"--objective is {shown(objective)} but must be {one_of(objective, list(OBJECTIVES))}.")
@@ -185,14 +164,8 @@ def read_request(
 
 
 def require_no_layout(overrides: Sequence[str]) -> None:
-    """Raise an error if an override sets a setting that the search chooses, because it would have no effect.
-
-    Args:
-        overrides: overrides as `section.key=value`.
-
-    Raises:
-        UserError: an override is such a setting.
-    """
+    """Raise a `UserError` if an override `section.key=value` sets a setting that the search chooses, as it would have
+    no effect."""
     for override in overrides:
         if override.partition("=")[0].strip() in KEYS.values():
             raise UserError(
@@ -202,11 +175,7 @@ def require_no_layout(overrides: Sequence[str]) -> None:
 
 
 def parse_fixed(texts: Sequence[str]) -> dict[str, Any]:
-    """Parse the settings that layouts must have, each as `section.key=value`.
-
-    Raises:
-        UserError: a key is not a setting of a layout, or its value is not YAML or invalid for the setting.
-    """
+    """Parse the settings that layouts must have, each as `section.key=value`."""
     fixed: dict[str, Any] = {}
     for text in texts:
         key, equals, value = text.partition("=")
@@ -254,15 +223,10 @@ class SearchAnswer:
 
 
 def plan_layouts(request: Request, clock: Callable[[], float]) -> SearchAnswer:
-    """Search the layouts of a request.
+    """Search the layouts of a request, with a clock of the seconds since it.
 
-    Args:
-        request: request to search.
-        clock: function that returns the seconds since the request.
-
-    Raises:
-        UserError: no layout is valid, or none fits in memory; the message names a change that would make one
-        possible.
+    Raises a `UserError` if no layout is valid, or none fits in memory; the message names a change that would make one
+    possible.
     """
     costs, objective = ModelCosts(request.config, request.hardware, request.system), request.objective
     checks = layout_rules(model_plan(request.config.model, request.config.data.sequence_length))
@@ -292,14 +256,7 @@ _BETWEEN: Final = (0.625, 0.75, 0.875)
 
 
 def no_layout(gpus: int, fixed: Mapping[str, Any], found: Found, run: Run) -> UserError:
-    """Return the error for GPUs of which no layout is valid.
-
-    Args:
-        gpus: available devices.
-        fixed: settings that layouts must have.
-        found: result of the search.
-        run: function that searches another number of GPUs.
-    """
+    """Return the error for GPUs of which no layout is valid; `run` searches other numbers of GPUs."""
     having = " with " + " and ".join(f"{key} {_word(value)}" for key, value in fixed.items()) if fixed else ""
     head = f"--gpus is {gpus} but no layout of so many GPUs{having} is sound"
     why = f" ({found.refusals[0].example}: {found.refusals[0].sentence.rstrip('.')})" if found.refusals else ""
@@ -373,12 +330,8 @@ def config_text(
 ) -> str:
     """Return a config as YAML: its given settings in the layout that was found.
 
-    Args:
-        config: config as loaded.
-        choice: layout to write.
-        request: options of `threefold plan`, as on the command line.
-        comments: further comment lines at the top.
-        steps: steps of the run, if the request gives a number of tokens; None for those of the config.
+    `request` are the options of `threefold plan`, as on the command line; the steps are those of a number of tokens,
+    None for those of the config.
     """
     sections = without_layout(config)
     for name, key in KEYS.items():
@@ -393,11 +346,8 @@ def config_text(
 
 
 def require_writable(path: Path) -> None:
-    """Check, before the search, that a file can be written without overwriting a file of the user.
-
-    Raises:
-        UserError: the path is a folder, its folder does not exist, or it is a file that `threefold plan` did not write.
-    """
+    """Check, before the search, that a file can be written without overwriting one that `threefold plan` did not
+    write."""
     if path.is_dir():
         raise UserError(f"{shown(path)} is a folder; name a file in it, such as {shown(path / 'best.yaml')}.")
     if not path.parent.is_dir():

@@ -4,9 +4,11 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from threefold.config.schedules import (
+    ANY,
     SCHEDULES,
     Action,
     Orders,
@@ -33,35 +35,18 @@ class StageTimes:
     backward_weight: tuple[float, ...]
 
 
-def share_of_ranks(
-    ranks: Sequence[int], forward: Sequence[float], backward_input: Sequence[float], backward_weight: Sequence[float]
-) -> StageTimes:
-    """Split the time of each rank evenly over its stages.
-
-    Args:
-        ranks: pipeline rank of each stage.
-        forward, backward_input, backward_weight: times of each rank for all its layers.
-    """
-    held = [ranks.count(rank) for rank in range(1 + max(ranks))]
-    parts = [tuple(times[rank] / held[rank] for rank in ranks) for times in (forward, backward_input, backward_weight)]
-    return StageTimes(*parts)
+def share_of_ranks(ranks: Sequence[int], *passes: Sequence[float]) -> StageTimes:
+    """Split each rank's times of its three passes evenly over its stages; `ranks` has the rank of each stage."""
+    held = Counter(ranks)
+    return StageTimes(*(tuple(times[rank] / held[rank] for rank in ranks) for times in passes))
 
 
 class Program:
     """Actions of all ranks with their dependencies resolved, so that simulations with different times can share them.
 
-    Args:
-        orders: actions of each rank, in order.
-
-    Attributes:
-        actions: all actions, each after those that it waits for.
-        ranks: rank of each action.
-        codes: code of each action, 4 · stage + index of its kind in `FBIW`.
-        sources: index of the other rank's action whose result each action waits for; -1 for none.
-        stages: number of pipeline stages.
-
-    Raises:
-        ValueError: ranks wait for one another forever or for an action that no rank has, or two ranks share a stage.
+    Each action comes after those that it waits for. Its code is 4 · stage + index of its kind in `FBIW`, and its source
+    is the index of the other rank's action whose result it waits for, or -1. Raises a `ValueError` if ranks wait for
+    one another forever or for an action that no rank has, or two ranks share a stage.
     """
 
     def __init__(self, orders: Sequence[Sequence[Action]]) -> None:
@@ -92,13 +77,13 @@ class Timeline:
     ends: list[float]
 
     @cached_property
-    def spans(self) -> tuple[tuple[tuple[Action, float, float], ...], ...]:
+    def spans(self) -> list[list[tuple[Action, float, float]]]:
         """Actions of each rank in order, with start and end."""
         of_rank: list[list[tuple[Action, float, float]]] = [[] for _ in self.program.orders]
-        each = zip(self.program.ranks, self.program.actions, self.starts, self.ends, strict=True)
-        for rank, action, start, end in each:
+        program = self.program
+        for rank, action, start, end in zip(program.ranks, program.actions, self.starts, self.ends, strict=True):
             of_rank[rank].append((action, start, end))
-        return tuple(map(tuple, of_rank))
+        return of_rank
 
     @property
     def length(self) -> float:
@@ -124,12 +109,7 @@ class Timeline:
 
         Without a barrier between steps this is the time per step, since a rank that ends early begins the next one.
         """
-        first: dict[int, float] = {}
-        last: dict[int, float] = {}
-        for rank, start, end in zip(self.program.ranks, self.starts, self.ends, strict=True):
-            first.setdefault(rank, start)
-            last[rank] = end
-        return max((last[rank] - first[rank] for rank in first), default=0.0)
+        return max((order[-1][2] - order[0][1] for order in self.spans if order), default=0.0)
 
     @property
     def bubble(self) -> float:
@@ -145,15 +125,8 @@ def simulate(
 ) -> Timeline:
     """Run each rank's actions in order, each as soon as its inputs have arrived.
 
-    A result reaches another rank after the transfer time; sending and receiving occupy neither rank.
-
-    Args:
-        orders: actions of each rank, or a program that several simulations share.
-        cost: times of the passes on each stage, or a function of the action.
-        transfer: time between neighbouring stages in either direction; one for all, or one for each pair.
-
-    Raises:
-        ValueError: ranks wait for one another forever or for an action that no rank has, or numbers of stages differ.
+    A result reaches another rank after the transfer time, one for all pairs of neighbouring stages or one for each;
+    sending and receiving occupy neither rank.
     """
     program = orders if isinstance(orders, Program) else Program(orders)
     between = [transfer] * (program.stages - 1) if isinstance(transfer, int | float) else list(transfer)
@@ -192,22 +165,16 @@ def simulate(
 class Rounds:
     """Schedule of the 1F1B family, by how far its ranks run ahead and how long they defer weight gradients.
 
-    Attributes:
-        hop: forward passes that a rank is ahead of the next rank before its first backward pass; None for all.
-        wait: rank r defers its weight gradients by wait · r backward passes; None if backward passes compute them.
+    A rank is `hop` forward passes ahead of the next rank before its first backward pass; None for all passes. Rank r
+    defers its weight gradients by `wait` · r backward passes; None if backward passes compute them.
     """
 
     hop: int | None
     wait: int | None = None
 
     def order(self, pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-        """Return the actions of a rank.
-
-        Args:
-            pp, rank: number of pipeline ranks, and coordinate of the rank.
-            chunks: stages per rank; stage n is on rank n modulo pp.
-            micro_batches: micro-batches of a step; with several chunks, in equal rounds of at least pp.
-        """
+        """Return the actions of a rank; stage n is on rank n modulo pp. With several chunks, the micro-batches must
+        form equal rounds of at least pp."""
         passes, in_round = chunks * micro_batches, micro_batches // max(1, micro_batches // pp)
         ahead = passes if self.hop is None else min(passes, (chunks - 1) * in_round + self.hop * (pp - 1 - rank))
         # Pass n of a kind belongs to chunk (n / in_round) modulo chunks and takes its next micro-batch.
@@ -298,52 +265,28 @@ _WRITTEN: Final[Mapping[str, RankOrder]] = {
     "interleaved": Rounds(hop=2).order,
     "looped-bfs": looped_bfs_order,
     "zero-bubble": Rounds(hop=1, wait=1).order,
+    "zb-h1": Rounds(hop=1, wait=1).order,
+    "zb-h2": Rounds(hop=2, wait=2).order,
     "zbv": zbv_order,
     "dualpipev": dualpipev_order,
 }
-"""Schedules of the config that are written here without torch; torch's classes give the actions of any other."""
+"""Schedules that are written here without torch; torch's classes give the actions of any other."""
 
 
-@dataclass(frozen=True)
-class OneStageZeroBubble(Schedule):
-    """ZB-H1 or ZB-H2 of Qi et al. (arXiv 2401.10241, section 2.2), their handcrafted schedules with one stage per rank.
+ONLY_PLANNED: Final = {
+    "zb-h1": TorchSchedule("zb-h1", "", 1, "loop", ANY, True, lambda pp, rank, _: pp),
+    "zb-h2": TorchSchedule("zb-h2", "", 1, "loop", ANY, True, lambda pp, rank, _: 2 * pp - 1),
+}
+"""ZB-H1 and ZB-H2 of Qi et al. (arXiv 2401.10241, section 2.2), their handcrafted schedules with one stage per rank.
 
-    Runs use them as CSV files. With ZB-H1 every rank holds as many micro-batches as the first rank of 1F1B. With ZB-H2
-    it holds almost twice as many, and no rank waits between its first and last action if F, B and W take equal time.
-
-    Attributes:
-        name: `zb-h1` or `zb-h2`.
-        hop: `Rounds.hop`; weight gradients are deferred by as many more micro-batches on each further rank.
-    """
-
-    name: str
-    hop: int
-    stages_per_rank = 1
-    defers_weight_gradients = True
-
-    def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
-        return tuple(range(pp))
-
-    def accepts(self, pp: int, micro_batches: int) -> bool:
-        return True
-
-    def micro_batch_rule(self, pp: int, micro_batches: int) -> str:
-        return "takes any number of them"
-
-    def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float:
-        return self.hop * (pp - 1) + 1
-
-
-ONLY_PLANNED: Final = {row.name: row for row in (OneStageZeroBubble("zb-h1", 1), OneStageZeroBubble("zb-h2", 2))}
-"""Schedules outside the config's table, which runs use as CSV files."""
+No class of torch has them, and runs use them as CSV files. With ZB-H1 every rank holds as many micro-batches as the
+first rank of 1F1B. With ZB-H2 it holds almost twice as many, and no rank waits between its first and last action if F,
+B and W take equal time.
+"""
 
 
 def find_planned(name: str) -> Schedule:
-    """Find a schedule by its name in `parallel.schedule` or torch, a path of the user's own, or `zb-h1` or `zb-h2`.
-
-    Raises:
-        UserError: the schedule does not exist, or its file cannot be read or is invalid.
-    """
+    """Find a schedule by its name in `parallel.schedule` or torch, a path of the user's own, or `zb-h1` or `zb-h2`."""
     if row := ONLY_PLANNED.get(name.lower()):
         return row
     if is_own_schedule(name):
@@ -356,39 +299,20 @@ def find_planned(name: str) -> Schedule:
 
 
 def orders_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Orders:
-    """Return the actions of each pipeline rank in a step, exactly as a run executes them.
-
-    Args:
-        schedule: schedule, or its name as `find_planned` takes it.
-        pp, chunks, micro_batches: pipeline ranks, stages per rank, and micro-batches of a step.
-
-    Raises:
-        UserError: the schedule does not exist or does not support these numbers; the message names those it does.
-    """
-    return _orders_of(_checked(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
+    """Return the actions of each pipeline rank in a step, exactly as a run executes them."""
+    return _orders_of(check_numbers(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
 
 
 def program_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Program:
-    """Return the actions of a step as a program for `simulate`.
-
-    Raises:
-        UserError: see `orders_of`.
-    """
-    return _program_of(_checked(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
-
-
-def _checked(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Schedule:
-    row = find_planned(schedule) if isinstance(schedule, str) else schedule
-    check_numbers(row, pp, chunks, micro_batches)
-    return row
+    """Return the actions of a step as a program for `simulate`."""
+    return _program_of(check_numbers(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
 
 
 @lru_cache(maxsize=64)
 def _orders_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Orders:
     if isinstance(row, OwnSchedule):
         return row.orders(pp, micro_batches)
-    order = Rounds(row.hop, row.hop).order if isinstance(row, OneStageZeroBubble) else _WRITTEN.get(row.name)
-    if order is not None:
+    if (order := _WRITTEN.get(row.name)) is not None:
         return tuple(order(pp, rank, chunks, micro_batches) for rank in range(pp))
     from threefold.parallel.pipeline.schedules import orders_of_all_ranks  # imports torch
 
@@ -401,12 +325,10 @@ def _program_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Prog
     return Program(_orders_of(row, pp, chunks, micro_batches))
 
 
-def check_numbers(row: Schedule, pp: int, chunks: int, micro_batches: int) -> None:
-    """Raise an error for numbers that a schedule does not support.
-
-    Raises:
-        UserError: names the number, the rule and the nearest number that works.
-    """
+def check_numbers(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Schedule:
+    """Find a schedule, and raise a `UserError` for numbers that it does not support, with the nearest number that
+    works."""
+    row = find_planned(schedule) if isinstance(schedule, str) else schedule
     for number, called in ((pp, "pipeline ranks"), (chunks, "stages on each rank"), (micro_batches, "micro-batches")):
         if number < 1:
             raise UserError(f"The schedule {row.name} has {number} {called} but needs at least 1; use 1.")
@@ -422,15 +344,14 @@ def check_numbers(row: Schedule, pp: int, chunks: int, micro_batches: int) -> No
         nearest = (micro_batches + distance for distance in distances)  # the smaller of two first
         use = use or next(count for count in nearest if count > 0 and row.accepts(pp, count))
         raise UserError(f"The schedule {row.name} cannot have {micro_batches} micro-batches, as it {rule}; use {use}.")
+    return row
 
 
 class HeldPasses(NamedTuple):
-    """Peak number of passes that a rank holds at once, each pass being one micro-batch through one stage.
+    """Peak numbers of passes that a rank holds, each being one micro-batch through one stage from its forward pass on.
 
-    Attributes:
-        until_weights: passes without weight gradients yet, as if they kept all activations until then.
-        until_backward: passes whose activations wait for their backward pass.
-        deferred: passes that have had their backward pass and wait for their weight gradients.
+    `until_weights` counts those without weight gradients yet, `until_backward` those without their backward pass yet,
+    and `deferred` those between the two.
     """
 
     until_weights: int
@@ -439,29 +360,20 @@ class HeldPasses(NamedTuple):
 
 
 def held_by_rank(order: Sequence[Action]) -> HeldPasses:
-    """Return a rank's peaks, each at its own time.
-
-    A pass counts from the start of its forward pass to the end of its last action.
-    """
-    waiting = deferred = most = most_waiting = most_deferred = 0
-    for _, kind, _ in order:
-        if kind == "F":
-            waiting += 1
-        elif kind == "B":
-            waiting -= 1
-        elif kind == "I":
-            waiting, deferred = waiting - 1, deferred + 1
-        else:
-            deferred -= 1
-        most = max(most, waiting + deferred)
-        most_waiting, most_deferred = max(most_waiting, waiting), max(most_deferred, deferred)
-    return HeldPasses(most, most_waiting, most_deferred)
+    """Return a rank's peaks, each at its own time."""
+    changes = {"F": (1, 1, 0), "B": (-1, -1, 0), "I": (0, -1, 1), "W": (-1, 0, -1)}
+    kinds = zip(*(changes[kind] for _, kind, _ in order), strict=True)
+    return HeldPasses(*(max(accumulate(each)) for each in kinds)) if order else HeldPasses(0, 0, 0)
 
 
 def peak_micro_batches(orders: Sequence[Sequence[Action]]) -> list[float]:
     """Return each rank's peak of micro-batches held until their weight gradients are computed. A pass through one of a
     rank's v stages counts as 1/v micro-batch."""
-    return [held_by_rank(order).until_weights / max(1, len({action[0] for action in order})) for order in orders]
+    return [held_by_rank(order).until_weights / _stages_of(order) for order in orders]
+
+
+def _stages_of(order: Sequence[Action]) -> int:
+    return max(1, len({action[0] for action in order}))
 
 
 MOST_ACTIONS: Final = 3_000_000
@@ -478,21 +390,15 @@ class Simulation:
     micro_batches: int
     timeline: Timeline
 
-    @cached_property
+    @property
     def peaks(self) -> list[float]:
         """Each rank's peak of micro-batches held until their weight gradients are computed."""
         return peak_micro_batches(self.timeline.program.orders)
 
-    @cached_property
-    def held(self) -> list[HeldPasses]:
-        """Each rank's peaks of passes held at once."""
-        return [held_by_rank(order) for order in self.timeline.program.orders]
-
     def facts(self) -> dict[str, Any]:
         """Return the results as JSON values, with times in the unit of the input and lists per pipeline rank."""
-        timeline = self.timeline
-        of_rank = [max(1, len({action[0] for action in order})) for order in timeline.program.orders]
-        held = list(zip(self.held, of_rank, strict=True))
+        timeline, orders = self.timeline, self.timeline.program.orders
+        held = [(held_by_rank(order), _stages_of(order)) for order in orders]
         return {
             "schedule": self.schedule.name,
             "stages": self.pp,
@@ -520,15 +426,9 @@ def simulated(
 ) -> Simulation:
     """Simulate a step.
 
-    Args:
-        schedule: schedule to simulate, built in or from a file.
-        pp, chunks, micro_batches: see `Simulation`.
-        passes: times of the forward pass, the backward pass for inputs and that for weights; each has one time for all
-            ranks, one per rank, or one per stage. A rank's time is split evenly over its stages.
-        transfer: one time for all stages, or one from each stage to the next.
-
-    Raises:
-        UserError: the schedule does not support these numbers, the counts of times do not match, or all times are 0.
+    `passes` are the times of the forward pass, the backward pass for inputs and that for weights; each has one time for
+    all ranks, one per rank, whose stages share it evenly, or one per stage. `transfer` is one time for all stages, or
+    one from each stage to the next.
     """
     check_numbers(schedule, pp, chunks, micro_batches)
     ranks = schedule.stage_ranks(pp, chunks)
@@ -539,11 +439,11 @@ def simulated(
             f"The schedule {schedule.name} with {len(ranks):,} stages and {micro_batches:,} micro-batches has "
             f"{actions:,} actions, and at most {MOST_ACTIONS:,} are simulated; use {fitting:,} micro-batches or fewer."
         )
-    of_stages = []
+    held, of_stages = Counter(ranks), []
     for given, option in zip(passes, ("--forward", "--backward-input", "--backward-weight"), strict=True):
         if len(given) in (1, pp):
             of_ranks = list(given) * pp if len(given) == 1 else given
-            of_stages.append(share_of_ranks(ranks, of_ranks, of_ranks, of_ranks).forward)
+            of_stages.append(tuple(of_ranks[rank] / held[rank] for rank in ranks))
         elif len(given) == len(ranks):
             of_stages.append(tuple(given))
         else:

@@ -18,13 +18,8 @@ Weight = Callable[[int], float]
 class Soundness:
     """Filter that finds the sound layouts of a space.
 
-    Args:
-        space: search space.
-        checks: rules of a config, in order.
-
-    Attributes:
-        refused: number of layouts that rules refused, by the setting that the message is about.
-        examples: one refused layout for each such setting, with its message.
+    `refused` counts the layouts that rules refused, by the setting that the message is about; `examples` has one
+    refused layout for each such setting, with its message.
     """
 
     def __init__(self, space: Space, checks: tuple[Check, ...]) -> None:
@@ -134,18 +129,13 @@ class Fitting:
 
 @dataclass(frozen=True)
 class Found:
-    """Result of a search.
+    """Result of a search: counts, the best layouts in order, and the reasons why others are not sound, the most
+    frequent first.
 
-    Attributes:
-        considered, sound: number of layouts considered, and number that the rules allow.
-        fitting, evaluated: number of sound layouts that fit by their bounds, and number of these evaluated exactly.
-        ranked: best layouts, in order.
-        refusals: reasons why layouts are not sound, the most frequent first.
-        misfit: sound layouts that do not fit; None if all fit.
-        nearest: sound layout that needs the least memory; None if no layout is sound.
-        meshes: layouts that fit by mesh, for a picture.
-        unfit: indices into the joined layouts of `meshes` of those evaluated that do not fit; it has all such layouts
-            whose bound is below the best.
+    Layouts are `fitting` by their bounds, and some of these evaluated exactly. The misfit is None if all sound ones
+    fit, `nearest` needs the least memory of the sound ones, and `meshes` has those that fit by mesh, for a picture.
+    `unfit` are the indices into the joined layouts of `meshes` of those evaluated that do not fit; it has all such
+    layouts whose bound is below the best.
     """
 
     considered: int
@@ -161,15 +151,8 @@ class Found:
 
 
 def search(space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: Sequence[int], weight: Weight) -> Found:
-    """Search every layout of a space and rank the best.
-
-    Args:
-        space: search space.
-        checks: rules of a config.
-        costs: cost model.
-        counts: numbers of devices that a layout may use.
-        weight: function from the GPUs used to a factor of the seconds of a step; the smallest product ranks first.
-    """
+    """Search every layout of a space that uses one of some counts of devices, and rank the best: those with the
+    smallest product of a step's seconds and the weight of the devices used."""
     soundness = Soundness(space, checks)
     considered = sound_count = 0
     misfit: tuple[float, LayoutChoice | None] = np.inf, None  # the least bytes, and the layout that needs them
@@ -279,11 +262,8 @@ class Points(NamedTuple):
 def points_of(found: Found, costs: ModelCosts, step: float = _STEP, most: int = _EVALUATED) -> Points:
     """Return a sample of a search's layouts and their Pareto front, without layouts known not to fit.
 
-    Args:
-        found: result of the search, in which some layouts fit.
-        costs: cost model.
-        step: largest memory of the front's next layout, as a share of the previous one's.
-        most: largest number of layouts to evaluate for the front.
+    The front's next layout has at most `step` of the previous one's memory; at most `most` layouts are evaluated for
+    it.
     """
     seconds = np.concatenate([each.seconds for each in found.meshes])
     peak = np.concatenate([each.peak for each in found.meshes])

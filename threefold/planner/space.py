@@ -43,14 +43,8 @@ _DEFAULTS: Final = {
 
 
 class LayoutChoice(NamedTuple):
-    """Layout, given by the settings that determine it.
-
-    Attributes:
-        dp, tp, pp, cp: ranks along each axis; their product is the number of GPUs.
-        ep: expert-parallel ranks, which divide dp.
-        zero, schedule, stage_chunks, micro_batch_size, recompute, sequence_parallel: settings of these names.
-        accumulation: micro-batches of a replica in a step.
-    """
+    """Layout, given by the settings that determine it; the product of dp, tp, pp and cp is the number of GPUs, and ep
+    divides dp."""
 
     dp: int
     tp: int
@@ -86,11 +80,7 @@ class LayoutChoice(NamedTuple):
 
 
 def without_layout(config: Config) -> dict[str, dict[str, Any]]:
-    """Return a config's given settings outside its layout, by section, with its global batch.
-
-    Args:
-        config: config as loaded.
-    """
+    """Return a loaded config's given settings outside its layout, by section, with its global batch."""
     given = config.given()
     for key in (*KEYS.values(), *FOLLOWING):
         section, name = key.split(".")
@@ -103,23 +93,14 @@ def without_layout(config: Config) -> dict[str, dict[str, Any]]:
 
 
 def alone(config: Config) -> Config:
-    """Return a config on one rank, not resolved.
-
-    Args:
-        config: config as loaded.
-    """
+    """Return a loaded config on one rank, not resolved."""
     chosen = (*KEYS.values(), *FOLLOWING)  # an error about another layout is not about the config's own line
     origins = {key: origin for key, origin in config.origins.items() if key not in chosen}
     return config_of(without_layout(config), origins=origins)
 
 
 def in_layout(config: Config, choice: LayoutChoice) -> Config:
-    """Return a resolved config in another layout, as `resolve` would, in a fraction of its time.
-
-    Args:
-        config: resolved config on one rank.
-        choice: layout, which must be sound.
-    """
+    """Return a config, resolved on one rank, in another sound layout, as `resolve` would, in a fraction of its time."""
     parallel: dict[str, Any] = {"zero_shards": choice.dp}
     train: dict[str, Any] = {}
     for key, value in choice.settings().items():
@@ -147,15 +128,8 @@ def layout_rules(plan: ModelPlan) -> tuple[Check, ...]:
 
 
 class RuleAnswers:
-    """Verdicts of one rule on the layouts of a config, each computed once.
-
-    Args:
-        rule: check that raises a `UserError` if it is broken.
-        config: resolved config, for settings that are not a layout's.
-
-    Attributes:
-        read: layout settings that the rule has read so far.
-    """
+    """Verdicts of one rule on the layouts of a config, each computed once; `read` has the layout settings that the
+    rule, a check that raises a `UserError`, has read so far."""
 
     def __init__(self, rule: Check, config: Config) -> None:
         self._rule, self._config = rule, config
@@ -163,11 +137,7 @@ class RuleAnswers:
         self.read: set[str] = set()
 
     def sentence(self, settings: Settings) -> str:
-        """Return why a layout breaks the rule; empty if it does not.
-
-        Args:
-            settings: settings of the layout, which replace the config's own.
-        """
+        """Return why a layout, whose settings replace the config's own, breaks the rule; empty if it does not."""
         node = self._tree
         while isinstance(node, tuple):
             key, answers = node
@@ -243,13 +213,9 @@ class MeshSizes:
 
 
 class Space:
-    """Search space of layouts for one config.
+    """Search space of layouts for one config, resolved in any layout, whose model's plan has a number of layers.
 
-    Args:
-        config: resolved config in any layout, for its global batch and model.
-        layers: number of layers in the model's plan.
-        fixed: values of settings that have only one, by `section.key`.
-        schedules: names and files that `parallel.schedule` may have.
+    `fixed` settings have only one value; `schedules` are the names and files that `parallel.schedule` may have.
     """
 
     def __init__(

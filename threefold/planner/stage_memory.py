@@ -32,16 +32,11 @@ _IN_PASSING: Final = ("working", "logits", "buffers")
 class StageMemory:
     """Memory by cause of one pipeline rank at the peak of a step, in bytes.
 
-    Attributes:
-        pp_rank: coordinate of the rank on the pp axis.
-        weights: master and compute weights, including gathered ones (ZeRO).
-        gradients, optimizer: weight gradients, and optimizer state.
-        activations: activations kept for the backward passes of all micro-batches in flight.
-        working: transient memory of a block: gradients of activations and recomputed activations.
-        logits: transient memory of the head: logits, probabilities and their gradients.
-        buffers: buffers of collectives: ZeRO's gathers and reduce-scatters, and receives.
-        fragmentation: memory that the allocator cannot use between tensors.
-        given_back: part of `fragmentation` that the allocator releases if memory runs out: blocks that no tensor fits.
+    Weights are master and compute weights, including gathered ones (ZeRO); activations those kept for the backward
+    passes of all micro-batches in flight. `working` is the transient memory of a block (gradients of activations,
+    recomputed activations), `logits` that of the head (logits, probabilities and their gradients), and `buffers` those
+    of ZeRO's gathers and reduce-scatters, and of receives. `fragmentation` is memory that the allocator cannot use
+    between tensors; of it, `given_back` is released if memory runs out: blocks that no tensor fits.
     """
 
     pp_rank: int
@@ -85,14 +80,8 @@ class StageMemory:
 def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> list[StageMemory]:
     """Return the peak memory of each pipeline rank; among the ranks at one pp coordinate, that of the largest.
 
-    Args:
-        config: resolved config of the run.
-        device: `cpu` or `cuda`, whose kernels keep different tensors.
-        system: name of the training system, as `planner.systems` knows it.
-
-    Raises:
-        UserError: the layers cannot be partitioned into stages as configured, the schedule does not support this number
-            of micro-batches, or the model comes from a file, whose layers have no formulas.
+    The kernels of the device, `cpu` or `cuda`, and of the training system (a name in `planner.systems`) decide which
+    tensors are kept. A model from a file has no formulas, which is a `UserError`.
     """
     described_blocks(config)
     layout = LayoutMemory(as_executed(config), device, keeps_of(system, device))
@@ -118,13 +107,9 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
 class Moment(NamedTuple):
     """Bytes by cause at one moment of a pass, relative to its beginning.
 
-    Attributes:
-        activations: kept activations; negative for those that the pass has freed.
-        working: transient gradients of activations and weights, and recomputed activations.
-        logits: working memory of the head.
-        gradients: weight gradients until they are reduced.
-        weights: gathered weights (ZeRO 3).
-        buffers: buffers of collectives.
+    Activations are negative for those that the pass has freed. `working` are transient gradients of activations and
+    weights, and recomputed activations; `logits` the head's working memory; `gradients` those of weights until they are
+    reduced; `weights` gathered ones (ZeRO 3); `buffers` those of collectives.
     """
 
     activations: float = 0
@@ -144,14 +129,8 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive equal layers of a stage.
-
-    Attributes:
-        layer: bytes of one layer for one micro-batch.
-        count: number of layers.
-        elements: gathered weight elements of one layer, without shared weights.
-        is_head, is_embedding: whether the run is the model's last layer, or its first.
-    """
+    """Consecutive equal layers of a stage, with the bytes of one layer for one micro-batch and its gathered weight
+    elements, without shared weights; `is_head` and `is_embedding` mark the model's last layer and its first."""
 
     layer: LayerBytes
     count: int
@@ -164,17 +143,12 @@ class Run:
 class StageLayers:
     """Layers of a pipeline stage, and the treatment of its gradients and gathered weights.
 
-    Attributes:
-        runs: layers of the stage, grouped.
-        output: bytes of its output, which a pass also keeps; 0 for the last stage.
-        sent: bytes of the gradient that it sends to the previous stage; 0 for the first stage.
-        hands_on: whether the next stage is on the same rank.
-        tied: elements of weights shared by layers of the stage, gathered for all of them together.
-        zero, ranks: `parallel.zero`, and number of ranks that shard a replica.
-        narrow, wide: bytes per element of compute weights and of master weights.
-        computed: bytes per element of a weight gradient that a backward pass computes; 0 if it adds to the sum at once.
-        repeated: whether an earlier micro-batch has run.
-        grows: whether accumulated gradients take memory only as a backward pass makes them.
+    A pass also keeps the stage's `output` (0 bytes for the last stage), which the next stage shares if it is on the
+    same rank (`hands_on`); `sent` is the gradient for the previous stage (0 for the first). The `tied` elements of
+    weights that layers of the stage share are gathered for all of them together. `ranks` shard a replica. Elements have
+    `narrow` bytes in compute weights, `wide` in master weights, and `computed` in a weight gradient that a backward
+    pass computes, 0 if it adds to the sum at once. An earlier micro-batch has run if `repeated`; accumulated gradients
+    take memory only as a backward pass makes them if `grows`.
     """
 
     runs: tuple[Run, ...]
@@ -243,13 +217,9 @@ class StageLayers:
     ) -> Iterator[Moment]:
         """Yield the moments of one layer's backward pass.
 
-        Args:
-            run: run of the layer.
-            freed: bytes that later layers have freed.
-            tied: elements of a tied weight's gradient that waits for its second use.
-            ahead: elements of the previous layer's weights, which are prefetched.
-            scattered: elements whose reduce-scatter still holds its buffer.
-            deferring: see `_backward`.
+        Later layers have `freed` bytes; `tied` are the elements of a tied weight's gradient that waits for its second
+        use, `ahead` those of the previous layer's prefetched weights, and `scattered` those whose reduce-scatter still
+        holds its buffer.
         """
         layer, narrow, wide = run.layer, self.narrow, self.wide
         own = run.elements + (self.tied if run.is_head or run.is_embedding else 0)
@@ -272,16 +242,7 @@ class StageLayers:
 
 
 class LayoutMemory:
-    """Memory of the ranks of a layout.
-
-    Args:
-        config: resolved config of the run.
-        device: `cpu` or `cuda`.
-        keeps: memory behaviour of the training system.
-
-    Raises:
-        UserError: see `stage_memory`.
-    """
+    """Memory of the ranks of a layout."""
 
     def __init__(self, config: Config, device: str, keeps: Keeps) -> None:
         self._config, self.keeps = config, keeps
@@ -366,12 +327,8 @@ def standing_states(
 ) -> RankSize:
     """Return a rank's memory from the first micro-batch to the update, without ZeRO's per-layer gathers.
 
-    Args:
-        found: peak of the rank's states in a step.
-        whole: elements of its weights before ZeRO shards them.
-        parallel, precision: sections of a resolved config.
-        keeps: memory behaviour of the training system.
-        gradients_grow: whether no gradients exist before the backward pass.
+    `found` is the peak of its states in a step, `whole` the elements of its weights before ZeRO shards them. No
+    gradients exist before the backward pass if `gradients_grow`.
     """
     wide = precision.master_itemsize
     narrow = precision.itemsize if precision.itemsize < wide else 0
@@ -399,11 +356,10 @@ _ROUNDS: Final = 4
 class Flights(NamedTuple):
     """Passes that a rank holds when each of its actions begins.
 
-    Attributes:
-        held: passes whose activations wait for their backward pass, including the action's own, [actions, stages].
-        deferred: passes that wait for their weight gradients, excluding the action's own, [actions, stages].
-        sent: gradients sent to earlier stages whose memory is not free yet, [actions].
-        alike: indices of the actions of each kind and stage of the rank.
+    `held` are those whose activations wait for their backward pass, including the action's own, [actions, stages];
+    `deferred` those that wait for their weight gradients, excluding the action's own, [actions, stages]; `sent` the
+    gradients sent to earlier stages whose memory is not free yet, [actions]. `alike` has the indices of the actions of
+    each kind and stage of the rank.
     """
 
     held: NDArray[np.int64]
@@ -413,15 +369,7 @@ class Flights(NamedTuple):
 
 
 def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> tuple[Flights, ...]:
-    """Return what each pipeline rank holds during a step.
-
-    Args:
-        schedule: pipeline schedule of the config.
-        pp, chunks, micro_batches: pipeline ranks, stages per rank, and micro-batches of a step.
-
-    Raises:
-        UserError: the schedule does not support these numbers.
-    """
+    """Return what each pipeline rank holds during a step."""
     if pp == 1:
         return (_of_rank((Action(0, "F", 0), Action(0, "B", 0)), (0,), 0),)
     rounds = micro_batches // pp

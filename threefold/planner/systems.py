@@ -188,11 +188,7 @@ SYSTEMS: Final = {row.name: row for row in _ROWS}
 
 
 def find_system(name: str) -> System:
-    """Return the training system with this name.
-
-    Raises:
-        UserError: no system has this name.
-    """
+    """Return the training system with this name."""
     if name not in SYSTEMS:
         raise UserError(f"The training system {shown(name)} is unknown; it must be {one_of(name, list(SYSTEMS))}.")
     return SYSTEMS[name]
@@ -247,14 +243,11 @@ FRAGMENTATION: Final = 0.05
 
 @dataclass(frozen=True)
 class Keeps:
-    """Memory behaviour of a training system on a device.
+    """Memory behaviour of a training system on a device: the tensors that its kernels keep for the backward pass, and
+    the share of transient tensors that its allocator loses.
 
-    Attributes:
-        system: the training system.
-        kernels: tensors that its kernels keep for the backward pass.
-        casts_logits: whether separate kernels cast narrow logits to fp32 on a GPU. The allocator's blocks for the
-            narrow logits are too small for the wide ones, and stay reserved.
-        fragmentation: memory that the allocator loses, as a share of transient tensors.
+    With `casts_logits`, separate kernels cast narrow logits to fp32 on a GPU. The allocator's blocks for the narrow
+    logits are too small for the wide ones, and stay reserved.
     """
 
     system: System
@@ -270,15 +263,7 @@ class Keeps:
 
 
 def keeps_of(system: str, device: str) -> Keeps:
-    """Return the memory behaviour of a training system on a device; on a CPU that of this package.
-
-    Args:
-        system: name of the system, as `find_system` takes it.
-        device: `cpu` or `cuda`.
-
-    Raises:
-        UserError: no system has this name.
-    """
+    """Return the memory behaviour of a training system on a device, `cpu` or `cuda`; on a CPU that of this package."""
     found = find_system(system)
     if device == "cpu":
         return Keeps(_OWN)
