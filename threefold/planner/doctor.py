@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, get_args
 
 from threefold.comm.layout import AXES
 from threefold.errors import UserError
@@ -29,13 +29,10 @@ from threefold.planner.systems import SYSTEMS
 
 RANKS: Final = (2, 4, 8)
 """Numbers of local ranks that are measured on a CPU."""
-_DTYPES: Final = ("fp32", "bf16")
-_ON_DISK, _ON_DISK_QUICK = 128 << 20, 16 << 20
 
 RunRanks = Callable[[Callable[..., object], tuple[Any, ...], int, str], object]
 """Function that runs a worker on some local ranks of a device and returns the first rank's result."""
 Severity = Literal["error", "warning", "note"]
-_SEVERITIES: Final = ("error", "warning", "note")
 
 
 @dataclass(frozen=True)
@@ -182,7 +179,7 @@ def examine(
         elif not quick and count not in (1, counts[-1]):
             effort = measuring.MeasuringEffort(sizes=(256,), seconds=0.2)
         try:
-            measured = run_ranks(measuring.measure_ranks, (_DTYPES, effort, device), count, device)
+            measured = run_ranks(measuring.measure_ranks, (("fp32", "bf16"), effort, device), count, device)
             assert isinstance(measured, RankRates)
             rates.append(measured)
         except (UserError, RuntimeError) as error:
@@ -192,42 +189,29 @@ def examine(
     tell("disk", len(counts), len(parts))
     disk = None
     try:
-        disk = measure_disk(folder, _ON_DISK_QUICK if quick else _ON_DISK)
+        disk = measure_disk(folder, 16 << 20 if quick else 128 << 20)
     except UserError as error:
         remedy = "give a folder that can be written, with --folder"
         problems.append(MachineFinding("warning", str(error).rstrip("."), remedy))
     problems += findings_of(machine, device, rates, disk, between_hosts(found))
-    routes = axis_routes(device, found)
-    return Examination(machine, device, tuple(found), tuple(routes), tuple(rates), disk, tuple(problems))
-
-
-_FEW_FILES: Final = 4096
-_LITTLE_SHARED_MEMORY: Final = 256 << 20
-_SLOW_DISK: Final = 100e6
-_BUSY: Final = 0.5
-"""Share of the cores that other programs may use without a warning."""
-_THROTTLED: Final = 0.6
-"""Share of the highest clock below which a GPU counts as throttled."""
+    routes = tuple(axis_routes(device, found))
+    return Examination(machine, device, tuple(found), routes, tuple(rates), disk, tuple(problems))
 
 
 def findings_of(
-    machine: Machine,
-    device: str,
-    rates: Sequence[RankRates],
-    disk: DiskSpeed | None,
-    outside: Interface | None = None,
+    machine: Machine, device: str, rates: Sequence[RankRates], disk: DiskSpeed | None, outside: Interface | None = None
 ) -> list[MachineFinding]:
     """Return the findings about a machine, the worst first; `outside` is the network interface to other hosts, if
     known."""
     found = [*_of_host(machine), *_of_rates(machine, device, rates), *_of_gpus(machine, device)]
-    if disk is not None and disk.bandwidth < _SLOW_DISK:
+    if disk is not None and disk.bandwidth < 100e6:
         text = f"the disk of {disk.folder} takes {format_bytes(int(disk.bandwidth))}/s, so checkpoints take long"
         found.append(MachineFinding("warning", text, "write runs to a faster disk, or set checkpoint.async_save: true"))
     if outside is not None and outside.address.startswith("127."):
         text = f"the name {machine.host} resolves to {outside.address}, which no other host can reach"
         remedy = "for runs on several hosts give its address in /etc/hosts, or set GLOO_SOCKET_IFNAME to an interface"
         found.append(MachineFinding("note", text, remedy))
-    return sorted(found, key=lambda finding: _SEVERITIES.index(finding.severity))
+    return sorted(found, key=lambda finding: get_args(Severity).index(finding.severity))
 
 
 def _of_host(machine: Machine) -> Iterator[MachineFinding]:
@@ -236,13 +220,13 @@ def _of_host(machine: Machine) -> Iterator[MachineFinding]:
     if 0 < machine.quota < machine.cores:
         text = f"the control group allows {machine.quota:g} cores' worth of time, on {machine.cores} cores"
         yield MachineFinding("warning", text, "raise the container's limit of CPU time (docker --cpus)")
-    if machine.load > _BUSY * machine.cores:
+    if machine.load > machine.cores / 2:
         text = f"other programs keep {machine.load:.1f} processes busy on {machine.cores} cores"
         yield MachineFinding("warning", text, "measure again when the machine is quiet, as all rates here are too low")
-    if 0 < machine.shared_memory < _LITTLE_SHARED_MEMORY:
+    if 0 < machine.shared_memory < 256 << 20:
         text = f"/dev/shm has {format_bytes(machine.shared_memory)} free, too little for the collectives of many ranks"
         yield MachineFinding("warning", text, "make it larger (docker --shm-size 2g); without, ranks talk over sockets")
-    if 0 < machine.open_files < _FEW_FILES:
+    if 0 < machine.open_files < 4096:
         text = f"a process may have {machine.open_files:,} files open, and ranks take several for each other rank"
         yield MachineFinding("warning", text, "raise the limit with `ulimit -n 65536`")
     if not machine.compiler:
@@ -278,8 +262,8 @@ def _of_gpus(machine: Machine, device: str) -> Iterator[MachineFinding]:
     if device != "cuda":
         return
     if not machine.backends.get("nccl"):
-        remedy = "install torch for CUDA from https://pytorch.org"
-        yield MachineFinding("error", "this build of torch has no NCCL", remedy)
+        text = "this build of torch has no NCCL"
+        yield MachineFinding("error", text, "install torch for CUDA from https://pytorch.org")
     for number, gpu in enumerate(machine.gpus):
         if "disabled" in gpu.ecc.lower():
             text = f"GPU {number} ({gpu.name}) does not correct memory errors (ECC is disabled)"
@@ -288,16 +272,12 @@ def _of_gpus(machine: Machine, device: str) -> Iterator[MachineFinding]:
         if 0 < gpu.power_limit < gpu.largest_power_limit:
             text = f"GPU {number} is limited to {gpu.power_limit:.0f} W of {gpu.largest_power_limit:.0f} W"
             yield MachineFinding("warning", text, "raise it with `nvidia-smi -pl`, or expect lower rates")
-        if 0 < gpu.clock < _THROTTLED * gpu.largest_clock:
+        if 0 < gpu.clock < 0.6 * gpu.largest_clock:
             text = f"GPU {number} runs at {gpu.clock:.0f} MHz of {gpu.largest_clock:.0f} MHz"
             remedy = "that is usual while it idles; under load look for heat or a power limit"
             yield MachineFinding("note", text, remedy)
     if len({gpu.name for gpu in machine.gpus}) > 1:
         yield MachineFinding("warning", "the GPUs are of different types", "give each run GPUs of one type")
-
-
-_LEAST_SIZE: Final = 128
-_UNKNOWN_GPU_MEMORY: Final = 16 << 30
 
 
 def measured_entry(found: Examination) -> Hardware | None:
@@ -313,7 +293,7 @@ def measured_entry(found: Examination) -> Hardware | None:
     rates = {dtype: max(sizes.values()) for dtype, sizes in most.matrix.items() if sizes}
     fp32 = most.matrix.get("fp32") or next(sizes for sizes in most.matrix.values() if sizes)
     largest = max(fp32)
-    depth = measuring.half_depth(fp32, _LEAST_SIZE if largest >= _LEAST_SIZE else 0)
+    depth = measuring.half_depth(fp32, 128 if largest >= 128 else 0)
     peaks = {dtype: rate * (1 + depth / largest) for dtype, rate in rates.items()}
     title, bytes_of_rank = machine.processor, max(1, machine.memory // most.ranks)
     if is_gpu:
@@ -321,20 +301,14 @@ def measured_entry(found: Examination) -> Hardware | None:
         import torch
 
         listed = entry_of_gpu(title, 0)
-        bytes_of_rank = listed.memory_bytes if listed is not None else _UNKNOWN_GPU_MEMORY
+        bytes_of_rank = listed.memory_bytes if listed is not None else 16 << 30
         if torch.cuda.is_available():
             bytes_of_rank = int(torch.cuda.get_device_properties(0).total_memory)
     link = measuring.measured_link(most)
-    reached = Achievable(
-        **measuring.attention_shares(most, peaks),
-        matrix=1.0,
-        matrix_depth=depth,
-        memory=1.0,
-        link=1.0,
-        network=1.0,
-        kernel=most.kernel,
-        step=0.0,
-    )
+    whole = dict.fromkeys(("matrix", "memory", "link", "network"), 1.0)
+    shares = whole | measuring.attention_shares(most, peaks)
+    reached = Achievable(**shares, matrix_depth=depth, kernel=most.kernel, step=0.0)
+    measured = f"{most.ranks} local ranks of {most.threads} threads at the same time"
     entry = Hardware(
         name=THIS_MACHINE,
         title=title,
@@ -347,15 +321,12 @@ def measured_entry(found: Examination) -> Hardware | None:
         between=link,
         achievable=reached,
         cores=0 if is_gpu else machine.cores,
-        sources=(
-            f"threefold doctor on {machine.host}: {most.ranks} local ranks of {most.threads} threads at the same time",
-        ),
+        sources=(f"threefold doctor on {machine.host}: {measured}",),
     )
     if is_gpu:  # a GPU's kernels run beside the host's work
         return replace(entry, achievable=replace(reached, block=most.block))
-    longer = {
-        name: max(0.0, getattr(most, name) - most.block) for name in ("sharded_block", "tensor_block", "context_block")
-    }
+    kinds = "sharded_block", "tensor_block", "context_block"
+    longer = {kind: max(0.0, getattr(most, kind) - most.block) for kind in kinds}
     kernels = 0.0  # the part of the measured block time that is not the host's work
     if most.block:
         config, system = measuring.tiny_config(), SYSTEMS["own-cpu"]
@@ -366,7 +337,6 @@ def measured_entry(found: Examination) -> Hardware | None:
 
 _LIBRARIES: Final = ("torch", "numpy", "triton", "tokenizers", "safetensors", "pydantic", "transformers")
 _QUERY: Final = "name,driver_version,clocks.sm,clocks.max.sm,ecc.mode.current,power.limit,power.max_limit"
-_SECONDS: Final = 10.0
 _NETWORK, _INFINIBAND = Path("/sys/class/net"), Path("/sys/class/infiniband")
 _BLOCK: Final = 4 << 20
 
@@ -431,7 +401,7 @@ def _gpus() -> tuple[Gpu, ...]:
     """List the GPUs by nvidia-smi, which initialises nothing in this process, or else by torch."""
     with suppress(OSError, subprocess.SubprocessError):
         command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=True)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
         return tuple(gpu_of(line) for line in done.stdout.splitlines() if line.strip())
     import torch
 

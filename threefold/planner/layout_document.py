@@ -5,9 +5,9 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from math import inf, isfinite, prod
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 from torch import nn
 
@@ -25,7 +25,7 @@ from threefold.planner.dry_run import Tell, run_stages
 from threefold.planner.estimate import Estimate, estimate, send_time, stage_passes
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import described_blocks
-from threefold.planner.schedule import Simulation, simulated
+from threefold.planner.schedule import simulated
 from threefold.planner.stage_memory import StageMemory, stage_memory
 
 FORMAT: Final = "threefold layout"
@@ -51,30 +51,25 @@ def layout_document(
     machine's memory. `traffic` dry-runs each stage for its collectives, which takes seconds, minutes for long
     pipelines.
     """
-    layout, model = Layout.from_config(config.parallel), ModelShards(config)
-    per_node = _PER_NODE if hardware is None else hardware.shared_by(layout.world_size).gpus_per_node
-    estimated = None if hardware is None or _lack_of_formulas(config) else estimate(config, hardware)
+    model, why = ModelShards(config), _lack_of_formulas(config)
+    estimated = None if hardware is None or why else estimate(config, hardware)
     return {
         "format": FORMAT,
         "version": VERSION,
         "model": {
             "name": ConfigSource().describe(config),
             "preset": config.model.preset,
-            "parameters": sum(kind.elements * len(kind.layers) for kind in model.kinds),
+            "parameters": sum(prod(kind.shape) * len(kind.layers) for kind in model.kinds),
             "layers": model.plan.layers,
             "costs": model.plan.costs,
         },
-        "layout": _mesh(config, layout, per_node, hardware),
+        "layout": _mesh(config, model.layout, hardware),
         "stages": model.stages_as_json(),
-        "tensors": model.as_json(shown_ranks(layout)),
+        "tensors": model.as_json(),
         "schedule": _schedule(config, model, estimated),
-        "memory": _memory(config, hardware, estimated),
-        "collectives": _collectives(config, tell) if traffic else _without("they were not asked for"),
+        "memory": _memory(config, hardware, estimated, why),
+        "collectives": _collectives(config, tell) if traffic else {"ranks": None, "why": "they were not asked for"},
     }
-
-
-def _without(why: str) -> dict[str, Any]:
-    return {"ranks": None, "why": why}
 
 
 def shown_ranks(layout: Layout) -> Sequence[int]:
@@ -85,17 +80,14 @@ def shown_ranks(layout: Layout) -> Sequence[int]:
     return copy if len(copy) <= _MOST_OF_A_COPY else range(layout.world_size // layout.dp)
 
 
-def groups_of(layout: Layout) -> dict[str, list[list[int]]]:
-    """Return the groups of each axis, as the mesh makes them."""
-    return {axis: layout.groups(axis) for axis in ("dp", "tp", "pp", "cp")} | {"ep": layout.expert_groups()}
-
-
-def _mesh(config: Config, layout: Layout, per_node: int, hardware: Hardware | None) -> dict[str, Any]:
+def _mesh(config: Config, layout: Layout, hardware: Hardware | None) -> dict[str, Any]:
     ranks, parallel = shown_ranks(layout), config.parallel
+    per_node = _PER_NODE if hardware is None else hardware.shared_by(layout.world_size).gpus_per_node
     present = set(ranks)
+    whole = {axis: layout.groups(axis) for axis in ("dp", "tp", "pp", "cp")} | {"ep": layout.expert_groups()}
     groups = {
         axis: [own for group in every if (own := [rank for rank in group if rank in present])]
-        for axis, every in groups_of(layout).items()
+        for axis, every in whole.items()
     }
     return {
         "name": str(layout),
@@ -126,10 +118,6 @@ class WeightKind:
     layers: tuple[int, ...]
     tied: tuple[int, ...] = ()
 
-    @property
-    def elements(self) -> int:
-        return prod(self.shape)
-
 
 class ModelShards:
     """Shards of a model's weights on each rank of a layout; the kinds are in the order of the model."""
@@ -153,19 +141,17 @@ class ModelShards:
 
     def stages_as_json(self) -> list[dict[str, Any]]:
         """Return the stages in order: rank on the pp axis, first and past-the-last layer."""
-        found = []
-        for stage, pp_rank in enumerate(self.stages.ranks):
-            first, end = self.stages.layers(stage)
-            found.append({"pp_rank": pp_rank, "first_layer": first, "end_layer": end})
-        return found
+        names = "pp_rank", "first_layer", "end_layer"
+        places = ((pp_rank, *self.stages.layers(stage)) for stage, pp_rank in enumerate(self.stages.ranks))
+        return [dict(zip(names, place, strict=True)) for place in places]
 
-    def as_json(self, ranks: Sequence[int]) -> list[dict[str, Any]]:
-        """Return each kind of weight with its distinct shards, and which of them the ranks hold.
+    def as_json(self) -> list[dict[str, Any]]:
+        """Return each kind of weight with its distinct shards, and which of them the shown ranks hold.
 
         A shard does not depend on a rank's coordinate on the pp axis, so the other coordinates are listed instead of
         ranks.
         """
-        places = [rank for rank in ranks if self.layout.coordinates(rank).pp == 0]
+        places = [rank for rank in shown_ranks(self.layout) if self.layout.coordinates(rank).pp == 0]
         found = []
         for kind in self.kinds:
             held = [self.bounds(kind, rank) for rank in places]
@@ -216,7 +202,26 @@ def _lack_of_formulas(config: Config) -> str:
 
 
 def _schedule(config: Config, model: ModelShards, estimated: Estimate | None) -> dict[str, Any]:
-    found, unit, after = simulation(config, model, estimated)
+    """Simulate the pipeline of a layout.
+
+    Times are ms if there is an estimate. Otherwise, each of the three passes of a stage takes as long as its
+    layers cost, in units of the mean over the stages, as in `threefold simulate` with forward passes alone.
+    """
+    run = as_executed(config)
+    parallel, transfer, after = run.parallel, 0.0, {}
+    if estimated is None:
+        bounds = (model.stages.layers(stage) for stage in range(len(model.stages.ranks)))
+        costs = [sum(model.plan.costs[first:end]) for first, end in bounds]
+        mean = sum(costs) / len(costs)
+        times, unit = [[cost / mean if mean else 1.0 for cost in costs]] * 3, "mean forward passes"
+    else:
+        of, entry, system, cause = estimated.config, estimated.hardware, estimated.system, estimated.time
+        passes = zip(*stage_passes(of, entry, system), strict=True)
+        times, unit = [[1e3 * part.total for part in parts] for parts in passes], "ms"
+        transfer = 1e3 * send_time(of, entry, system)
+        after = {"gradients": 1e3 * cause.gradients, "update": 1e3 * (cause.optimizer + cause.fixed)}
+    sizes = parallel.pp, parallel.stage_chunks, run.train.gradient_accumulation_steps
+    found = simulated(parallel.pipeline_schedule, *sizes, times, [transfer])
     timeline = found.timeline
     starts = sorted(start for order in timeline.spans for _, start, _ in order)
     until = starts[_MOST_SPANS] if len(starts) > _MOST_SPANS else inf
@@ -243,44 +248,9 @@ def _short(time: float) -> float:
     return float(f"{time:.6g}")
 
 
-class Simulated(NamedTuple):
-    """Step of a layout under its schedule, the unit of its times, and the times by cause after the last action."""
-
-    step: Simulation
-    unit: str
-    after: Mapping[str, float]
-
-
-def simulation(config: Config, model: ModelShards, estimated: Estimate | None) -> Simulated:
-    """Simulate the pipeline of a layout.
-
-    Times are ms if there is an estimate. Otherwise, each of the three passes of a stage takes as long as its
-    layers cost, in units of the mean over the stages, as in `threefold simulate` with forward passes alone.
-    """
-    run = as_executed(config)
-    parallel, train = run.parallel, run.train
-    transfer, after = 0.0, {}
-    if estimated is None:
-        bounds = (model.stages.layers(stage) for stage in range(len(model.stages.ranks)))
-        costs = [sum(model.plan.costs[first:end]) for first, end in bounds]
-        mean = sum(costs) / len(costs)
-        forward = [cost / mean if mean else 1.0 for cost in costs]
-        times, unit = (forward, forward, forward), "mean forward passes"
-    else:
-        of, entry, system = estimated.config, estimated.hardware, estimated.system
-        passes = zip(*stage_passes(of, entry, system), strict=True)
-        forward, backward, weight = ([1e3 * part.total for part in parts] for parts in passes)
-        times, unit = (forward, backward, weight), "ms"
-        transfer = 1e3 * send_time(of, entry, system)
-        cause = estimated.time
-        after = {"gradients": 1e3 * cause.gradients, "update": 1e3 * (cause.optimizer + cause.fixed)}
-    sizes = parallel.pp, parallel.stage_chunks, train.gradient_accumulation_steps
-    return Simulated(simulated(parallel.pipeline_schedule, *sizes, times, [transfer]), unit, after)
-
-
-def _memory(config: Config, hardware: Hardware | None, estimated: Estimate | None) -> dict[str, Any]:
-    """Return the memory of each rank of the pp axis by cause, and the memory of its device."""
-    why, limit, limit_of = _lack_of_formulas(config), None, None
+def _memory(config: Config, hardware: Hardware | None, estimated: Estimate | None, why: str) -> dict[str, Any]:
+    """Return the memory of each rank of the pp axis by cause, and the memory of its device; or why it is unknown."""
+    limit, limit_of = None, None
     stages: Sequence[StageMemory] = ()
     if estimated is not None and hardware is not None:
         stages, limit, limit_of = estimated.stages, estimated.usable_bytes, hardware.title
@@ -313,17 +283,11 @@ def when(axis: str, operation: str, zero: int) -> str:
 def _collectives(config: Config, tell: Tell) -> dict[str, Any]:
     """Return a step's collectives of the first rank at each pp coordinate, or why a dry run cannot count them."""
     if config.model.architecture == OWN and config.parallel.pp > 1:
-        return _without("a dry run cannot know what the stages of a model of your own send")
-    ranks = []
+        return {"ranks": None, "why": "a dry run cannot know what the stages of a model of your own send"}
+    names, ranks = ("axis", "operation", "count", "bytes", "when"), []
     for report in run_stages(config, tell):
         totals = [
-            {
-                "axis": each.axis,
-                "operation": each.operation,
-                "count": each.count,
-                "bytes": each.nbytes,
-                "when": when(each.axis, each.operation, config.parallel.zero),
-            }
+            dict(zip(names, (*astuple(each), when(each.axis, each.operation, config.parallel.zero)), strict=True))
             for each in report.collectives
         ]
         ranks.append({"pp_rank": report.coordinates["pp"], "rank": report.rank, "collectives": totals})
@@ -355,17 +319,13 @@ def moves(before: Config, after: Config) -> dict[str, Any]:
                 if needs is not None:
                     of_ranks.append((rank, *counts[:2]))
             tensors.append({"tensor": number, "layers": layers, "ranks": of_ranks})
+    names = "rank", "kept", "received", "dropped"
     return {
         "layout": {"name": str(new.layout), "world": new.layout.world_size, "ranks": list(ranks)},
         "coordinates": [new.layout.coordinates(rank)._asdict() for rank in ranks],
         "stages": new.stages_as_json(),
-        "shards": [
-            {name: kind[name] for name in ("shards", "shard_of_place")} for kind in new.as_json(shown_ranks(new.layout))
-        ],
-        "ranks": [
-            {"rank": rank, **dict(zip(("kept", "received", "dropped"), total, strict=True))}
-            for rank, total in ranks.items()
-        ],
+        "shards": [{name: kind[name] for name in ("shards", "shard_of_place")} for kind in new.as_json()],
+        "ranks": [dict(zip(names, (rank, *total), strict=True)) for rank, total in ranks.items()],
         "tensors": tensors,
         "itemsize": after.precision.master_itemsize,
     }
@@ -406,16 +366,13 @@ def proof(report: Any, called: str, document: Mapping[str, Any]) -> dict[str, An
             f"{called} has errors of {foreign[0]}, which this config's model does not have; give a report of the same "
             "model."
         )
+    shown = [{name: error if isfinite(error) else "inf" for name, error in worst.items()} for worst in errors]
     return {
         **facts,
         "layouts": [{"name": name, "verdict": verdict} for name, verdict, _ in layouts],
         "parameters": parameters,
-        "errors": [[_finite(worst.get(name)) for worst in errors] for name in parameters],
+        "errors": [[worst.get(name) for worst in shown] for name in parameters],
     }
-
-
-def _finite(error: float | None) -> float | str | None:
-    return error if error is None or isfinite(error) else "inf"
 
 
 def _require_one_model(old: ModelShards, new: ModelShards) -> None:

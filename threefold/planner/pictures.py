@@ -6,27 +6,7 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from threefold.figures import (
-    BLUE,
-    BROWN,
-    CYAN,
-    FAINT,
-    GREEN,
-    GREY,
-    INK,
-    LINE,
-    ORANGE,
-    PURPLE,
-    RED,
-    SMALL_SIZE,
-    TEXT_SIZE,
-    WIDTH,
-    YELLOW,
-    check_picture,
-    lighter,
-    new_figure,
-    save,
-)
+from threefold import figures
 from threefold.files import format_bytes
 from threefold.planner.schedule import Timeline
 from threefold.planner.search import points_of
@@ -39,18 +19,17 @@ if TYPE_CHECKING:
 
 
 KINDS: Final = {
-    "forward": BLUE,
-    "backward": ORANGE,
-    "backward input": YELLOW,
-    "backward weight": GREEN,
-    "communication": PURPLE,
-    "optimizer": RED,
-    "other": BROWN,
+    "forward": figures.BLUE,
+    "backward": figures.ORANGE,
+    "backward input": figures.YELLOW,
+    "backward weight": figures.GREEN,
+    "communication": figures.PURPLE,
+    "optimizer": figures.RED,
+    "other": figures.BROWN,
 }
 """Colour of each kind of span. Time without a span is waiting."""
 OF_ACTION: Final = {"F": "forward", "B": "backward", "I": "backward input", "W": "backward weight"}
 """Kind of span for each kind of action."""
-_LIGHT: Final = ("backward", "backward input", "backward weight")
 _MOST_DRAWN, _MOST_LABELS, _SMALLEST_LABEL = 4000, 5000, 3.6
 _DIGIT, _AROUND = 0.64, 2.2
 """Width of a digit as a share of the font size; space beside a label, in points."""
@@ -92,7 +71,7 @@ def draw_timeline(
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
-    check_picture(path)
+    figures.check_picture(path)
     ranks = 1 + max((span.rank for span in spans), default=0)
     begin = min((span.start for span in spans), default=0.0)
     length = max((span.end for span in spans), default=1.0) - begin
@@ -101,14 +80,14 @@ def draw_timeline(
     length = length * scale or 1.0
 
     row = min(0.36, max(0.09, 8.0 / ranks))
-    figure, axes = new_figure(0.95 + row * ranks, title, subtitle)
+    figure, axes = figures.new_figure(0.95 + row * ranks, title, subtitle)
     axes.set(xlim=(0, length), ylim=(ranks - 0.5, -0.5), xlabel=f"time ({unit})", ylabel=called)
-    axes.barh(range(ranks), length, height=0.86, color=FAINT, linewidth=0)
+    axes.barh(range(ranks), length, height=0.86, color=figures.FAINT, linewidth=0)
     groups: dict[tuple[str, int], list[TimeSpan]] = {}
     for span in moved:
         groups.setdefault((span.kind if span.kind in KINDS else "other", span.chunk), []).append(span)
     chunks = 1 + max((chunk for _, chunk in groups), default=0)
-    points = 72 * (WIDTH - 1.1) / length  # per unit of time
+    points = 72 * (figures.WIDTH - 1.1) / length  # per unit of time
     for (kind, chunk), group in sorted(groups.items()):
         # One collection for all spans of a colour, since a picture may have a hundred thousand.
         corners = [
@@ -118,7 +97,7 @@ def draw_timeline(
         narrowest = min(span.end - span.start for span in group) * points
         boxes = PolyCollection(
             corners,
-            facecolors=[lighter(KINDS[kind], 0.5 * chunk / chunks)],
+            facecolors=[figures.lighter(KINDS[kind], 0.5 * chunk / chunks)],
             edgecolors="white",
             linewidths=0.5 if narrowest > 6 else 0.25 if narrowest > 2.5 else 0.0,
             rasterized=len(spans) > _MOST_DRAWN,
@@ -129,26 +108,26 @@ def draw_timeline(
             _label_spans(axes, group, points, row)
     _mark_ranks(axes, moved, ranks, length)
     patches = [Patch(facecolor=KINDS[kind], label=kind) for kind in KINDS if any(kind == found for found, _ in groups)]
-    patches.append(Patch(facecolor=FAINT, label="waiting"))
+    patches.append(Patch(facecolor=figures.FAINT, label="waiting"))
     if chunks > 1:
         patches.append(Patch(facecolor="none", label=f"lighter: the later of a rank's {chunks} stages"))
-    options: dict[str, Any] = {"frameon": False, "fontsize": TEXT_SIZE, "handlelength": 1.0, "columnspacing": 1.2}
-    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), borderpad=0, **options)
-    save(figure, path)
+    spaces = {"handlelength": 1.0, "columnspacing": 1.2, "borderpad": 0}
+    style: dict[str, Any] = {"frameon": False, "fontsize": figures.TEXT_SIZE, **spaces}
+    figure.legend(handles=patches, loc="outside lower center", ncols=len(patches), **style)
+    figures.save(figure, path)
 
 
 def _label_spans(axes: "Axes", spans: Sequence[TimeSpan], points: float, row: float) -> None:
     """Write the labels of a kind if nearly all of them fit, in the largest font size that they fit in."""
+    labelled = (span for span in spans if span.label)
     named = sorted(
-        (((span.end - span.start) * points - _AROUND) / (_DIGIT * len(span.label)), span)
-        for span in spans
-        if span.label
+        (((span.end - span.start) * points - _AROUND) / (_DIGIT * len(span.label)), span) for span in labelled
     )
     if not named:
         return
     room = named[len(named) // 50][0]  # largest font size that fits; a real run has some shorter spans
-    size = min(SMALL_SIZE, 0.6 * 72 * row, room)
-    color = INK if spans[0].kind in _LIGHT or spans[0].chunk else "white"
+    size = min(figures.SMALL_SIZE, 0.6 * 72 * row, room)
+    color = figures.INK if spans[0].kind.startswith("backward") or spans[0].chunk else "white"
     for fitting, span in named if size >= _SMALLEST_LABEL else ():
         if fitting >= room:
             middle = (span.start + span.end) / 2
@@ -157,17 +136,16 @@ def _label_spans(axes: "Axes", spans: Sequence[TimeSpan], points: float, row: fl
 
 def _mark_ranks(axes: "Axes", spans: Sequence[TimeSpan], ranks: int, length: float) -> None:
     """Label the ranks on the left, and the share of time in which each is busy on the right."""
-    every = max(1, -(-ranks // 24))
-    places = list(range(0, ranks, every))
+    places = list(range(0, ranks, max(1, -(-ranks // _MARKED))))
     axes.set_yticks(places)
     busy = [0.0] * ranks
     for span in spans:
         busy[span.rank] += span.end - span.start
     right = axes.secondary_yaxis("right")
     right.set_yticks(places, [f"{busy[rank] / length:.0%}" for rank in places])
-    right.tick_params(labelsize=TEXT_SIZE, colors=INK, length=0)
+    right.tick_params(labelsize=figures.TEXT_SIZE, colors=figures.INK, length=0)
     right.spines["right"].set_visible(False)
-    axes.text(1.0, -0.62, "  busy", transform=axes.get_yaxis_transform(), fontsize=TEXT_SIZE, color=INK)
+    axes.text(1.0, -0.62, "  busy", transform=axes.get_yaxis_transform(), fontsize=figures.TEXT_SIZE, color=figures.INK)
 
 
 _OTHERS: Final = {"gradient sum": "communication", "update": "optimizer", "data": "other"}
@@ -243,8 +221,6 @@ def _step(ranks: Sequence[Mapping[str, Any]], number: int) -> MeasuredStep:
     return MeasuredStep(number, seconds, 1 - sum(busy) / (longest * len(busy)), drawn)
 
 
-_NEARLY: Final = 0.9
-"""Share of the best speed that the layout of least memory must reach to be named."""
 _GB: Final = 10**9
 
 
@@ -258,9 +234,9 @@ def draw_layouts(planned: "SearchAnswer", path: Path) -> None:
     request, found, best = planned.request, planned.found, planned.found.ranked[0]
     points = points_of(found, planned.costs)
     fastest = points.front[-1].tokens_per_second
-    small = next(each for each in points.front if round(each.tokens_per_second / fastest, 2) >= _NEARLY)
+    small = next(each for each in points.front if round(each.tokens_per_second / fastest, 2) >= 0.9)
     room = format_bytes(planned.usable_bytes)
-    figure, axes = new_figure(
+    figure, axes = figures.new_figure(
         5.2,
         f"{request.config.model.title} on {request.gpus:,} × {request.hardware.title}: speed and memory of its layouts",
         f"{found.fitting:,} layouts fit into {room}, of {found.sound:,} sound ones; {request.objective.title}.",
@@ -268,18 +244,19 @@ def draw_layouts(planned: "SearchAnswer", path: Path) -> None:
     tokens = request.tokens_per_step / points.seconds
     count = f"{len(tokens):,} of the" if len(tokens) < found.fitting else "the"
     label = f"{count} layouts that fit (quick estimates, a little too good)"
-    axes.scatter(points.peak / _GB, tokens, s=4, color=LINE, linewidths=0, rasterized=True, label=label)
+    axes.scatter(points.peak / _GB, tokens, s=4, color=figures.LINE, linewidths=0, rasterized=True, label=label)
     front = [[each.peak / _GB for each in points.front], [each.tokens_per_second for each in points.front]]
-    axes.plot(*front, color=BLUE, linewidth=1.5, marker="o", markersize=3.5, label="the fastest layout for its memory")
-    words: dict[str, Any] = {"fontsize": TEXT_SIZE, "weight": "bold"}
-    _mark(axes, best, "best", "*", ORANGE, 13.0)
+    label = "the fastest layout for its memory"
+    axes.plot(*front, color=figures.BLUE, linewidth=1.5, marker="o", markersize=3.5, label=label)
+    words: dict[str, Any] = {"fontsize": figures.TEXT_SIZE, "weight": "bold"}
+    _mark(axes, best, "best", "*", figures.ORANGE, 13.0)
     _note(axes, "best", (best.peak / _GB, best.tokens_per_second), (-4, 9), ha="right", **words)
     if small.peak < best.peak:
         share = f"{small.tokens_per_second / best.tokens_per_second:.0%} of the speed"
         share += f" in {small.peak / best.peak:.0%} of the memory"
-        _mark(axes, small, share, "D", GREEN, 7.0)
+        _mark(axes, small, share, "D", figures.GREEN, 7.0)
         # The corner is free: with less memory, layouts are slower.
-        words |= {"textcoords": "axes fraction", "va": "top", "arrowprops": {"arrowstyle": "-", "color": GREY}}
+        words |= {"textcoords": "axes fraction", "va": "top", "arrowprops": {"arrowstyle": "-", "color": figures.GREY}}
         _note(axes, share, (small.peak / _GB, small.tokens_per_second), (0.02, 0.97), **words)
     limit = planned.usable_bytes / _GB
     _mark_limit(axes, limit, f"limit {room}", vertical=True)
@@ -287,17 +264,11 @@ def draw_layouts(planned: "SearchAnswer", path: Path) -> None:
     axes.set_xlim(0, limit * 1.02)
     axes.set_ylim(0, 1.2 * max(float(tokens.max()), fastest))
     axes.yaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.grid(color=FAINT)
-    handles, labels = axes.get_legend_handles_labels()
-    order = [*range(2, len(handles)), 1, 0]  # the named ones first
-    figure.legend(
-        [handles[place] for place in order],
-        [labels[place] for place in order],
-        loc="outside lower left",
-        frameon=False,
-        fontsize=TEXT_SIZE,
-    )
-    save(figure, path)
+    axes.grid(color=figures.FAINT)
+    others, speed, *named = zip(*axes.get_legend_handles_labels(), strict=True)
+    handles, labels = zip(*named, speed, others, strict=True)
+    figure.legend(handles, labels, loc="outside lower left", frameon=False, fontsize=figures.TEXT_SIZE)
+    figures.save(figure, path)
 
 
 def _mark(axes: "Axes", layout: "Evaluated", word: str, marker: str, color: str, size: float) -> None:
@@ -309,38 +280,36 @@ def _mark(axes: "Axes", layout: "Evaluated", word: str, marker: str, color: str,
 
 def _note(axes: "Axes", text: str, place: tuple[float, float], offset: tuple[float, float], **options: Any) -> None:
     """Write a text some points beside a place of the plot."""
-    axes.annotate(text, place, xytext=offset, **{"textcoords": "offset points", "color": INK, **options})
+    axes.annotate(text, place, xytext=offset, **{"textcoords": "offset points", "color": figures.INK, **options})
 
 
 def _mark_limit(axes: "Axes", limit: float, text: str, *, vertical: bool = False) -> None:
     """Draw the memory that a rank may use as a red line, with its name along it."""
-    style: dict[str, Any] = {"fontsize": TEXT_SIZE, "color": RED, "weight": "bold"}
+    style: dict[str, Any] = {"fontsize": figures.TEXT_SIZE, "color": figures.RED, "weight": "bold"}
     style["bbox"] = {"facecolor": "white", "linewidth": 0, "pad": 1, "alpha": 0.85}
     if vertical:
-        axes.axvline(limit, color=RED, linewidth=1.5)
+        axes.axvline(limit, color=figures.RED, linewidth=1.5)
         _note(axes, text, (limit, 0), (-4, 6), ha="right", va="bottom", rotation=90, **style)
     else:
-        axes.axhline(limit, color=RED, linewidth=1.5)
+        axes.axhline(limit, color=figures.RED, linewidth=1.5)
         _note(axes, text, (0, limit), (3, 3), xycoords=("axes fraction", "data"), va="bottom", **style)
 
 
 CAUSES: Final = {
-    "weights": BLUE,
-    "gradients": ORANGE,
-    "optimizer": GREEN,
-    "activations": PURPLE,
-    "working": YELLOW,
-    "logits": CYAN,
-    "buffers": GREY,
-    "fragmentation": BROWN,
+    "weights": figures.BLUE,
+    "gradients": figures.ORANGE,
+    "optimizer": figures.GREEN,
+    "activations": figures.PURPLE,
+    "working": figures.YELLOW,
+    "logits": figures.CYAN,
+    "buffers": figures.GREY,
+    "fragmentation": figures.BROWN,
 }
 """Colour of each cause, from the bottom up; red is the limit's."""
 OF_ACTIVATIONS: Final = {"activations": "kept", "working": "working", "logits": "logits", "buffers": "buffers"}
 """Causes that are parts of the activations, and the names of these parts."""
-_LABELLED_STAGES: Final = 16
-"""Largest number of bars that get their sum above them."""
-_MARKED: Final = 24
-"""Largest number of ranks that get their number below them."""
+_LABELLED_STAGES, _MARKED = 16, 24
+"""Largest numbers of bars that get their sum above them, and of ranks that get their number."""
 
 
 def draw_memory(path: Path, stages: Sequence[Mapping[str, int]], usable: int, title: str, subtitle: str = "") -> None:
@@ -348,27 +317,26 @@ def draw_memory(path: Path, stages: Sequence[Mapping[str, int]], usable: int, ti
 
     Causes outside `CAUSES` are not drawn. The titles should say whether the layout fits, as the picture does not.
     """
-    check_picture(path)
-    figure, axes = new_figure(4.0, title, subtitle)
+    figures.check_picture(path)
+    figure, axes = figures.new_figure(4.0, title, subtitle)
     places = range(len(stages))
     heights = [0.0] * len(stages)
     for cause, color in CAUSES.items():
         values = [stage.get(cause, 0) / _GB for stage in stages]
         if any(values):
-            part = OF_ACTIVATIONS.get(cause)
-            label = f"activations: {part}" if part else cause
+            label = f"activations: {OF_ACTIVATIONS[cause]}" if cause in OF_ACTIVATIONS else cause
             axes.bar(places, values, width=0.7, bottom=heights, color=color, linewidth=0, label=label)
             heights = [height + value for height, value in zip(heights, values, strict=True)]
     limit = usable / _GB
     _mark_limit(axes, limit, f"limit {format_bytes(usable)}")
     if len(stages) <= _LABELLED_STAGES:
         for place, height in zip(places, heights, strict=True):
-            _note(axes, f"{height:.1f}", (place, height), (0, 3), fontsize=TEXT_SIZE, ha="center", weight="bold")
+            style: dict[str, Any] = {"fontsize": figures.TEXT_SIZE, "ha": "center", "weight": "bold"}
+            _note(axes, f"{height:.1f}", (place, height), (0, 3), **style)
     side = 0.6 + max(0, 4 - len(stages)) / 2  # a few bars are not as wide as the page
     axes.set(xlabel="pp rank", ylabel="peak memory (GB)", ylim=(0, 1.12 * max([limit, *heights])))
     axes.set_xlim(-side, len(stages) - 1 + side)
     axes.set_xticks(list(places)[:: max(1, -(-len(stages) // _MARKED))])
     handles, labels = axes.get_legend_handles_labels()
-    options: dict[str, Any] = {"loc": "outside right center", "frameon": False, "fontsize": TEXT_SIZE}
-    figure.legend(handles[::-1], labels[::-1], reverse=False, **options)
-    save(figure, path)
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=figures.TEXT_SIZE)
+    figures.save(figure, path)
