@@ -106,7 +106,7 @@ def _states(config: Config, layout: Layout, first: int, count: int, own_paramete
     if config.model.architecture == OWN:
         if count < layout.world_size:
             return 0
-        each = 2 + min(optimizer_states(config.optimizer, hidden) for hidden in (True, False))
+        each = 2 + min(optimizer_states(config.optimizer))
         copies = 1 if config.parallel.zero else layout.dp
         whole, trained = own_parameters
         frozen = (whole - trained) * DTYPES[config.precision.dtype].itemsize

@@ -199,7 +199,8 @@ def _feed_forward(sizes: RankBlock) -> tuple[int, int, int]:
         return inner, sizes.ffn // sizes.tp * sizes.hidden, inner
     rows = sizes.tokens * experts.per_token
     inner = rows * experts.inner // sizes.tp * item
-    width = (1 if sizes.kernels.grouped else 2) * sizes.own_experts * experts.inner // sizes.tp
+    of_fullest = -(-experts.count // sizes.ep)  # experts on the rank that holds the most
+    width = (1 if sizes.kernels.grouped else 2) * of_fullest * experts.inner // sizes.tp
     second = inner, width * sizes.hidden
     first = -rows * sizes.hidden * item - 2 * inner, 2 * width * sizes.hidden  # the first layer's, twice as wide
     passing, largest = max(first, second, key=lambda moment: moment[0] + item * moment[1])

@@ -5,7 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, Final, cast
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -135,21 +135,14 @@ def rank_layers(
         starts.append(len(rows))
         on_one = count > 1 and any(one == other for one, other in pairwise(stages.ranks))
         for total, stack, flights in found.values():
-            held, waiting = (max(each) for each in zip(*flights, strict=True))
-            rows.append((number, total, stack, held, waiting, on_one))
+            most, waiting = (max(each) for each in zip(*flights, strict=True))
+            rows.append((number, total, stack, most, waiting, on_one))
     owners, totals, stacks, passes, deferred, folded = zip(*rows, strict=True)
+    held = np.array(passes), np.array(deferred), np.array(folded)
     longest = max(map(len, stacks))
-    chunks = [float(settings["parallel.stage_chunks"]) for settings in schedules]
-    return RankLayers(
-        starts=np.array(starts),
-        schedule=np.array(owners),
-        counts=np.array(totals),
-        smallest=np.stack([np.pad(each, ((0, longest - len(each)), (0, 0)), mode="edge") for each in stacks]),
-        passes=np.array(passes),
-        deferred=np.array(deferred),
-        folded=np.array(folded),
-        chunks=np.array(chunks),
-    )
+    smallest = np.stack([np.pad(each, ((0, longest - len(each)), (0, 0)), mode="edge") for each in stacks])
+    chunks = np.array([float(settings["parallel.stage_chunks"]) for settings in schedules])
+    return RankLayers(np.array(starts), np.array(owners), np.array(totals), smallest, *held, chunks)
 
 
 def _passes(schedule: Schedule, pp: int, rank: int, chunks: int) -> tuple[float, float]:
@@ -197,7 +190,7 @@ class LeastBytes:
         self._config, self._device, self._keeps, self._kinds = config, device, keeps, kinds
         self._weights = model_weights(config.model, config.data.sequence_length)
         self._names = [self._weights.plan.layers[layer] for layer in kinds.first]
-        self._states = [optimizer_states(config.optimizer, hidden) for hidden in (True, False)]
+        self._states = optimizer_states(config.optimizer)
         self._largest = config.train.global_batch_size
         self._held: dict[ShardCoordinates, Array] = {}
         self._layers: dict[object, Array] = {}
@@ -254,25 +247,22 @@ class LeastBytes:
     def _of_kinds(self, mesh: MeshSizes, size: int, sharded: bool, mode: str) -> Array:
         """Return the bytes of a layer of each kind and of a block's output, [kept, backward, deferred; kinds and 1]."""
         key = mesh.tp, mesh.cp, mesh.ep, size, sharded, mode
-        if key not in self._layers:
-            choice = LayoutChoice(mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep, 0, "1f1b", 1, size, 1, mode, sharded)
-            self._layers[key] = self._of_layers(in_layout(self._config, choice), mode)
-        return self._layers[key]
-
-    def _of_layers(self, config: Config, mode: str) -> Array:
+        if key in self._layers:
+            return self._layers[key]
+        choice = LayoutChoice(mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep, 0, "1f1b", 1, size, 1, mode, sharded)
+        config = in_layout(self._config, choice)
         chunks = [config.train.loss_chunk_size]
         if is_derived(self._config, "train.loss_chunk_size"):
             chunks = [0, 1]  # other chunk sizes lie between these two
-        memories = []
+        memories, replayed = [], self._weights.recomputed(mode, 1)
         for chunk in chunks:
             changed = config.model_copy(update={"train": config.train.model_copy(update={"loss_chunk_size": chunk})})
-            replayed = self._weights.recomputed(mode, 1)
             memories.append(LayerMemory(changed, self._device, self._keeps, self._weights, replayed))
-        found = [memories[0].of(name) for name in self._names[:-1]]
-        rows = [[each.kept, each.backward, each.deferred] for each in found]
+        rows = [[each.kept, each.backward, each.deferred] for each in map(memories[0].of, self._names[:-1])]
         heads = [memory.of(self._names[-1]) for memory in memories]
         head = np.min([[each.kept, each.backward, each.deferred] for each in heads], axis=0)
-        return np.array([*rows, head, [memories[0].output, 0, 0]], dtype=float).T
+        self._layers[key] = np.array([*rows, head, [memories[0].output, 0, 0]], dtype=float).T
+        return self._layers[key]
 
     def _states_of(self, mesh: MeshSizes, options: Options, ranks: RankLayers, grow: bool) -> Array:
         """Return the bytes of standing states, [rows, zero]; with `grow`, the backward pass makes the gradients."""
@@ -316,21 +306,17 @@ def _sharding(mesh: MeshSizes, zero: int) -> tuple[ParallelConfig, ShardCoordina
     return parallel, shard_coordinates(parallel, Coordinates(0, 0, 0, 0))
 
 
-_TOLD: Final = 2
-"""Number of causes that are named as limits of a layout."""
-
-
 class ModelCosts:
     """Cost model of a resolved config on one rank, for a hardware and a training system."""
 
     def __init__(self, config: Config, hardware: Hardware, system: System) -> None:
         self._config, self._hardware, self._system = config, hardware, system
-        description = describe_model(self._config.model, self._config.data.sequence_length)
+        description = describe_model(config.model, config.data.sequence_length)
         self._plan, self._kinds = description.plan, LayerKinds(description)
         self._ranks: dict[tuple[int, int], RankLayers] = {}
-        keeps = keeps_of(self._system.name, self._hardware.device)
-        self._seconds = LeastSeconds(self._config, self._hardware, self._system, self._kinds)
-        self._bytes = LeastBytes(self._config, self._hardware.device, keeps, self._kinds)
+        keeps = keeps_of(system.name, hardware.device)
+        self._seconds = LeastSeconds(config, hardware, system, self._kinds)
+        self._bytes = LeastBytes(config, hardware.device, keeps, self._kinds)
 
     def usable_bytes(self, gpus: int) -> int:
         """Return the memory that a rank may use when there are `gpus` devices."""
@@ -351,7 +337,7 @@ class ModelCosts:
         """Evaluate a layout exactly."""
         found = estimate(in_layout(self._config, choice), self._hardware, self._system)
         causes, needed = {name: seconds for name, seconds in found.time.causes.items() if seconds}, found.needed_bytes
-        largest = sorted(causes, key=causes.__getitem__, reverse=True)[:_TOLD]
+        largest = sorted(causes, key=causes.__getitem__, reverse=True)[:2]
         limits = tuple((name, causes[name] / found.step_seconds) for name in largest)
         details = {"peak_bytes": found.peak_bytes, "needed_bytes": needed, "seconds": causes}
         rates = found.step_seconds, found.tokens_per_second, found.mfu
@@ -375,19 +361,6 @@ class ModelCosts:
 Sizes = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class _Inner:
-    """Wanted options that the time of one micro-batch depends on, one after another.
-
-    `places` are the indices of micro-batch size, sequence parallelism and recompute; `parts` the runs of equal sequence
-    parallelism and recompute, each with its micro-batch sizes.
-    """
-
-    places: tuple[Sizes, Sizes, Sizes]
-    parts: list[tuple[bool, str, Sizes]]
-    micro_batches: Sizes
-
-
 class LeastSeconds:
     """Lower bounds of step times of one resolved config, given on one rank, on one type of hardware."""
 
@@ -401,37 +374,32 @@ class LeastSeconds:
     def __call__(self, mesh: MeshSizes, options: Options, ranks: RankLayers, elements: Array, wanted: Mask) -> Array:
         """Return the seconds of a step, infinite for options outside the mask `wanted` (in all dims); `elements` are
         the weight elements of each row of `ranks`."""
-        inner = self._inner(mesh, options, wanted)
+        # Wanted values of what the time of one micro-batch depends on (its size, sequence parallelism and recompute),
+        # one after another: their indices, and the runs of the last two with their micro-batch sizes.
+        asked: Mask = np.any(wanted, axis=(3, 4))
+        sizes = np.array([each["train.micro_batch_size"] for each in options.micro_batch])
+        indices, parts = [], []
+        for sequence, recompute in np.argwhere(asked.any(axis=0)):
+            micro = np.flatnonzero(asked[:, sequence, recompute])
+            indices.append((micro, np.full_like(micro, sequence), np.full_like(micro, recompute)))
+            sharded = options.sequence_parallel[sequence]["parallel.sequence_parallel"]
+            parts.append((sharded, options.recompute[recompute]["train.recompute"], sizes[micro]))
+        micro, sequences, recomputes = (np.concatenate(each) for each in zip(*indices, strict=True))
+        counts = mesh.share // sizes[micro]
         found = np.full(options.shape, np.inf)
         hardware = self._hardware.shared_by(mesh.gpus)
         config, system = self._in_layout(mesh), self._system
-        line, forward, backward = self._pipeline(mesh, options, ranks, inner, hardware)
+        line, forward, backward = self._pipeline(mesh, options, ranks, parts, counts, hardware)
         for number, settings in enumerate(options.zero):
             if not wanted[..., number].any():
                 continue
             zero = settings["parallel.zero"]
-            sums = gradient_time(
-                config, hardware, system, zero, elements[:, None], forward, backward, inner.micro_batches
-            )
+            sums = gradient_time(config, hardware, system, zero, elements[:, None], forward, backward, counts)
             exposed = np.maximum.reduceat(np.broadcast_to(sums, forward.shape), ranks.starts, axis=0)
             update = update_time(config, hardware, system, zero, np.maximum.reduceat(elements, ranks.starts))
             seconds = line + exposed + np.asarray(update)[:, None] + hardware.achievable.step
-            found[(*inner.places, slice(None), number)] = (seconds * (1 + waiting_share(mesh.gpus))).T
+            found[micro, sequences, recomputes, :, number] = (seconds * (1 + waiting_share(mesh.gpus))).T
         return np.where(wanted, found, np.inf)
-
-    def _inner(self, mesh: MeshSizes, options: Options, wanted: Mask) -> _Inner:
-        asked: Mask = np.any(wanted, axis=(3, 4))
-        sizes = np.array([each["train.micro_batch_size"] for each in options.micro_batch])
-        places: list[tuple[Sizes, Sizes, Sizes]] = []
-        parts = []
-        for sequence, recompute in np.argwhere(asked.any(axis=0)):
-            micro = np.flatnonzero(asked[:, sequence, recompute])
-            places.append((micro, np.full_like(micro, sequence), np.full_like(micro, recompute)))
-            sharded = options.sequence_parallel[sequence]["parallel.sequence_parallel"]
-            mode = options.recompute[recompute]["train.recompute"]
-            parts.append((sharded, mode, sizes[micro]))
-        micro, sequences, recomputes = (np.concatenate(each) for each in zip(*places, strict=True))
-        return _Inner((micro, sequences, recomputes), parts, mesh.share // sizes[micro])
 
     def _in_layout(self, mesh: MeshSizes, sharded: bool = False, mode: str = "none") -> Config:
         """Return the config in a mesh, with micro-batches of one sample."""
@@ -443,21 +411,26 @@ class LeastSeconds:
         return self._configs[key]
 
     def _pipeline(
-        self, mesh: MeshSizes, options: Options, ranks: RankLayers, inner: _Inner, hardware: Hardware
+        self,
+        mesh: MeshSizes,
+        options: Options,
+        ranks: RankLayers,
+        parts: Sequence[tuple[bool, str, Sizes]],
+        micro_batches: Sizes,
+        hardware: Hardware,
     ) -> tuple[Array, Array, Array]:
         """Return the seconds of all micro-batches by schedule, and of one through each row, forward and backward."""
-        passes = np.concatenate([self._of_kinds(mesh, *part, hardware) for part in inner.parts], axis=-1)
+        passes = np.concatenate([self._of_kinds(mesh, *part, hardware) for part in parts], axis=-1)
         forward, backward, weight = (ranks.counts @ part for part in passes)  # [rows, inner]
         total = forward + backward + weight
         slowest = np.maximum.reduceat(total, ranks.starts, axis=0)
-        line = np.asarray(inner.micro_batches * slowest, dtype=float)
+        line = np.asarray(micro_batches * slowest, dtype=float)
         if mesh.pp > 1:
             everything, weights = self._layers @ passes.sum(axis=0), self._layers @ passes[2]
             is_slowest = total == slowest[ranks.schedule]
             of_slowest = np.minimum.reduceat(np.where(is_slowest, weight, np.inf), ranks.starts, axis=0)
-            sent = np.concatenate(
-                [sizes * sent_bytes(self._in_layout(mesh, sharded), self._system) for sharded, _, sizes in inner.parts]
-            )
+            each = (sizes * sent_bytes(self._in_layout(mesh, sharded), self._system) for sharded, _, sizes in parts)
+            sent = np.concatenate(list(each))
             group = axis_group(self._in_layout(mesh), "pp", hardware.gpus_per_node, self._system)
             send = send_seconds(hardware, group, sent)  # type: ignore[arg-type]
             by_name: dict[str, list[int]] = {}
@@ -472,10 +445,10 @@ class LeastSeconds:
                     of_slowest[rows],  # type: ignore[arg-type]
                     name,
                     chunks[:, None],  # type: ignore[arg-type]
-                    inner.micro_batches,  # type: ignore[arg-type]
+                    micro_batches,  # type: ignore[arg-type]
                 )
                 for row, count in zip(rows, chunks, strict=True):
-                    line[row] += send_waits(mesh.pp, int(count), inner.micro_batches, send, self._system.overlap_sends)  # type: ignore[arg-type]
+                    line[row] += send_waits(mesh.pp, int(count), micro_batches, send, self._system.overlap_sends)  # type: ignore[arg-type]
         return line, forward, backward + weight
 
     def _of_kinds(self, mesh: MeshSizes, sharded: bool, mode: str, sizes: Sizes, hardware: Hardware) -> Array:

@@ -275,13 +275,7 @@ def pipeline_seconds(
 
 
 def bubble_seconds(
-    everything: float,
-    slowest: float,
-    weights: float,
-    of_slowest: float,
-    schedule: str,
-    chunks: int,
-    micro_batches: int,
+    everything: float, slowest: float, weights: float, of_slowest: float, schedule: str, chunks: int, micro_batches: int
 ) -> float:
     """Return the slowest rank's idle time while the others fill and drain the pipeline. With fewer micro-batches than
     ranks it also waits for the next stage's turn, as a micro-batch passes the stages one after another.

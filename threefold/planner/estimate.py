@@ -16,15 +16,9 @@ from threefold.models.block import describe_model, model_flops_per_token
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner import block_cost
 from threefold.planner.block_cost import Passes, Seconds
-from threefold.planner.collective_cost import (
-    Pipeline,
-    gradient_seconds,
-    pipeline_seconds,
-    send_seconds,
-    update_seconds,
-)
+from threefold.planner.collective_cost import Pipeline, gradient_seconds, pipeline_seconds, send_seconds, update_seconds
 from threefold.planner.hardware import Hardware
-from threefold.planner.model_size import described_blocks, most_states
+from threefold.planner.model_size import described_blocks, optimizer_states
 from threefold.planner.stage_memory import RESERVE, StageMemory, stage_memory
 from threefold.planner.systems import SYSTEMS, System, find_system
 
@@ -150,7 +144,7 @@ def update_time(config: Config, hardware: Hardware, system: System, zero: int, e
     """Return the seconds of the update of a rank with some weights; see `gradient_time`."""
     precision, parallel = config.precision, config.parallel
     share = parallel.dp * parallel.cp if zero or system.sharded_optimizer else 1
-    states = most_states(config.optimizer)
+    states = max(optimizer_states(config.optimizer))
     return update_seconds(hardware, elements / share, states, precision.itemsize, precision.master_weights)
 
 

@@ -81,19 +81,18 @@ class ModelSize:
         layers = self.layers_of_rank(pp_rank)
         own = self.weights.held(layers, place)
         held, trained = own.all, own.trained
-        hidden, others = (optimizer_states(self._config.optimizer, hidden) for hidden in (True, False))
+        hidden, others = optimizer_states(self._config.optimizer)
         states = (own.hidden * hidden + own.others * others) * wide
         if not zero:
             copies = held * narrow if narrow < wide else 0
             return RankSize(held, held * wide + copies, trained * wide, states)
         whole = self.weights.held(layers, place.unshared)
         gathered = (self._most_together(pp_rank, place) if zero == ZERO_WEIGHTS else whole.all) * narrow
+        reduced = self._most_together(pp_rank, place, trained=True) * narrow
         if zero != ZERO_STATE:
-            gradients = trained * wide + self._most_together(pp_rank, place, trained=True) * narrow
+            gradients = trained * wide + reduced
         elif narrow < wide:
-            gradients = max(
-                trained * wide, whole.trained * wide + self._most_together(pp_rank, place, trained=True) * narrow
-            )
+            gradients = max(trained * wide, whole.trained * wide + reduced)
         else:
             gradients = max(trained, whole.trained) * wide
         return RankSize(held, held * wide + gathered, gradients, states)
@@ -134,23 +133,20 @@ class ModelSize:
                 held = self.weights.held(group, place)
                 if trained:  # models with their own experts freeze none
                     held = held._replace(frozen=0)
-                found.append((held.dense, held.experts) if apart else (held.all, 0))
+                found.append((held.all - held.experts, held.experts) if apart else (held.all, 0))
         return found
 
 
-def optimizer_states(config: OptimizerConfig, hidden: bool) -> int:
-    """Return the number of state tensors of a weight's shape that the optimizer keeps for it; matrices of layers
-    between the first and the last are `hidden`. An optimizer of another package or the user is imported."""
+def optimizer_states(config: OptimizerConfig) -> tuple[int, int]:
+    """Return the numbers of state tensors of a weight's shape that the optimizer keeps for matrices of layers between
+    the first and the last, and for other weights. An optimizer of another package or the user is imported."""
     if config.name in BUILT_IN:
-        return BUILT_IN[config.name].states(config, hidden)
-    from threefold.train.optimizers import update_rule  # imports torch
+        states = BUILT_IN[config.name].states
+    else:
+        from threefold.train.optimizers import update_rule  # imports torch
 
-    return update_rule(config).states_per_element(config, hidden)
-
-
-def most_states(config: OptimizerConfig) -> int:
-    """Return the largest number of state tensors that the optimizer keeps for a weight."""
-    return max(optimizer_states(config, hidden) for hidden in (True, False))
+        states = update_rule(config).states_per_element
+    return states(config, True), states(config, False)
 
 
 class HeldElements(NamedTuple):
@@ -172,11 +168,6 @@ class HeldElements(NamedTuple):
         """Elements that have gradients and optimizer state."""
         return self.hidden + self.others
 
-    @property
-    def dense(self) -> int:
-        """Elements outside the experts."""
-        return self.all - self.experts
-
 
 class ModelWeights:
     """Weights of a model, layer by layer.
@@ -195,16 +186,12 @@ class ModelWeights:
         for name, weights in self.layers.items():
             self.shared[name] = tuple(weight for weight in weights if uses[weight.name] > 1)
             own = tuple(dict.fromkeys(weight for weight in weights if uses[weight.name] == 1))
-            alike = tuple(
-                (weight.name.removeprefix(name), weight.split, weight.shape, weight.name in self.plan.frozen)
-                for weight in own
-            )
-            kind = numbers.setdefault((alike, name in self.plan.layers[1:-1]), len(numbers))
+            facts = ((one.name.removeprefix(name), one.split, one.shape, one.name in self.plan.frozen) for one in own)
+            kind = numbers.setdefault((*facts, name in self.plan.layers[1:-1]), len(numbers))
             self.kinds[name] = kind
             if kind == len(self._own):
                 self._own.append(own)
         self._held: dict[tuple[int, ShardCoordinates], HeldElements] = {}
-        self._recomputed: dict[tuple[str, int], frozenset[str]] = {}
 
     def held(self, layers: Iterable[str], place: ShardCoordinates) -> HeldElements:
         """Count the elements of some layers on the rank at `place`; weights that they share count once."""
@@ -228,10 +215,7 @@ class ModelWeights:
 
     def recomputed(self, mode: str, every: int) -> frozenset[str]:
         """Return the layers that `train.recompute` and `train.recompute_every` recompute."""
-        if (mode, every) not in self._recomputed:
-            chosen = chosen_layers(self.plan.layers, self.plan.recompute, mode, every)
-            self._recomputed[mode, every] = frozenset(chosen)
-        return self._recomputed[mode, every]
+        return frozenset(chosen_layers(self.plan.layers, self.plan.recompute, mode, every))
 
     def _sum(self, weights: Iterable[WeightShape], place: ShardCoordinates) -> HeldElements:
         hidden = others = experts = frozen = 0
@@ -301,11 +285,6 @@ class RankBlock(BlockShape):
     def own_key_heads(self) -> int:
         """Key and value heads on the rank; at least one, which several ranks may share."""
         return max(1, self.key_heads // self.tp)
-
-    @property
-    def own_experts(self) -> int:
-        """Number of experts on the rank that holds the most."""
-        return 0 if self.experts is None else -(-self.experts.count // self.ep)
 
     @property
     def seen(self) -> float:

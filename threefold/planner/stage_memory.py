@@ -25,9 +25,6 @@ RESERVE: Final = 2 << 30
 (some 0.2 GiB for each of a handful of groups)."""
 
 
-_IN_PASSING: Final = ("working", "logits", "buffers")
-
-
 @dataclass(frozen=True)
 class StageMemory:
     """Memory by cause of one pipeline rank at the peak of a step, in bytes.
@@ -58,8 +55,9 @@ class StageMemory:
     @property
     def by_dry_run(self) -> dict[str, int]:
         """Bytes by a dry run's causes, where activations include all transient memory."""
-        passing = {"activations": self.activations + self.working + self.logits + self.buffers}
-        return {name: value for name, value in (self.causes | passing).items() if name not in _IN_PASSING}
+        found = self.causes
+        found["activations"] += sum(found.pop(name) for name in ("working", "logits", "buffers"))
+        return found
 
     @property
     def peak(self) -> int:
@@ -85,23 +83,7 @@ def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> l
     """
     described_blocks(config)
     layout = LayoutMemory(as_executed(config), device, keeps_of(system, device))
-    found = []
-    for rank in range(config.parallel.pp):
-        states, moment = layout.peak(rank)
-        left = layout.layers.narrow_logits if moment.logits else 0
-        passing = {name: int(getattr(moment, name)) for name in ("activations", "working", "logits", "buffers")}
-        lost = moment.activations + moment.working + moment.logits + moment.buffers + left
-        stage = StageMemory(
-            pp_rank=rank,
-            weights=int(states.weights + moment.weights),
-            gradients=int(states.gradients + moment.gradients),
-            optimizer=int(states.optimizer),
-            **passing,
-            fragmentation=int(layout.keeps.fragmentation * lost) + left,
-            given_back=left,
-        )
-        found.append(stage)
-    return found
+    return [layout.peak(rank) for rank in range(config.parallel.pp)]
 
 
 class Moment(NamedTuple):
@@ -141,14 +123,11 @@ class Run:
 
 @dataclass(frozen=True)
 class StageLayers:
-    """Layers of a pipeline stage, and the treatment of its gradients and gathered weights.
+    """Layers of a pipeline stage.
 
     A pass also keeps the stage's `output` (0 bytes for the last stage), which the next stage shares if it is on the
     same rank (`hands_on`); `sent` is the gradient for the previous stage (0 for the first). The `tied` elements of
-    weights that layers of the stage share are gathered for all of them together. `ranks` shard a replica. Elements have
-    `narrow` bytes in compute weights, `wide` in master weights, and `computed` in a weight gradient that a backward
-    pass computes, 0 if it adds to the sum at once. An earlier micro-batch has run if `repeated`; accumulated gradients
-    take memory only as a backward pass makes them if `grows`.
+    weights that layers of the stage share are gathered for all of them together.
     """
 
     runs: tuple[Run, ...]
@@ -156,13 +135,6 @@ class StageLayers:
     sent: int
     hands_on: bool
     tied: int
-    zero: int
-    ranks: int
-    narrow: int
-    wide: int
-    computed: int
-    repeated: bool
-    grows: bool
 
     @property
     def kept(self) -> int:
@@ -174,102 +146,56 @@ class StageLayers:
         """Bytes that a pass still keeps until its weight-gradient pass."""
         return sum(run.count * run.layer.deferred for run in self.runs)
 
-    def moments(self, kind: str) -> Iterator[Moment]:
-        """Yield the largest moments of an action (`F`, `B`, `I` or `W`), relative to all that it begins with."""
-        if kind == "F":  # the peak is at the end
-            last = self.runs[-1]
-            gathered = self.narrow * (last.elements + self.tied) if self.zero == ZERO_WEIGHTS else 0
-            yield Moment(logits=last.layer.forward if last.is_head else 0, weights=gathered)
-        elif kind == "W":
-            blocks = (run.layer.largest for run in self.runs if not run.is_embedding or len(self.runs) == 1)
-            yield Moment(activations=self.deferred, gradients=self.computed * max(blocks))
-        else:
-            yield from self._backward(kind == "I")
-
-    def _backward(self, deferring: bool) -> Iterator[Moment]:
-        """Yield the candidates for the peak of a backward pass, one or a few for each run of layers; weight gradients
-        wait for a separate pass if `deferring`."""
-        scattered: float = 0  # last
-        if self.zero > 1 and self.repeated:
-            scattered = self.tied or next((run.elements for run in self.runs if run.elements), 0)
-        freed, tied, reduced = 0.0, 0.0, 0.0  # a tied weight has one gradient once both of its uses have theirs
-        for place in range(len(self.runs) - 1, -1, -1):
-            run, layer = self.runs[place], self.runs[place].layer
-            # Torch prefetches the previous layer, but not the embeddings, whose backward pass needs no weights.
-            before = self.runs[place - 1].elements if place and not self.runs[place - 1].is_embedding else 0
-            each = layer.kept - (layer.deferred if deferring else 0)
-            for number in sorted({0, max(0, run.count - 2), run.count - 1}):
-                ahead = run.elements if number < run.count - 1 else before
-                if number:
-                    scattered = run.elements
-                new = 0.0  # gradients that the pass allocates, where they do not exist already
-                if self.zero and self.grows:
-                    new = (reduced + number * run.elements) * self.wide / (1 if self.zero == 1 else self.ranks)
-                for moment in self._of_layer(run, freed + number * each, tied, ahead, scattered, deferring):
-                    yield moment.plus(gradients=new)
-            freed += run.count * each
-            reduced += run.count * run.elements
-            scattered = run.elements or scattered
-            tied = layer.largest or (run.count and self.tied) if run.is_head else tied
-
-    def _of_layer(
-        self, run: Run, freed: float, tied: float, ahead: float, scattered: float, deferring: bool
-    ) -> Iterator[Moment]:
-        """Yield the moments of one layer's backward pass.
-
-        Later layers have `freed` bytes; `tied` are the elements of a tied weight's gradient that waits for its second
-        use, `ahead` those of the previous layer's prefetched weights, and `scattered` those whose reduce-scatter still
-        holds its buffer.
-        """
-        layer, narrow, wide = run.layer, self.narrow, self.wide
-        own = run.elements + (self.tied if run.is_head or run.is_embedding else 0)
-        start = Moment(activations=-freed, gradients=self.computed * tied)
-        if self.zero > 1:
-            start = start.plus(buffers=scattered * wide)
-        if self.zero == ZERO_WEIGHTS:
-            start = start.plus(weights=(run.elements + self.tied) * narrow, buffers=ahead * narrow)
-        largest = 0 if deferring and not run.is_embedding else self.computed * layer.largest
-        yield start.plus(gradients=largest, **{"logits" if run.is_head else "working": layer.backward})
-        if run.is_head and not deferring:  # the weight's gradient, once the probabilities are freed
-            yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=self.computed * own)
-        if self.zero:
-            ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=self.computed * own)
-            yield ended
-            if self.zero > 1:
-                freed_weights = run.elements * narrow if self.zero == ZERO_WEIGHTS else 0
-                buffers = own * wide * (1 + 1 / self.ranks) - scattered * wide
-                yield ended.plus(weights=-freed_weights, working=-layer.ending, buffers=buffers)
-
 
 class LayoutMemory:
     """Memory of the ranks of a layout."""
 
     def __init__(self, config: Config, device: str, keeps: Keeps) -> None:
-        self._config, self.keeps = config, keeps
-        self.size = ModelSize(config)
-        parallel, train = config.parallel, config.train
-        self._micro_batches = train.gradient_accumulation_steps
-        self._flights = flights_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, self._micro_batches)
-        replayed = self.size.weights.recomputed(train.recompute, train.recompute_every)
-        self.layers = LayerMemory(config, device, keeps, self.size.weights, replayed)
-        # A GPU's allocator keeps the gradients of the previous step.
-        self._gradients_grow = self._micro_batches == 1 and device == "cpu"
+        self._config, self._keeps = config, keeps
+        self._size = ModelSize(config)
+        parallel, train, precision = config.parallel, config.train, config.precision
+        count = train.gradient_accumulation_steps
+        self._flights = flights_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, count)
+        replayed = self._size.weights.recomputed(train.recompute, train.recompute_every)
+        self._layers = LayerMemory(config, device, keeps, self._size.weights, replayed)
+        self._repeated = count > 1
+        # A GPU's allocator keeps the gradients of the previous step; else they grow as a backward pass makes them.
+        self._gradients_grow = count == 1 and device == "cpu"
+        # Bytes per element of compute weights, of master weights, and of a weight gradient that a backward pass
+        # computes; 0 if it adds to the sum at once.
+        self._narrow, self._wide = precision.itemsize, precision.master_itemsize
+        self._computed = 0 if keeps.kernels.gradients_in_place else precision.itemsize
+        self._zero, self._shards = parallel.zero, max(1, self._size.largest_place(0).zero.count)
 
-    def peak(self, pp_rank: int) -> tuple[RankSize, Moment]:
-        """Return a rank's memory from the first micro-batch to the update, without ZeRO's per-layer gathers, and its
-        largest moment, relative to that."""
-        place, config = self.size.largest_place(pp_rank), self._config
-        whole = self.size.weights.held(self.size.layers_of_rank(pp_rank), place.unshared).all
-        states = self.size.rank(pp_rank, place)
-        grow = self._gradients_grow
-        states = standing_states(states, whole, config.parallel, config.precision, self.keeps, grow)
-        states = states._replace(
-            gradients=states.gradients + _tree_levels(config) * whole * config.precision.master_itemsize
+    def peak(self, pp_rank: int) -> StageMemory:
+        """Return the memory of the largest rank at a pp coordinate."""
+        config, size, place = self._config, self._size, self._size.largest_place(pp_rank)
+        whole = size.weights.held(size.layers_of_rank(pp_rank), place.unshared).all
+        sections, grow = (config.parallel, config.precision), self._gradients_grow
+        states = standing_states(size.rank(pp_rank, place), whole, *sections, self._keeps, grow)
+        levels = 0
+        if config.train.exact:  # keeps a gradient sum for each level of its tree besides the growing one
+            levels = (config.train.grain_samples // config.parallel.dp).bit_length() - 1
+        moment = max(self._moments(pp_rank), key=lambda moment: moment.total)
+        left = self._layers.narrow_logits if moment.logits else 0
+        lost = moment.activations + moment.working + moment.logits + moment.buffers + left
+        return StageMemory(
+            pp_rank,
+            int(states.weights + moment.weights),
+            int(states.gradients + levels * whole * self._wide + moment.gradients),
+            int(states.optimizer),
+            int(moment.activations),
+            int(moment.working),
+            int(moment.logits),
+            int(moment.buffers),
+            int(self._keeps.fragmentation * lost) + left,
+            left,
         )
-        return states, max(self._moments(pp_rank), key=lambda moment: moment.total)
 
     def _moments(self, pp_rank: int) -> Iterator[Moment]:
-        stages = [self._stage(number, pp_rank) for number in self.size.map.held_by(pp_rank)]
+        """Yield the candidates for the peak of a rank, relative to its memory from the first micro-batch to the update,
+        without ZeRO's per-layer gathers."""
+        stages = [self._stage(number, pp_rank) for number in self._size.map.held_by(pp_rank)]
         flights = self._flights[pp_rank]
         kept = flights.held @ np.array([stage.kept for stage in stages], dtype=float)
         kept += flights.deferred @ np.array([stage.deferred for stage in stages], dtype=float)
@@ -279,42 +205,90 @@ class LayoutMemory:
                 kept -= stage.output * np.minimum(flights.held[:, place], flights.held[:, place + 1])
         for (kind, place), actions in flights.alike.items():
             most = int(kept[actions].max())
-            for moment in stages[place].moments(kind):
+            for moment in self._of_action(stages[place], kind):
                 yield moment.plus(activations=most)
-        if self._config.parallel.zero == 1:  # at the end of a step the first group of gradients is reduce-scattered
-            precision = self._config.precision
-            groups = self.size.gathered_together(pp_rank, self.size.largest_place(pp_rank).unshared)
-            largest, wide = max(map(sum, groups)), precision.master_itemsize
-            new = sum(map(sum, groups)) * wide if self._gradients_grow else 0
-            yield Moment(buffers=largest * wide, weights=-largest * precision.itemsize, gradients=new)
+        if self._zero == 1:  # at the end of a step the first group of gradients is reduce-scattered
+            groups = self._size.gathered_together(pp_rank, self._size.largest_place(pp_rank).unshared)
+            largest = max(map(sum, groups))
+            new = sum(map(sum, groups)) * self._wide if self._gradients_grow else 0
+            yield Moment(buffers=largest * self._wide, weights=-largest * self._narrow, gradients=new)
 
     def _stage(self, number: int, pp_rank: int) -> StageLayers:
-        config, place = self._config, self.size.largest_place(pp_rank)
-        weights, layers = self.size.weights, self.size.layers_of(number)
-        whole = place.unshared
+        weights, layers = self._size.weights, self._size.layers_of(number)
+        whole = self._size.largest_place(pp_rank).unshared
         together = weights.sharing(layers)
         runs = []
-        for (_, layer), alike in groupby(layers, key=lambda name: (weights.kinds[name], self.layers.of(name))):
+        for (_, layer), alike in groupby(layers, key=lambda name: (weights.kinds[name], self._layers.of(name))):
             names = list(alike)
             own = 0 if names[0] in together else weights.held(names[:1], whole).all
-            ends = {"is_head": names[-1] == weights.plan.layers[-1], "is_embedding": names[0] == weights.plan.layers[0]}
-            runs.append(Run(layer, len(names), own, **ends))
-        outer, ranks = self.layers.output, self.size.map.ranks
+            ends = names[-1] == weights.plan.layers[-1], names[0] == weights.plan.layers[0]
+            runs.append(Run(layer, len(names), own, *ends))
+        outer, ranks = self._layers.output, self._size.map.ranks
         is_last = number == len(ranks) - 1
-        return StageLayers(
-            runs=tuple(runs),
-            output=0 if is_last else outer,
-            sent=outer if number else 0,
-            hands_on=not is_last and ranks[number + 1] == pp_rank,
-            tied=weights.held(together, whole).all,
-            zero=config.parallel.zero,
-            ranks=max(1, place.zero.count),
-            narrow=config.precision.itemsize,
-            wide=config.precision.master_itemsize,
-            computed=0 if self.keeps.kernels.gradients_in_place else config.precision.itemsize,
-            repeated=self._micro_batches > 1,
-            grows=self._gradients_grow,
-        )
+        hands_on = not is_last and ranks[number + 1] == pp_rank
+        tied = weights.held(together, whole).all
+        return StageLayers(tuple(runs), 0 if is_last else outer, outer if number else 0, hands_on, tied)
+
+    def _of_action(self, stage: StageLayers, kind: str) -> Iterator[Moment]:
+        """Yield the largest moments of an action (`F`, `B`, `I` or `W`), relative to all that it begins with."""
+        if kind == "F":  # the peak is at the end
+            last = stage.runs[-1]
+            gathered = self._narrow * (last.elements + stage.tied) if self._zero == ZERO_WEIGHTS else 0
+            yield Moment(logits=last.layer.forward if last.is_head else 0, weights=gathered)
+        elif kind == "W":
+            blocks = (run.layer.largest for run in stage.runs if not run.is_embedding or len(stage.runs) == 1)
+            yield Moment(activations=stage.deferred, gradients=self._computed * max(blocks))
+        else:
+            yield from self._backward(stage, kind == "I")
+
+    def _backward(self, stage: StageLayers, deferring: bool) -> Iterator[Moment]:
+        """Yield the candidates for the peak of a backward pass, one or a few for each run of layers; weight gradients
+        wait for a separate pass if `deferring`."""
+        scattered: float = 0  # last
+        if self._zero > 1 and self._repeated:
+            scattered = stage.tied or next((run.elements for run in stage.runs if run.elements), 0)
+        freed, tied, reduced = 0.0, 0.0, 0.0  # a tied weight has one gradient once both of its uses have theirs
+        for place in range(len(stage.runs) - 1, -1, -1):
+            run, layer = stage.runs[place], stage.runs[place].layer
+            # Torch prefetches the previous layer, but not the embeddings, whose backward pass needs no weights.
+            before = stage.runs[place - 1].elements if place and not stage.runs[place - 1].is_embedding else 0
+            each = layer.kept - (layer.deferred if deferring else 0)
+            own = run.elements + (stage.tied if run.is_head or run.is_embedding else 0)
+            for number in sorted({0, max(0, run.count - 2), run.count - 1}):
+                ahead = run.elements if number < run.count - 1 else before
+                if number:
+                    scattered = run.elements
+                start = Moment(activations=-(freed + number * each), gradients=self._computed * tied)
+                if self._zero > 1:
+                    start = start.plus(buffers=scattered * self._wide)
+                if self._zero == ZERO_WEIGHTS:
+                    gathered = (run.elements + stage.tied) * self._narrow
+                    start = start.plus(weights=gathered, buffers=ahead * self._narrow)
+                new = 0.0  # gradients that the pass allocates, where they do not exist already
+                if self._zero and self._gradients_grow:
+                    new = (reduced + number * run.elements) * self._wide / (1 if self._zero == 1 else self._shards)
+                for moment in self._of_layer(run, start, own, scattered, deferring):
+                    yield moment.plus(gradients=new)
+            freed += run.count * each
+            reduced += run.count * run.elements
+            scattered = run.elements or scattered
+            tied = layer.largest or (run.count and stage.tied) if run.is_head else tied
+
+    def _of_layer(self, run: Run, start: Moment, own: int, scattered: float, deferring: bool) -> Iterator[Moment]:
+        """Yield the moments of one layer's backward pass from its start; `own` are the elements of its weights with
+        tied ones, and `scattered` those whose reduce-scatter still holds its buffer."""
+        layer = run.layer
+        largest = 0 if deferring and not run.is_embedding else self._computed * layer.largest
+        yield start.plus(gradients=largest, **{"logits" if run.is_head else "working": layer.backward})
+        if run.is_head and not deferring:  # the weight's gradient, once the probabilities are freed
+            yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=self._computed * own)
+        if self._zero:
+            ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=self._computed * own)
+            yield ended
+            if self._zero > 1:
+                freed_weights = run.elements * self._narrow if self._zero == ZERO_WEIGHTS else 0
+                buffers = own * self._wide * (1 + 1 / self._shards) - scattered * self._wide
+                yield ended.plus(weights=-freed_weights, working=-layer.ending, buffers=buffers)
 
 
 def standing_states(
@@ -342,11 +316,6 @@ def standing_states(
     gathered = whole * precision.itemsize if parallel.zero < 3 else 0
     gradients = 0 if gradients_grow else (whole if parallel.zero == 1 else found.parameters) * added
     return RankSize(found.parameters, found.parameters * wide + gathered, gradients, found.optimizer)
-
-
-def _tree_levels(config: Config) -> int:
-    """Return the number of gradient sums that an exact run keeps besides the growing one, one per level of its tree."""
-    return (config.train.grain_samples // config.parallel.dp).bit_length() - 1 if config.train.exact else 0
 
 
 _ROUNDS: Final = 4

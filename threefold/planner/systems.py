@@ -122,19 +122,9 @@ _TORCHTITAN: Final = replace(
 _ROWS: Final = (
     _OWN,
     replace(
-        _OWN,
-        name="own-compiled",
-        fused=True,
-        fused_norm=True,
-        fused_loss=True,
-        about="this package with train.compile",
+        _OWN, name="own-compiled", fused=True, fused_norm=True, fused_loss=True, about="this package with train.compile"
     ),
-    replace(
-        _OWN,
-        name="own-cpu",
-        overlap_gradients=False,
-        about="this package on a CPU, whose cores communicate too",
-    ),
+    replace(_OWN, name="own-cpu", overlap_gradients=False, about="this package on a CPU, whose cores communicate too"),
     _MEGATRON_2021,
     replace(
         _MEGATRON_2021,
