@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, count, pairwise
@@ -122,7 +122,7 @@ def run_step(
         peak_bytes=sum(measured.peak.values()),
         at_peak=measured.peak,
         causes=measured.causes,
-        collectives=[CollectiveTotal(*kind, *total) for kind, total in dry_step.totals(measured.events).items()],
+        collectives=dry_step.totals(measured.events),
         flops=flops.total,
     )
     return report, measured.events
@@ -151,10 +151,9 @@ def _explaining(own: bool, rank: int) -> Iterator[None]:
 Tell = Callable[[str, int, int], object]
 """Callback that takes the name of a part, the number of its passes done and their total."""
 
-_KEPT = (2, 3, 4)
-"""Micro-batches that a stage of the shortened pipelines keeps."""
-_RUN = 6
-"""Micro-batches per step of the shortened pipelines; one or two more show how a step's numbers grow with them."""
+_KEPT, _RUN = (2, 3, 4), 6
+"""Micro-batches that a stage of the shortened pipelines keeps, and those of a step; one or two more show how a step's
+numbers grow with them."""
 
 
 def stage_ranks(config: Config) -> list[int]:
@@ -195,15 +194,9 @@ def run_stages(config: Config, tell: Tell = lambda *_: None) -> list[DryRunRepor
             name: number + (kept - _KEPT[0]) * by_kept[name] + (count - _RUN) * by_count[name]
             for name, number in _numbers(start).items()
         }
-        report = replace(
-            _with_numbers(start, numbers),
-            rank=rank,
-            coordinates=layout.coordinates(rank)._asdict(),
-            world_size=layout.world_size,
-            layers=plan.layers[slice(*bounds[stage])],
-            micro_batches=count,
-        )
-        reports.append(report)
+        place: dict[str, Any] = {"rank": rank, "coordinates": layout.coordinates(rank)._asdict()}
+        place |= {"world_size": layout.world_size, "layers": plan.layers[slice(*bounds[stage])]}
+        reports.append(replace(_with_numbers(start, numbers), **place, micro_batches=count))
     return reports
 
 
@@ -215,10 +208,9 @@ def _is_regular(config: Config) -> bool:
         return False
     if model.architecture == OWN or config.train.recompute_every > 1 or config.train.exact:
         return False
-    try:
+    with suppress(UnknownBlock):
         return len(set(describe_model(model, config.data.sequence_length).blocks)) == 1
-    except UnknownBlock:
-        return False
+    return False
 
 
 _Numbers = dict[tuple[str, ...], int]
@@ -249,12 +241,9 @@ def _run_short(
     partition = {"pp": len(held), "partition": tuple(accumulate(held[:-1]))}
     rows = parallel.dp * train.micro_batch_size * micro_batches
     batch = {"global_batch_size": rows, "gradient_accumulation_steps": micro_batches}
-    sections = {
-        "model": config.model.model_copy(update={"num_layers": sum(held) - 2}),
-        "parallel": parallel.model_copy(update=partition),
-        "train": train.model_copy(update=batch),
-    }
-    shorter = config.model_copy(update=sections)
+    model = config.model.model_copy(update={"num_layers": sum(held) - 2})
+    sections = {"parallel": parallel.model_copy(update=partition), "train": train.model_copy(update=batch)}
+    shorter = config.model_copy(update={"model": model, **sections})
     return dry_run(shorter, Layout.from_config(shorter.parallel).rank_of(pp=len(before)), tell=tell)
 
 

@@ -27,6 +27,8 @@ from threefold.torch_private.tensors import storage_key
 from threefold.train.step import Engine
 
 WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS = "weights", "gradients", "optimizer", "activations"
+OTHER = "other"
+"""Kind of tensors that nobody has claimed."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +122,6 @@ def _is_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return func.overloadpacket is not torch.ops.aten.arange or any(isinstance(each, float) for each in args)
 
 
-_Formula = Callable[..., int]
-
-
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_rest: Any, **_options: Any) -> int:
     """Count q k and the product with v for all pairs of positions; kernels that skip masked pairs do about half."""
     batch, heads, queries, width = q.shape
@@ -152,7 +151,7 @@ def _linear(x: Tensor, weight: Tensor, *_rest: Any, **_options: Any) -> int:
     return 2 * x.numel() * weight.shape[0]
 
 
-_OWN: dict[Any, _Formula] = {
+_OWN: dict[Any, Callable[..., int]] = {
     fake.CPU_ATTENTION: _attention,
     fake.CPU_ATTENTION_BACKWARD: _attention_backward,
     fake.ONEDNN_LINEAR: _linear,
@@ -173,15 +172,11 @@ class FlopCount:
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Add an operation that ran with these arguments and result."""
         packet = func.overloadpacket
-        own = _OWN.get(packet)
-        if own is not None:
-            self.total += own(*args, **kwargs)
-        elif (formula := flop_registry.get(packet)) is not None:
-            self.total += int(formula(*args, **kwargs, out_val=out))
+        if packet in _OWN:
+            self.total += _OWN[packet](*args, **kwargs)
+        elif packet in flop_registry:
+            self.total += int(flop_registry[packet](*args, **kwargs, out_val=out))
 
-
-OTHER = "other"
-"""Kind of tensors that nobody has claimed."""
 
 Observer = Callable[[Any, tuple[Any, ...], Mapping[str, Any], Any], None]
 """Callback that takes each operation, its arguments and its result."""
@@ -201,7 +196,7 @@ class StorageTracker(OperationMode):
         self._observer = observer
         self._alive: dict[int, tuple[Any, int, str]] = {}  # by the storage's number: reference, bytes, kind
         self._bytes: Counter[str] = Counter()
-        self._total = self._most = 0
+        self.total = self.most = 0
         self.peak: dict[str, int] = {}
         self._resizes = ExitStack()
 
@@ -210,19 +205,9 @@ class StorageTracker(OperationMode):
         """Bytes alive now, by kind."""
         return {kind: nbytes for kind, nbytes in self._bytes.items() if nbytes}
 
-    @property
-    def total(self) -> int:
-        """Bytes alive now."""
-        return self._total
-
-    @property
-    def most(self) -> int:
-        """Bytes of `peak`."""
-        return self._most
-
     def begin(self) -> None:
         """Restart the search for the peak."""
-        self._most, self.peak = self._total, self.alive
+        self.most, self.peak = self.total, self.alive
 
     def claim(self, kind: str, tensors: Iterable[Tensor]) -> int:
         """Count the storages of these tensors as `kind` from now on, and return the newly claimed bytes."""
@@ -269,9 +254,9 @@ class StorageTracker(OperationMode):
 
     def _add(self, nbytes: int, kind: str) -> None:
         self._bytes[kind] += nbytes
-        self._total += nbytes
-        if self._total > self._most:
-            self._most, self.peak = self._total, dict(self._bytes)
+        self.total += nbytes
+        if self.total > self.most:
+            self.most, self.peak = self.total, dict(self._bytes)
 
     def _freed(self, key: int, _reference: object) -> None:
         _, nbytes, kind = self._alive.pop(key)
@@ -279,9 +264,8 @@ class StorageTracker(OperationMode):
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         key = storage_key(storage)
-        known = self._alive.get(key)
-        if known is not None:
-            reference, before, kind = known
+        if key in self._alive:
+            reference, before, kind = self._alive[key]
             self._alive[key] = (reference, storage.nbytes(), kind)
             self._add(storage.nbytes() - before, kind)
 
@@ -311,8 +295,8 @@ def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None)
         held = {
             WEIGHTS: tracker.claim(WEIGHTS, (each for weight in weights for each in (weight.leaf, weight.master))),
             OPTIMIZER: tracker.claim(OPTIMIZER, (state for _, _, state in engine.optimizer.states())),
+            GRADIENTS: 0,
         }
-        held[GRADIENTS] = 0
         if engine.parallelism.zero is None:  # else the step makes them
             held[GRADIENTS] = tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in trained))
         else:
@@ -321,9 +305,8 @@ def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None)
         loss, counted = engine.compute_gradients(batch, 0)
         held[GRADIENTS] += tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in trained))
         engine.update(loss, counted, 0)
-    of_zero = {_GATHERED: WEIGHTS, _WHOLE: GRADIENTS}
-    alike = _named(tracker.peak, dict.fromkeys(of_zero, ACTIVATIONS))
-    return Measured(held, alike, _named(tracker.peak, of_zero), events)
+    causes = _named(tracker.peak, {_GATHERED: WEIGHTS, _WHOLE: GRADIENTS})
+    return Measured(held, _named(tracker.peak, {_GATHERED: ACTIVATIONS, _WHOLE: ACTIVATIONS}), causes, events)
 
 
 def _claim_whole_tensors(engine: Engine, tracker: StorageTracker) -> None:
@@ -379,10 +362,10 @@ def batch_of(config: Config, replica: int) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), numbers, documents)
 
 
-def totals(events: Sequence[Event]) -> dict[tuple[str, str], tuple[int, int]]:
-    """Return the number of collectives and their total bytes, for each axis and operation."""
-    found: dict[tuple[str, str], tuple[int, int]] = {}
+def totals(events: Sequence[Event]) -> list[CollectiveTotal]:
+    """Sum up the collectives of each axis and operation."""
+    counts, nbytes = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
     for event in events:
-        count, nbytes = found.get((event.axis, event.operation), (0, 0))
-        found[event.axis, event.operation] = count + 1, nbytes + event.nbytes
-    return found
+        counts[event.axis, event.operation] += 1
+        nbytes[event.axis, event.operation] += event.nbytes
+    return [CollectiveTotal(*kind, count, nbytes[kind]) for kind, count in counts.items()]

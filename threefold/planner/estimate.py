@@ -104,8 +104,8 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
     slowest, count = max(ranks, key=lambda each: each.total), train.gradient_accumulation_steps
     exposed = []
     for rank, weights in zip(ranks, held, strict=True):
-        passes_of_rank = rank.forward.total, rank.backward.total + rank.weight.total
-        exposed.append(gradient_time(config, hardware, system, parallel.zero, weights, *passes_of_rank, count))
+        passes = rank.forward.total, rank.backward.total + rank.weight.total
+        exposed.append(gradient_time(config, hardware, system, parallel.zero, weights, *passes, count))
     found = StepTime(
         compute=slowest.forward.plus(slowest.backward, slowest.weight).times(count),
         bubble=exposed_bubble(line.busy, line.bubble, hardware),
@@ -160,25 +160,19 @@ def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
 
 
 def stage_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:
-    """Estimate the passes of each pipeline stage for one micro-batch; arguments as for `step_time`."""
-    passes = layer_passes(config, hardware, system)
-    stages = stage_map(describe_model(config.model, config.data.sequence_length).plan, config)
-    bounds = (stages.layers(stage) for stage in range(len(stages.ranks)))
-    return [block_cost.NOTHING.plus(*passes[first:end]) for first, end in bounds]
-
-
-def layer_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:
-    """Estimate the passes of each layer for one micro-batch: the embedding, the blocks and the head."""
+    """Estimate the passes of each pipeline stage, its layers' together, for one micro-batch."""
     model, train = config.model, config.train
     described = described_blocks(config)
     sizes = {block: block_cost.cost_block(config, block, hardware.gpus_per_node, system) for block in set(described)}
-    found = []
+    outer = sizes[described[0]]
+    passes = [block_cost.embedding_passes(outer, hardware)]
     for layer, block in enumerate(described):
         treated = train.recompute if layer % train.recompute_every == 0 else "none"
-        found.append(block_cost.block_seconds(sizes[block], hardware, system, treated))
-    first = sizes[described[0]]
-    head = block_cost.head_passes(first, model.vocab_size, train.loss_chunk_size, hardware, system)
-    return [block_cost.embedding_passes(first, hardware), *found, head]
+        passes.append(block_cost.block_seconds(sizes[block], hardware, system, treated))
+    passes.append(block_cost.head_passes(outer, model.vocab_size, train.loss_chunk_size, hardware, system))
+    stages = stage_map(describe_model(model, config.data.sequence_length).plan, config)
+    bounds = (stages.layers(stage) for stage in range(len(stages.ranks)))
+    return [block_cost.NOTHING.plus(*passes[first:end]) for first, end in bounds]
 
 
 def sent_bytes(config: Config, system: System) -> int:
@@ -206,22 +200,14 @@ def _pipeline(
     passes = zip(*(stages if is_own else ranks), strict=True)
     forward, backward, weight = (tuple(part.total for part in parts) for parts in passes)
     if not is_own:
-        chunks, overlapped = parallel.stage_chunks, system.overlap_sends
-        times = forward, backward, weight
-        return pipeline_seconds(*times, parallel.schedule, chunks, micro_batches, send, overlapped)
+        step = parallel.schedule, parallel.stage_chunks, micro_batches
+        return pipeline_seconds(forward, backward, weight, *step, send, system.overlap_sends)
     from threefold.planner.schedule import StageTimes, program_of, simulate
 
     program = program_of(parallel.pipeline_schedule, parallel.pp, parallel.stage_chunks, micro_batches)
     of_stages, busy = StageTimes(forward, backward, weight), micro_batches * max(each.total for each in ranks)
     alone = simulate(program, of_stages, 0.0).length
     return Pipeline(busy, alone - busy, simulate(program, of_stages, send).length - alone)
-
-
-_FIGURES: Final = (
-    *("step_seconds", "error_band", "tokens_per_second", "mfu", "hfu", "model_flops", "hardware_flops"),
-    *("peak_bytes", "needed_bytes", "usable_bytes", "fits"),
-)
-"""Attributes of an estimate that its JSON document has by the same name."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +247,15 @@ class Estimate:
     @cached_property
     def hardware_flops(self) -> float:
         """Operations of a step that are executed: the model's, plus those that recompute repeats."""
-        return self.model_flops + recomputed_flops_per_token(self.config) * self.tokens_per_step
+        train, model, length = self.config.train, self.config.model, self.config.data.sequence_length
+        treated = -(-model.num_layers // train.recompute_every) / model.num_layers
+        described, again = describe_model(model, length), 0.0
+        if train.recompute == "selective":
+            seen = (block.heads * block.head_dim * min(block.window or length, length) for block in described.blocks)
+            again = 2 * 2 * sum(seen) * treated
+        elif train.recompute != "none":
+            again = (described.flops_per_token / 3 - 2 * model.hidden_size * model.vocab_size) * treated
+        return self.model_flops + again * self.tokens_per_step
 
     @property
     def mfu(self) -> float:
@@ -298,20 +292,19 @@ class Estimate:
         share = self.hardware.uncertainty
         return self.step_seconds / (1 + share), self.step_seconds * (1 + share)
 
-    @property
-    def limit(self) -> str:
-        """Name of the cause that takes longest."""
-        return max(self.time.causes, key=self.time.causes.__getitem__)
-
     def as_json(self) -> dict[str, Any]:
         """Return plain values: seconds, bytes and operations."""
+        flops = "mfu", "hfu", "model_flops", "hardware_flops"
+        memory = "peak_bytes", "needed_bytes", "usable_bytes", "fits"
+        causes = {name: seconds for name, seconds in self.time.causes.items() if seconds}
+        names = "step_seconds", "error_band", "tokens_per_second", *flops, *memory
         return {
-            **{name: getattr(self, name) for name in _FIGURES},
+            **{name: getattr(self, name) for name in names},
             "hardware": self.hardware.name,
             "system": self.system.name,
             "ranks": self.ranks,
-            "limited_by": self.limit,
-            "seconds": {name: seconds for name, seconds in self.time.causes.items() if seconds},
+            "limited_by": max(causes, key=causes.__getitem__),
+            "seconds": causes,
             "memory": [stage.causes for stage in self.stages],
             "causes": [stage.by_dry_run for stage in self.stages],
         }
@@ -357,18 +350,3 @@ def usable_memory(hardware: Hardware) -> int:
             f"{RESERVE} that CUDA and NCCL take; give it at least 8e9."
         )
     return usable
-
-
-def recomputed_flops_per_token(config: Config) -> float:
-    """Return the operations per token of a step that recompute repeats, counted as `model_flops_per_token` counts."""
-    train, model = config.train, config.model
-    if train.recompute == "none":
-        return 0.0
-    length = config.data.sequence_length
-    described = describe_model(model, length)
-    treated = -(-model.num_layers // train.recompute_every) / model.num_layers
-    if train.recompute == "selective":
-        seen = (block.heads * block.head_dim * min(block.window or length, length) for block in described.blocks)
-        return 2 * 2 * sum(seen) * treated
-    head = 2 * model.hidden_size * model.vocab_size
-    return (described.flops_per_token / 3 - head) * treated
