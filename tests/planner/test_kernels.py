@@ -72,13 +72,14 @@ def test_sums_of_gradients() -> None:
     group, core = Group(8, 1, 8), SYSTEMS["megatron-core"]
     plain = replace(core, overlap_gradients=False, name="plain")
     sums = gradient_seconds(hardware, plain, group, 1e9, 1.0, 2.0, micro_batches=4)
-    assert sums.exposed == pytest.approx((4 + 2) * 7 / 8)  # fp32 gradients scattered, bf16 weights gathered
+    assert sums == pytest.approx((4 + 2) * 7 / 8)  # fp32 gradients scattered, bf16 weights gathered
     hidden = gradient_seconds(hardware, core, group, 1e9, 100.0, 200.0, micro_batches=4)
-    assert hidden.exposed < sums.exposed / 2
-    assert hidden.exposed + hidden.hidden == pytest.approx(sums.exposed)
+    assert hidden < sums / 2
+    piece = sums / 12  # exposed; the others slow the computation
+    assert hidden == pytest.approx(piece + (sums - piece) / 4)
     sharded = gradient_seconds(hardware, core, group, 1e9, 1.0, 2.0, micro_batches=4, zero=3)
-    assert sharded.exposed > sums.exposed
-    assert gradient_seconds(hardware, core, Group(1, 1, 8), 1e9, 1.0, 2.0).exposed == 0
+    assert sharded > sums
+    assert gradient_seconds(hardware, core, Group(1, 1, 8), 1e9, 1.0, 2.0) == 0
 
 
 def test_the_update_is_bound_by_memory() -> None:

@@ -98,9 +98,6 @@ class Passes(NamedTuple):
     def plus(self, *others: "Passes") -> "Passes":
         return Passes(*(first.plus(*rest) for first, *rest in zip(self, *others, strict=True)))
 
-    def times(self, factor: float) -> "Passes":
-        return Passes(*(each.times(factor) for each in self))
-
 
 NOTHING = Passes(Seconds(), Seconds(), Seconds())
 
@@ -132,9 +129,8 @@ def block_passes(block: RankBlock, hardware: Hardware, system: System, recompute
     backward_tensor = exposed
     if system.overlap_tensor_backward and not system.overlap_tensor:
         # Of the two collectives of a half block, the input gradient's overlaps with the weight-gradient product.
-        backward_tensor = (
-            tensor / 2 + positive(tensor / 2 - linear) if block.sequence_parallel else positive(tensor - linear)
-        )
+        serial = tensor / 2 if block.sequence_parallel else 0.0
+        backward_tensor = serial + positive(tensor - serial - linear)
     backward = Seconds(
         matrix=linear,
         attention=core[1],

@@ -18,7 +18,6 @@ from threefold.config.section import divisors
 from threefold.errors import UserError
 from threefold.files import format_bytes
 from threefold.models.block import ModelDescription, describe_model
-from threefold.models.sharding import ModelPlan
 from threefold.parallel.pipeline.partition import ShardCoordinates, StageMap, partitioned, shard_coordinates
 from threefold.planner.activations import LayerMemory
 from threefold.planner.block_cost import Passes, axis_group, block_passes, cost_block, embedding_passes, head_passes
@@ -107,42 +106,6 @@ class RankLayers:
     deferred: Array
     folded: Mask
     chunks: Array
-
-
-def rank_layers(
-    plan: ModelPlan, kinds: LayerKinds, pp: int, schedules: Sequence[Settings], partition: str | Sequence[int]
-) -> RankLayers:
-    """Describe the ranks of all schedules of a mesh; `partition` is `parallel.partition`."""
-    rows: list[tuple[int, Array, Array, float, float, bool]] = []
-    starts: list[int] = []
-    blocks = [kind for kind, _ in kinds.blocks]
-    before = np.zeros((len(kinds.of_layer) + 1, kinds.count))
-    before[1:] = np.cumsum(np.eye(kinds.count)[kinds.of_layer], axis=0)
-    for number, settings in enumerate(schedules):
-        schedule, count = find_schedule(settings["parallel.schedule"]), settings["parallel.stage_chunks"]
-        stages = StageMap((0, len(plan.layers)), (0,))
-        if pp > 1:
-            with suppress(UserError):  # an unsound layout has no partition
-                stages = partitioned(plan, pp, schedule, count, partition, 0)
-        bounds = np.array(stages.bounds)
-        each = before[bounds[1:]] - before[bounds[:-1]]
-        found: dict[bytes, tuple[Array, Array, list[tuple[float, float]]]] = {}
-        for rank in range(max(stages.ranks) + 1):
-            own = each[[stage for stage, holder in enumerate(stages.ranks) if holder == rank]]
-            own = own[np.argsort(own[:, blocks].sum(axis=1), kind="stable")]
-            total, stack = own.sum(axis=0), np.concatenate([np.zeros((1, kinds.count)), np.cumsum(own, axis=0)])
-            found.setdefault(stack.tobytes(), (total, stack, []))[2].append(_passes(schedule, pp, rank, count))
-        starts.append(len(rows))
-        on_one = count > 1 and any(one == other for one, other in pairwise(stages.ranks))
-        for total, stack, flights in found.values():
-            most, waiting = (max(each) for each in zip(*flights, strict=True))
-            rows.append((number, total, stack, most, waiting, on_one))
-    owners, totals, stacks, passes, deferred, folded = zip(*rows, strict=True)
-    held = np.array(passes), np.array(deferred), np.array(folded)
-    longest = max(map(len, stacks))
-    smallest = np.stack([np.pad(each, ((0, longest - len(each)), (0, 0)), mode="edge") for each in stacks])
-    chunks = np.array([float(settings["parallel.stage_chunks"]) for settings in schedules])
-    return RankLayers(np.array(starts), np.array(owners), np.array(totals), smallest, *held, chunks)
 
 
 def _passes(schedule: Schedule, pp: int, rank: int, chunks: int) -> tuple[float, float]:
@@ -272,19 +235,16 @@ class LeastBytes:
         for settings in options.zero:
             zero = settings["parallel.zero"]
             parallel, place = _sharding(mesh, zero)
-            own, whole = (self._elements(ranks, each) for each in (place, place.unshared))
+            has_both = (ranks.counts[:, 0] > 0) & (ranks.counts[:, self._kinds.head] > 0)
+            tables = self._table(place), self._table(place.unshared)
+            # Elements that a rank holds, in hidden matrices and others, [rows, 2].
+            own, whole = (ranks.counts @ table[:-1] - has_both[:, None] * table[-1] for table in tables)
             held: Any = own.sum(axis=1)
             copies = held * narrow if narrow < wide else 0
             size = RankSize(held, held * wide + copies, held * wide, own @ np.array(self._states) * wide)
             size = standing_states(size, cast(int, whole.sum(axis=1)), parallel, precision, self._keeps, grow)
             columns.append(size.weights + size.gradients + size.optimizer)
         return np.stack(columns, axis=-1)
-
-    def _elements(self, ranks: RankLayers, place: ShardCoordinates) -> Array:
-        """Return the weight elements that a rank holds, in hidden matrices and others, [rows, 2]."""
-        table = self._table(place)
-        has_both = (ranks.counts[:, 0] > 0) & (ranks.counts[:, self._kinds.head] > 0)
-        return ranks.counts @ table[:-1] - has_both[:, None] * table[-1]
 
     def _table(self, place: ShardCoordinates) -> Array:
         """Return the elements of a layer of each kind, and of those that the first and last layer share, in hidden
@@ -351,10 +311,41 @@ class ModelCosts:
         return f"{name} {format_bytes(stage.causes[name])}"
 
     def _rank_layers(self, pp: int, schedules: Sequence[Settings]) -> RankLayers:
+        """Describe the ranks of all schedules of a mesh."""
         key = pp, id(schedules)
-        if key not in self._ranks:
-            partition = self._config.parallel.partition
-            self._ranks[key] = rank_layers(self._plan, self._kinds, pp, schedules, partition)
+        if key in self._ranks:
+            return self._ranks[key]
+        rows: list[tuple[int, Array, Array, float, float, bool]] = []
+        starts: list[int] = []
+        blocks = [kind for kind, _ in self._kinds.blocks]
+        # Layers of each kind before each layer, starting with a row of zeros.
+        before = np.zeros((len(self._kinds.of_layer) + 1, self._kinds.count))
+        before[1:] = np.cumsum(np.eye(self._kinds.count)[self._kinds.of_layer], axis=0)
+        for number, settings in enumerate(schedules):
+            schedule, count = find_schedule(settings["parallel.schedule"]), settings["parallel.stage_chunks"]
+            stages = StageMap((0, len(self._plan.layers)), (0,))
+            if pp > 1:
+                with suppress(UserError):  # an unsound layout has no partition
+                    stages = partitioned(self._plan, pp, schedule, count, self._config.parallel.partition, 0)
+            bounds = np.array(stages.bounds)
+            each = before[bounds[1:]] - before[bounds[:-1]]
+            found: dict[bytes, tuple[Array, Array, list[tuple[float, float]]]] = {}
+            for rank in range(max(stages.ranks) + 1):
+                own = each[[stage for stage, holder in enumerate(stages.ranks) if holder == rank]]
+                own = own[np.argsort(own[:, blocks].sum(axis=1), kind="stable")]
+                total, stack = own.sum(axis=0), np.concatenate([before[:1], np.cumsum(own, axis=0)])
+                found.setdefault(stack.tobytes(), (total, stack, []))[2].append(_passes(schedule, pp, rank, count))
+            starts.append(len(rows))
+            on_one = count > 1 and any(one == other for one, other in pairwise(stages.ranks))
+            for total, stack, flights in found.values():
+                most, waiting = (max(each) for each in zip(*flights, strict=True))
+                rows.append((number, total, stack, most, waiting, on_one))
+        owners, totals, stacks, passes, deferred, folded = zip(*rows, strict=True)
+        held = np.array(passes), np.array(deferred), np.array(folded)
+        longest = max(map(len, stacks))
+        smallest = np.stack([np.pad(each, ((0, longest - len(each)), (0, 0)), mode="edge") for each in stacks])
+        chunks = np.array([float(settings["parallel.stage_chunks"]) for settings in schedules])
+        self._ranks[key] = RankLayers(np.array(starts), np.array(owners), np.array(totals), smallest, *held, chunks)
         return self._ranks[key]
 
 

@@ -11,7 +11,6 @@ from threefold.planner.systems import System
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (128, 64, 0.85), (64, 64, 0.7))
 """Output tiles of one multiprocessor as (rows, columns, relative speed); small tiles read their inputs more often
 (NVIDIA, "Matrix multiplication background user's guide", tile quantization)."""
-PER_MULTIPLY_ADD: Final = 2
 Number = TypeVar("Number", int, float)
 
 
@@ -36,7 +35,7 @@ def matrix_seconds(
 ) -> float:
     """Estimate `count` products (such as heads or experts) of (rows × depth) and (depth × columns) in one kernel."""
     reached = hardware.achievable
-    flops = PER_MULTIPLY_ADD * count * rows * columns * depth
+    flops = 2 * count * rows * columns * depth
     filled = _filled(hardware.multiprocessors, rows, columns, count)
     fraction = reached.matrix * depth / (depth + reached.matrix_depth) * filled
     moved = itemsize * count * (rows * depth + depth * columns + rows * columns)
@@ -152,13 +151,6 @@ ZERO_STATE, ZERO_GRADIENTS, ZERO_WEIGHTS = 1, 2, 3
 """Values of `parallel.zero`, named after the part that each shards in addition to the smaller values."""
 
 
-class Sums(NamedTuple):
-    """Seconds of a step's data-parallel collectives: exposed, and hidden behind computation."""
-
-    exposed: float
-    hidden: float
-
-
 def gradient_seconds(
     hardware: Hardware,
     system: System,
@@ -171,15 +163,15 @@ def gradient_seconds(
     itemsize: int = 2,
     gradient_bytes: int = 4,
     layers: int = 1,
-) -> Sums:
-    """Estimate the gradient reduction and, with sharded state or weights, the gathers of weights in a step.
+) -> float:
+    """Estimate the exposed seconds of a step's gradient reduction and, with sharded state, of its gathers of weights.
 
     The ranks of the group hold the same `elements`, whose passes take `forward` and `backward` seconds per micro-batch.
     A compute weight has `itemsize` bytes and a reduced gradient `gradient_bytes`; with `zero` 3, layers are gathered
     one by one.
     """
     if group.ranks == 1:
-        return Sums(0.0, 0.0)
+        return 0.0
     summed = system.gradient_bytes or gradient_bytes
     scatters = micro_batches if zero == ZERO_GRADIENTS else 1
     if zero and hardware.device == "cpu":
@@ -193,24 +185,20 @@ def gradient_seconds(
         scatter += memory_seconds(hardware, 2 * elements * summed, 0)
         blocks = layers * hardware.achievable.sharded_block
         if zero == ZERO_WEIGHTS:
-            return Sums(micro_batches * (blocks + 2 * gather + scatter), 0.0)
-        return Sums(blocks + gather + scatters * scatter, 0.0)
+            return micro_batches * (blocks + 2 * gather + scatter)
+        return blocks + gather + scatters * scatter
     pieces = layers if zero == ZERO_WEIGHTS else 1
     gather = pieces * ring_seconds(hardware, group, "all_gather", elements / pieces * itemsize)
     scatter = pieces * ring_seconds(hardware, group, "reduce_scatter", elements / pieces * summed)
     if zero == ZERO_WEIGHTS:
-        first = exposed_part(gather, forward, layers), exposed_part(gather + scatter, backward, layers)
-        return _shared(micro_batches * sum(first), micro_batches * (2 * gather + scatter))
-    whole = scatter * scatters + gather
-    if not system.overlap_gradients:
-        return Sums(whole, 0.0)
-    exposed = scatters * exposed_part(scatter, backward, _PIECES) + exposed_part(gather, forward, _PIECES)
-    return _shared(exposed, whole)
-
-
-def _shared(exposed: float, whole: float) -> Sums:
-    slowed = _CONTENTION * (whole - exposed)
-    return Sums(exposed + slowed, whole - exposed - slowed)
+        parts = exposed_part(gather, forward, layers), exposed_part(gather + scatter, backward, layers)
+        exposed, whole = micro_batches * sum(parts), micro_batches * (2 * gather + scatter)
+    else:
+        whole = scatter * scatters + gather
+        if not system.overlap_gradients:
+            return whole
+        exposed = scatters * exposed_part(scatter, backward, _PIECES) + exposed_part(gather, forward, _PIECES)
+    return exposed + _CONTENTION * (whole - exposed)
 
 
 def exposed_part(collective: float, beside: float, pieces: int) -> float:

@@ -137,7 +137,7 @@ def gradient_time(
     sizes = config.precision.itemsize, config.precision.master_itemsize
     layers = max(1, config.model.num_layers // config.parallel.pp)
     step = elements, forward, backward, micro_batches, zero
-    return gradient_seconds(hardware, system, group, *step, *sizes, layers).exposed
+    return gradient_seconds(hardware, system, group, *step, *sizes, layers)
 
 
 def update_time(config: Config, hardware: Hardware, system: System, zero: int, elements: Number) -> Number:

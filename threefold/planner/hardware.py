@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,7 +26,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Achievable:
-    """Fractions of a device's peak rates that programs achieve, and their fixed overheads.
+    """Fractions of a device's peak rates that programs achieve, and their fixed overheads in seconds.
 
     Attributes:
         matrix: fraction of the matrix rate in products that are large in every dim.
@@ -37,11 +37,11 @@ class Achievable:
         general_attention: share of these fractions that kernels not tuned for the device type reach.
         memory: fraction of the memory bandwidth in elementwise work on large tensors.
         link, network: fraction of the bandwidth inside a node, and between nodes, in large collectives.
-        kernel: seconds between the end of one kernel and the start of the next.
-        block: seconds of Python and autograd per block and micro-batch, both passes, where no kernels hide them.
-        sharded_block, tensor_block, context_block: further seconds per block on a CPU with `parallel.zero` 3, tensor or
+        kernel: time between the end of one kernel and the start of the next.
+        block: Python and autograd per block and micro-batch, both passes, where no kernels hide them.
+        sharded_block, tensor_block, context_block: further time per block on a CPU with `parallel.zero` 3, tensor or
             context parallelism, including the latency of its collectives but not the transfer of their bytes.
-        step: seconds of a step that no other cause accounts for.
+        step: time of a step that no other cause accounts for.
     """
 
     matrix: float = 0.75
@@ -64,24 +64,19 @@ class Achievable:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Device type in nodes of several devices.
+    """Device type in nodes of several devices; rates are peaks, in operations or bytes per second.
 
     Attributes:
-        name, title: name in the catalogue, and for people.
-        device: `cuda` or `cpu`.
-        matrix_rates: peak operations per second by dtype: `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `fp64`.
-        memory_bytes, memory_bandwidth: bytes of memory of a device, and bytes per second.
+        title: name for people.
+        matrix_rates: rates of matrix products by dtype: `fp32`, `tf32`, `bf16`, `fp16`, `fp8`, `fp64`.
         multiprocessors: multiprocessors that share the tiles of a matrix product; 1 where tiles make no difference.
-        gpus_per_node: devices per node.
         inside, between: links between the devices of a node, and between nodes.
-        achievable: fractions of the peaks that programs reach.
         system: training system whose kernels and overlap an estimate assumes by default.
         gpt_system: default system for GPTs, as most were trained on the device in earlier years; empty for `system`.
         sharded_system: default system with `parallel.zero` 2 or 3; empty for `system`.
         uncertainty: largest error of most estimates (9 of 10 published steps, if any), as a share of the step.
         cores: CPU cores, which the ranks of a node take in turns if they are more; 0 if each rank has its own.
         dollars_per_hour: price of a device; None if unknown.
-        sources: sources of the figures.
     """
 
     name: str
@@ -143,7 +138,6 @@ class Hardware:
 _DTYPES: Final = ("fp8", "fp16", "bf16", "tf32", "fp32", "fp64")
 _WHOLE: Final = ("memory_bytes", "multiprocessors", "gpus_per_node", "cores")
 _TEXTS: Final = ("title", "device", "system", "gpt_system", "sharded_system")
-_DEVICES: Final = ("cuda", "cpu")
 _FRACTIONS: Final = ("matrix", "memory", "link", "network", "uncertainty")
 """Figures that are at most 1. Attention may exceed 1, since `threefold doctor` measures it next to small products."""
 _ZERO_ALLOWED: Final = (
@@ -189,7 +183,7 @@ def _expanded(name: str, entries: Entries, where: str, depth: int = 0) -> dict[s
 def build(name: str, entries: Entries, where: str) -> Hardware:
     """Build the `Hardware` of one of the entries, which `like` may name; errors call the file `where`."""
     values, where = _expanded(name, entries, where), f"{where}, {name}"
-    known = [each for each in fields(Hardware) if each.name != "name"]
+    known = fields(Hardware)[1:]
     _require_known(values, [*(each.name for each in known), "like"], where)
     for each in known:
         if each.name not in values and each.default is MISSING and each.default_factory is MISSING:
@@ -199,7 +193,7 @@ def build(name: str, entries: Entries, where: str) -> Hardware:
         if key in _TEXTS:
             if not isinstance(value, str):
                 raise UserError(f"{where}: {key} is {shown(repr(value))} but must be text.")
-            if key == "device" and value not in _DEVICES:
+            if key == "device" and value not in ("cuda", "cpu"):
                 raise UserError(f"{where}: device is {shown(value)} but must be cuda or cpu.")
             made[key] = value
         elif key in ("inside", "between"):
@@ -260,8 +254,6 @@ def as_yaml(hardware: Hardware) -> str:
 
 THIS_MACHINE: Final = "this-machine"
 """Name of the entry that `threefold doctor` measures and saves."""
-_CATALOGUE: Final = Path(__file__).with_name("hardware.yaml")
-_SUFFIXES: Final = (".yaml", ".yml")
 
 
 def user_folder() -> Path:
@@ -271,10 +263,10 @@ def user_folder() -> Path:
     return user_config_path("threefold") / "hardware"
 
 
-@lru_cache(1)
+@cache
 def _entries() -> Entries:
-    """Read the package's catalogue, once per process."""
-    return read_entries(_CATALOGUE)
+    """Read the package's catalogue."""
+    return read_entries(Path(__file__).with_name("hardware.yaml"))
 
 
 def hardware_names() -> list[str]:
@@ -286,7 +278,7 @@ def hardware_names() -> list[str]:
 def find_hardware(name_or_path: str) -> Hardware:
     """Find an entry by its name in any case, where the user's folder takes precedence over the catalogue, or the one
     entry of a `.yaml` file, which may be `like` one of the catalogue."""
-    if name_or_path.lower().endswith(_SUFFIXES):
+    if name_or_path.lower().endswith((".yaml", ".yml")):
         return _of_file(Path(name_or_path), "")
     name = name_or_path.lower()
     own = user_folder() / f"{name}.yaml"
@@ -323,16 +315,11 @@ def save_hardware(hardware: Hardware, path: Path | None = None) -> Path:
     return target
 
 
-_OTHER_VARIANTS = ("pcie", "nvl", "max-q", "laptop")
-"""Words in names of GPUs that are slower than the entry of their type."""
-
-
 def cpu_name() -> str:
     """Return this machine's processor and the number of usable cores, which identify a saved entry."""
-    try:
+    told = ""
+    with suppress(OSError):  # not Linux
         told = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:  # not Linux
-        told = ""
     found = re.search(r"^(?:model name|Processor|cpu model)\s*:\s*(.+)$", told, re.MULTILINE)
     name = " ".join(found[1].split()) if found else platform.processor() or platform.machine()
     cores = usable_cores()
@@ -356,7 +343,7 @@ def entry_of_gpu(name: str, memory: int) -> Hardware | None:
     """Find the entry of a GPU type by the driver's name for it, such as `NVIDIA A100-SXM4-80GB`, and its memory, which
     distinguishes types of the same name; None if the catalogue has none."""
     words = set(re.split(r"[\s_/-]+", name.lower()))
-    if any(variant in words for variant in _OTHER_VARIANTS):
+    if words & {"pcie", "nvl", "max-q", "laptop"}:  # slower than the entry of their type
         return saved_entry(name)
     of_type = [each for each in hardware_names() if each != THIS_MACHINE and each.split("-")[0] in words]
     entries = [entry for each in of_type if (entry := _readable(each)) is not None and entry.device == "cuda"]

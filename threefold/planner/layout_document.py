@@ -9,8 +9,6 @@ from dataclasses import astuple, dataclass
 from math import inf, isfinite, prod
 from typing import Any, Final
 
-from torch import nn
-
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.model import OWN
@@ -18,7 +16,7 @@ from threefold.config.resolve import on_device
 from threefold.config.rules import as_executed
 from threefold.errors import UserError
 from threefold.host import memory
-from threefold.models.sharding import ModelPlan, Split
+from threefold.models.sharding import Split
 from threefold.models.source import ConfigSource, skeleton
 from threefold.parallel.pipeline.partition import StageMap, covers, local_bounds, shard_coordinates, stage_map
 from threefold.planner.dry_run import Tell, run_stages
@@ -51,7 +49,11 @@ def layout_document(
     machine's memory. `traffic` dry-runs each stage for its collectives, which takes seconds, minutes for long
     pipelines.
     """
-    model, why = ModelShards(config), _lack_of_formulas(config)
+    model, why = ModelShards(config), ""
+    try:
+        described_blocks(config)
+    except UserError as error:  # memory and time have no formulas
+        why = str(error)
     estimated = None if hardware is None or why else estimate(config, hardware)
     return {
         "format": FORMAT,
@@ -124,10 +126,23 @@ class ModelShards:
 
     def __init__(self, config: Config) -> None:
         make_model, self.plan = ConfigSource().load(config)
-        self.kinds = _weight_kinds(skeleton(make_model, config.train.seed), self.plan)
         self.stages: StageMap = stage_map(self.plan, config)
         self.layout = Layout.from_config(config.parallel)
         self._parallel = config.parallel
+        weights: dict[str, tuple[tuple[int, ...], list[int]]] = {}
+        for name, parameter in skeleton(make_model, config.train.seed).named_parameters(remove_duplicate=False):
+            layer = next(number for number, layer in enumerate(self.plan.layers) if covers(layer, name))
+            weights.setdefault(self.plan.whole_name(name), (tuple(parameter.shape), []))[1].append(layer)
+        kinds: dict[tuple[object, ...], WeightKind] = {}
+        for name, (shape, layers) in weights.items():
+            first, *tied = dict.fromkeys(layers)
+            split, owner = self.plan.split_of(name), self.plan.layers[first]
+            assert split is not None  # `check_plan` has seen to it
+            pattern = re.sub(r"\d+$", "*", owner) + name.removeprefix(owner) if covers(owner, name) else name
+            key = pattern, shape, split, tuple(tied)
+            before = kinds[key].layers if key in kinds else ()
+            kinds[key] = WeightKind(pattern, shape, split, (*before, first), tuple(tied))
+        self.kinds = tuple(kinds.values())
 
     def bounds(self, kind: WeightKind, rank: int) -> Bounds:
         """Return the shard of a weight on a rank of a stage that has it."""
@@ -171,34 +186,8 @@ class ModelShards:
         return found
 
 
-def _weight_kinds(model: nn.Module, plan: ModelPlan) -> tuple[WeightKind, ...]:
-    weights: dict[str, tuple[tuple[int, ...], list[int]]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        layer = next(number for number, layer in enumerate(plan.layers) if covers(layer, name))
-        weights.setdefault(plan.whole_name(name), (tuple(parameter.shape), []))[1].append(layer)
-    kinds: dict[tuple[object, ...], WeightKind] = {}
-    for name, (shape, layers) in weights.items():
-        first, *tied = dict.fromkeys(layers)
-        split, owner = plan.split_of(name), plan.layers[first]
-        assert split is not None  # `check_plan` has seen to it
-        pattern = re.sub(r"\d+$", "*", owner) + name.removeprefix(owner) if covers(owner, name) else name
-        key = pattern, shape, split, tuple(tied)
-        before = kinds[key].layers if key in kinds else ()
-        kinds[key] = WeightKind(pattern, shape, split, (*before, first), tuple(tied))
-    return tuple(kinds.values())
-
-
 def _size(bounds: Bounds | None) -> int:
     return 0 if bounds is None else prod(max(0, end - start) for start, end in bounds)
-
-
-def _lack_of_formulas(config: Config) -> str:
-    """Return why the planner cannot estimate a model's memory and time; empty if it can."""
-    try:
-        described_blocks(config)
-    except UserError as error:
-        return str(error)
-    return ""
 
 
 def _schedule(config: Config, model: ModelShards, estimated: Estimate | None) -> dict[str, Any]:
@@ -300,7 +289,14 @@ def moves(before: Config, after: Config) -> dict[str, Any]:
     A rank keeps the elements that it has in both layouts, and receives the others that it needs.
     """
     old, new = ModelShards(before), ModelShards(after)
-    _require_one_model(old, new)
+    shapes, others = ({(kind.name, kind.layers): kind.shape for kind in each.kinds} for each in (old, new))
+    if shapes != others:
+        differing = next(key for key in {**shapes, **others} if shapes.get(key) != others.get(key))
+        both = ("×".join(map(str, each[differing])) if differing in each else "none" for each in (shapes, others))
+        raise UserError(
+            f"The two layouts are of different models: {differing[0]} is {' and '.join(both)}; compare layouts of one "
+            "model, such as --compare dp4·tp2."
+        )
     ranks = {rank: [0, 0, 0] for rank in shown_ranks(new.layout)}
     tensors = []
     for number, kind in enumerate(new.kinds):
@@ -373,17 +369,3 @@ def proof(report: Any, called: str, document: Mapping[str, Any]) -> dict[str, An
         "parameters": parameters,
         "errors": [[worst.get(name) for worst in shown] for name in parameters],
     }
-
-
-def _require_one_model(old: ModelShards, new: ModelShards) -> None:
-    shapes, others = ({(kind.name, kind.layers): kind.shape for kind in each.kinds} for each in (old, new))
-    if shapes == others:
-        return
-    differing = next(key for key in {**shapes, **others} if shapes.get(key) != others.get(key))
-    sizes = " and ".join(
-        "×".join(map(str, each[differing])) if differing in each else "none" for each in (shapes, others)
-    )
-    raise UserError(
-        f"The two layouts are of different models: {differing[0]} is {sizes}; compare layouts of one model, such as "
-        "--compare dp4·tp2."
-    )

@@ -28,19 +28,13 @@ from threefold.planner.collective_cost import ZERO_WEIGHTS
 from threefold.planner.hardware import Link
 from threefold.train.step import Engine
 
-_COPIED: Final = 64 << 20
-"""Bytes of the copied tensor, more than caches hold."""
 _SMALL: Final = 256
 """Bytes of a message whose time is only latency."""
-_TINY: Final = 64
-"""Elements of a tensor whose kernel takes almost no time."""
-_LEAST_REPEATS: Final = 2
 _LONGEST_PRODUCT: Final = 0.5
 """Longest product to measure, in seconds."""
 _ATTENTION_WIDTH: Final = 256
 """Features of all heads together."""
 NCCL: Final = "NCCL"
-_LEAST_SECONDS: Final = 1e-7
 _BETWEEN: Final = 512
 """Size of the square product between collectives."""
 
@@ -56,7 +50,7 @@ class MeasuringEffort(NamedTuple):
     sizes: tuple[int, ...] = (64, 128, 256, 512, 1024)
     nbytes: int = 4 << 20
     attention: tuple[tuple[int, int], ...] = ((128, 32), (128, 128), (1024, 128))
-    copied: int = _COPIED
+    copied: int = 64 << 20  # more than caches hold
 
 
 QUICK: Final = MeasuringEffort(
@@ -126,7 +120,7 @@ def measure_ranks(info: Any, dtypes: Sequence[str], budget: MeasuringEffort, dev
     matrix = {dtype: _products(timer, DTYPES[dtype], budget.sizes) for dtype in dtypes}
     source = torch.zeros(budget.copied // 4, device=on)
     target = torch.empty_like(source)
-    tiny, links = torch.ones(_TINY, device=on, requires_grad=True), 16
+    tiny, links = torch.ones(64, device=on, requires_grad=True), 16
 
     def chain() -> None:
         out = tiny
@@ -163,7 +157,7 @@ class _Timer:
         operation()
         self._wait()
         once = self._mean(time.perf_counter() - started)
-        repeats = max(_LEAST_REPEATS, int(self._seconds / max(once, 1e-7) / 2))
+        repeats = max(2, int(self._seconds / max(once, 1e-7) / 2))
         found = []
         for _ in range(2):  # the faster half, in case another program disturbs one
             self.mesh.world.barrier()
@@ -274,8 +268,7 @@ def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective
         "pairs": (pair, pair.all_reduce_, 1),
         "send": (pair, lambda tensor: pair.start_shift(tensor)(), 1),
     }
-    stages = _send_of_stages(pair, nbytes)
-    if stages is not None:
+    if (stages := _send_of_stages(pair, nbytes)) is not None:
         by_name["stages"] = (pair, stages, 1)
     x = torch.randn(_BETWEEN, _BETWEEN, device=mesh.device)
     between = partial(linear, x, x)
@@ -289,7 +282,7 @@ def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective
             tensor = torch.zeros(max(1, whole // 4 // parts // world.size) * world.size, device=mesh.device)
             with torch.no_grad():
                 both = timer.of(lambda: (between(), operation(tensor)))  # noqa: B023
-                times.append(max(both - alone, _LEAST_SECONDS))
+                times.append(max(both - alone, 1e-7))
         transport = sockets if name == "send" or not axis.shares_memory else "shared memory"
         found[name] = Collective(times[0], times[1], nbytes, transport)
     return found
@@ -316,8 +309,9 @@ def _send_of_stages(pair: Axis, nbytes: int) -> Callable[[Tensor], Tensor] | Non
 def attention_shares(rates: RankRates, peaks: Mapping[str, float]) -> dict[str, float]:
     """Return the fractions of attention, in the first dtype that has rates, and the sizes that reach half of them."""
     dtype = next((dtype for dtype in peaks if rates.attention.get(dtype)), None)
+    names = "attention", "attention_backward", "attention_length", "attention_depth"
     if dtype is None:
-        return {"attention": 0.5, "attention_backward": 0.5, "attention_length": 0.0, "attention_depth": 0.0}
+        return dict(zip(names, (0.5, 0.5, 0.0, 0.0), strict=True))
     narrow, wide, long = rates.attention[dtype]
     # FLOP/s of both passes; the backward pass has 2.5 times the operations of the forward pass.
     both = {each: 3.5 / (1 / each.forward + 2.5 / each.backward) for each in (narrow, wide, long)}
@@ -328,12 +322,8 @@ def attention_shares(rates: RankRates, peaks: Mapping[str, float]) -> dict[str, 
         for each in (narrow, wide, long)
         for rate in each[-2:]
     ]
-    return {
-        "attention": geometric_mean(shares[::2]),
-        "attention_backward": geometric_mean(shares[1::2]),
-        "attention_length": length,
-        "attention_depth": depth,
-    }
+    values = geometric_mean(shares[::2]), geometric_mean(shares[1::2]), length, depth
+    return dict(zip(names, values, strict=True))
 
 
 def half_depth(rates: Mapping[int, float], least: int = 0) -> float:

@@ -29,7 +29,6 @@ from threefold.plugins import one_of
 
 _SCALES: Final = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _TOKENS: Final = re.compile(r"(\d+(?:\.\d+)?(?:E\d{1,2})?)([KMBT]?)")
-_HOUR, _DAY = 3600, 86400
 
 
 @dataclass(frozen=True)
@@ -52,11 +51,11 @@ class Budget:
 
     @property
     def days(self) -> float:
-        return self.seconds / _DAY
+        return self.seconds / 86400
 
     @property
     def gpu_hours(self) -> float:
-        return self.seconds * self.gpus / _HOUR
+        return self.seconds * self.gpus / 3600
 
     @property
     def dollars(self) -> float | None:
@@ -149,17 +148,18 @@ def read_request(
             f"--gpus is {gpus} but nodes of {hardware.name} have {per_node} and are rented whole; use "
             f"{nearest_multiple(gpus, per_node)}."
         )
-    config = (
-        given if given.model.architecture == OWN else on_device(resolve_without_data(alone(given)), hardware.device)
-    )
+    config = given
+    if given.model.architecture != OWN:
+        config = on_device(resolve_without_data(alone(given)), hardware.device)
     described_blocks(config)  # refuses blocks without formulas, and a model of a file
     hardware.matrix_rate(config.precision.dtype)
-    most = MOST_STEPS * config.train.global_batch_size * config.data.sequence_length
+    per_step = config.train.global_batch_size * config.data.sequence_length
+    most = MOST_STEPS * per_step
     if tokens is not None and wanted is not None and wanted > most:
         raise UserError(f"--tokens is {shown(tokens)} but train.max_steps can read {most:,} at most; use {most}.")
-    kernels = own_system(config, hardware) if system is None else find_system(system)
     if wanted is None and config.train.max_steps < MOST_STEPS:
-        wanted = config.train.max_steps * config.train.global_batch_size * config.data.sequence_length
+        wanted = config.train.max_steps * per_step
+    kernels = own_system(config, hardware) if system is None else find_system(system)
     return Request(given, config, gpus, hardware, row, fixed, wanted, kernels)
 
 
@@ -248,11 +248,8 @@ Run = Callable[[int, Mapping[str, Any]], Found]
 """Function that searches a number of GPUs with some fixed settings."""
 _NEAR: Final = 64
 """Distance up to which other numbers of GPUs are tried for a sound layout."""
-_LARGER: Final = (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _MOST: Final = 16384
 """Largest number of GPUs that is tried: searching it takes seconds."""
-_BETWEEN: Final = (0.625, 0.75, 0.875)
-"""Fractions of the smallest larger number that fits, which are tried too."""
 
 
 def no_layout(gpus: int, fixed: Mapping[str, Any], found: Found, run: Run) -> UserError:
@@ -292,12 +289,12 @@ def none_fits(answer: SearchAnswer, run: Run) -> UserError:
     for key in fixed:
         if run(gpus, _without(fixed, key)).ranked:
             ways.insert(0, f"no --fix {key}={_word(fixed[key])}")
-    for times in _LARGER:
-        if times > _LARGER[0] and gpus * times > _MOST:
+    for larger in (gpus << power for power in range(1, 11)):
+        if larger > max(_MOST, 2 * gpus):
             break
-        if run(gpus * times, fixed).ranked:
-            between = [int(gpus * times * part) for part in _BETWEEN if gpus * times * part % 1 == 0]
-            enough = next((count for count in between if run(count, fixed).ranked), gpus * times)
+        if run(larger, fixed).ranked:
+            between = [int(larger * part) for part in (0.625, 0.75, 0.875) if larger * part % 1 == 0]
+            enough = next((count for count in between if run(count, fixed).ranked), larger)
             ways.insert(0, f"{enough:,} of them (--gpus {enough})")
             break
     return UserError(f"{head}; it takes {' or '.join(ways)}.")
@@ -319,8 +316,6 @@ def _word(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-_FOLLOWS: Final = "accumulation"
-"""Part of a layout that a config leaves out, since it follows from the batch sizes."""
 _HEAD: Final = "# Written by threefold plan"
 """First line of files that may be overwritten."""
 
@@ -336,7 +331,7 @@ def config_text(
     sections = without_layout(config)
     for name, key in KEYS.items():
         section, setting = key.split(".")
-        if name != _FOLLOWS:
+        if name != "accumulation":  # follows from the batch sizes
             sections[section][setting] = getattr(choice, name)
     if steps is not None:
         sections["train"].pop("epochs", None)

@@ -142,9 +142,8 @@ class RuleAnswers:
         while isinstance(node, tuple):
             key, answers = node
             node = answers.get(settings[key])
-        return self._ask(settings) if node is None else node
-
-    def _ask(self, settings: Settings) -> str:
+        if node is not None:
+            return node
         view, answer = _ConfigView(self._config, settings), ""
         try:
             self._rule(cast(Config, view))
@@ -204,7 +203,7 @@ class MeshSizes:
 
     @property
     def settings(self) -> dict[str, Any]:
-        axes = {KEYS[axis]: getattr(self, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
+        axes = {f"parallel.{axis}": getattr(self, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
         return {**axes, "parallel.zero_shards": self.dp}
 
     @property

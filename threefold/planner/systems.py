@@ -1,8 +1,6 @@
 """Training systems, described by the few features that decide the physical work of a step.
 
-An estimate for a GPU assumes the kernels and overlap that are usual on it, because published steps were measured with
-them; the system `own` has this package's own kernels. A system only switches work on and off: no rate and no fraction
-depends on it.
+A system only switches work on and off: no rate and no fraction depends on it.
 """
 
 from dataclasses import dataclass, field, replace
@@ -18,18 +16,16 @@ class System:
     """Features of a training system that decide how it computes a step.
 
     Attributes:
-        name: name of the system.
         flash: whether attention is one fused kernel; otherwise its weights go through memory.
         tuned_attention: whether the fused kernel is tuned for the GPU (cuDNN, FlashAttention-3) rather than general.
         drops_in_flash: whether the fused kernel supports dropout.
         fused: whether bias, activation, dropout and residual sum, and rotary embedding, are one kernel each.
-        fused_norm: whether a norm is one kernel; otherwise one per operation.
-        fused_norm_recomputed: whether norms stay fused in fully recomputed blocks.
+        fused_norm, fused_norm_recomputed: whether a norm is one kernel, and stays one in fully recomputed blocks.
         fused_loss: whether softmax and cross-entropy are one kernel over the logits in each direction.
         fused_gradients: whether weight-gradient products accumulate directly into the fp32 gradients.
         gradient_bytes: bytes per element in the data-parallel sum; 0 for the gradients' itemsize.
         overlap_tensor: whether tensor-parallel collectives run in pieces during the neighbouring matrix products.
-        overlap_tensor_backward: whether tensor-parallel collectives overlap with weight gradients in the backward pass.
+        overlap_tensor_backward: whether they overlap with weight gradients in the backward pass.
         overlap_context: whether context-parallel collectives overlap with attention.
         overlap_gradients: whether gradient sums overlap with the last backward pass, weight gathers with the first
             forward.
@@ -41,8 +37,6 @@ class System:
         narrow_gradients: compute dtypes whose gradients are accumulated in that dtype instead of fp32.
         whole_logits: whether every tensor-parallel rank gathers the logits of the whole vocabulary for the loss.
         data_inside_pipeline: whether the rank order is pp × dp × cp × tp instead of dp × pp × cp × tp.
-        chunked_loss: whether the system follows `train.loss_chunk_size`.
-        about: description for people.
     """
 
     name: str
@@ -202,8 +196,7 @@ class Kernels:
         fused_softmax: whether unfused attention keeps only its weights before and after dropout and the mask, without
             copies of queries, keys and values (Megatron-LM).
         mask_bytes: bytes per element of a dropout mask; 0 for the activations' itemsize.
-        replays_operations: whether `selective` recompute keeps the outputs of attention and of every second matrix
-            product and recomputes everything else (torchtitan), not only the attention core.
+        replays_operations: see `System`.
         wide_statistics: whether norms keep their per-row numbers in fp32 whatever dtype they compute in.
         grouped: whether one kernel computes all experts, with one weight gradient; otherwise separate ones are joined.
         keeps_probabilities: whether the loss keeps probabilities in at least fp32; otherwise logits and two numbers per
