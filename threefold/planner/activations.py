@@ -31,8 +31,7 @@ function's input and output. The backward pass of ReLU needs only its output."""
 
 
 def block_bytes(sizes: RankBlock, recompute: str = "none") -> int:
-    """Return the bytes that one block keeps of one micro-batch between its forward and backward pass, with the
-    `train.recompute` that applies to it.
+    """Return the bytes that a block, recomputed as given, keeps of a micro-batch between its forward and backward pass.
 
     Exact on a CPU for GPT in every layout and for Llama on one rank; an upper bound with experts, or for Llama's layers
     sharded over ranks. A GPU keeps the two numbers per token of each norm in fp32.
@@ -74,10 +73,8 @@ def _rms_bytes(sizes: RankBlock, rows: int, nbytes: int) -> int:
 
 
 def _core_bytes(sizes: RankBlock, replayed: bool) -> int:
-    """Return the bytes kept by QK-norm, rotary embeddings and the attention core; a `replayed` core keeps only its
-    inputs.
-
-    The core's output is not included, since its projection keeps it."""
+    """Return the bytes that QK-norm, rotary embeddings and the attention core keep, if `replayed` only the core's
+    inputs; its output is its projection's."""
     cp, length, queries, kernels = sizes.cp, sizes.length, sizes.queries, sizes.kernels
     before = 0
     inputs = queries + 2 * sizes.keys  # of the core, and the tensors that they are views of
@@ -128,8 +125,7 @@ def _experts_bytes(sizes: RankBlock, experts: Mixture) -> int:
 
 
 def head_bytes(sizes: RankBlock, vocab: int, chunk_size: int = 0) -> int:
-    """Return the bytes that the head keeps of one micro-batch between its forward and backward pass, from the blocks
-    before it and the vocabulary of the whole model.
+    """Return the bytes that the head, after such blocks, keeps of a micro-batch between its forward and backward pass.
 
     Exact for the first tensor rank. Computing the loss briefly needs one or two chunks of logits on top or, with
     `chunk_size` 0 on a CPU, the gradients of all logits.
@@ -258,8 +254,7 @@ def embedding_layer(sizes: RankBlock, vocab: int, dropout: bool, device: str) ->
 class LayerMemory:
     """Memory of a model's layers on a rank for one micro-batch, of which those named in `replayed` are recomputed.
 
-    A block's output has `output` bytes. `narrow_logits` are the bytes of logits that are cast to fp32 for the loss; 0
-    where none are.
+    `output` is a block's; `narrow_logits` are those that are cast to fp32 for the loss, 0 bytes where none are.
     """
 
     def __init__(
@@ -278,7 +273,6 @@ class LayerMemory:
             self.narrow_logits = block.tokens * columns * block.itemsize
 
     def of(self, name: str) -> LayerBytes:
-        """Return the memory of the layer with this name."""
         model, block = self._config.model, self._first
         if name == self._layers[0]:
             return embedding_layer(block, model.vocab_size, model.embedding_dropout > 0, self._device)

@@ -55,12 +55,9 @@ _HOST_FORWARD = 1 / 3
 class Seconds(NamedTuple):
     """Time of a rank by cause.
 
-    Attributes:
-        matrix: matrix products with weights.
-        attention: attention core.
-        memory: norms, activation functions, dropout, sums, softmax and loss, and sorting tokens for experts.
-        tensor, context, experts: exposed collectives of these axes.
-        host: Python and autograd work that no kernel hides.
+    Memory is that of norms, activation functions, dropout, sums, softmax and loss, and sorting tokens for experts;
+    tensor, context and experts are exposed collectives of these axes; host is Python and autograd work that no kernel
+    hides.
     """
 
     matrix: float = 0.0
@@ -76,7 +73,6 @@ class Seconds(NamedTuple):
         return self[0] + self[1] + self[2] + self[3] + self[4] + self[5] + self[6]
 
     def plus(self, *others: "Seconds") -> "Seconds":
-        """Return the sum, cause by cause."""
         return Seconds(*map(sum, zip(self, *others, strict=True)))
 
     def times(self, factor: float) -> "Seconds":
@@ -84,8 +80,7 @@ class Seconds(NamedTuple):
 
 
 class Passes(NamedTuple):
-    """Time of a layer's passes for one micro-batch: forward, backward for inputs (with any recompute), and for
-    weights."""
+    """Time of a layer's passes for one micro-batch; the backward pass for inputs includes any recompute."""
 
     forward: Seconds
     backward: Seconds
@@ -103,8 +98,7 @@ NOTHING = Passes(Seconds(), Seconds(), Seconds())
 
 
 def block_passes(block: RankBlock, hardware: Hardware, system: System, recompute: str = "none") -> Passes:
-    """Estimate the passes of one transformer block for one micro-batch, with the `train.recompute` that applies to
-    it."""
+    """Estimate the passes of a transformer block for one micro-batch, recomputed as given."""
     linear, core = _linear(block, hardware), _core(block, hardware, system)
     tensor = _tensor(block, _without_latency(hardware, hardware.achievable.tensor_block))
     memory = _memory(block, hardware, system, recompute == "full")
@@ -309,8 +303,7 @@ def embedding_passes(block: RankBlock, hardware: Hardware) -> Passes:
 
 
 def head_passes(block: RankBlock, vocab: int, chunk_size: int, hardware: Hardware, system: System) -> Passes:
-    """Estimate the final norm, the logits and the loss, from the blocks before it and the vocabulary of the whole
-    model."""
+    """Estimate the final norm, the logits and the loss, from the blocks before it and the whole vocabulary's size."""
     rows, columns, group = block.tokens, -(-vocab // block.tp), block.group("tp")
     product = _product(block, hardware, rows, columns, block.hidden)
     logits = rows * columns

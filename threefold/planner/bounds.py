@@ -59,7 +59,6 @@ class Evaluated:
 
     @property
     def peak(self) -> int:
-        """Bytes of the rank that needs the most memory."""
         return max(self.peak_bytes)
 
 
@@ -87,15 +86,10 @@ class LayerKinds:
 class RankLayers:
     """Distinct ranks under each schedule of a mesh, one per row.
 
-    Attributes:
-        starts: first row of each schedule.
-        schedule: index of each row's schedule.
-        counts: layers of each kind that the rank holds, [rows, kinds].
-        smallest: layers of each kind in the rank's n smallest stages, [rows, n from 0 on, kinds].
-        passes: lower bound of the passes through a stage that the rank holds at its peak; infinite for all of a step.
-        deferred: upper bound of the passes among these that only wait for their weight gradients.
-        folded: whether two consecutive stages are on the same rank.
-        chunks: stages per rank, for each schedule.
+    `starts` has the first row of each schedule, `schedule` each row's, and `chunks` the stages per rank of each
+    schedule. A rank holds layers of each kind: `counts`, [rows, kinds], and in its n smallest stages `smallest`, [rows,
+    n from 0 on, kinds]. At its peak it holds at least `passes` through a stage, infinite for all of a step, at most
+    `deferred` of which only wait for their weight gradients. Two consecutive stages are on the same rank if `folded`.
     """
 
     starts: NDArray[np.int64]
@@ -259,8 +253,8 @@ class LeastBytes:
 
 
 def _sharding(mesh: MeshSizes, zero: int) -> tuple[ParallelConfig, ShardCoordinates]:
-    """Return the sizes of a mesh as a stand-in for a config section, whose validation would take too long, and the
-    coordinates of the first rank."""
+    """Return a mesh's sizes as a stand-in for a config section, which is slow to validate, and the first rank's
+    coordinates."""
     axes = {axis: getattr(mesh, axis) for axis in ("dp", "tp", "pp", "cp", "ep")}
     parallel = cast(ParallelConfig, SimpleNamespace(**axes, zero_shards=mesh.dp, zero=zero))
     return parallel, shard_coordinates(parallel, Coordinates(0, 0, 0, 0))
@@ -294,7 +288,6 @@ class ModelCosts:
         return self._seconds(mesh, options, ranks, ranks.counts @ elements, wanted)
 
     def evaluate(self, choice: LayoutChoice) -> Evaluated:
-        """Evaluate a layout exactly."""
         found = estimate(in_layout(self._config, choice), self._hardware, self._system)
         causes, needed = {name: seconds for name, seconds in found.time.causes.items() if seconds}, found.needed_bytes
         largest = sorted(causes, key=causes.__getitem__, reverse=True)[:2]
@@ -363,8 +356,8 @@ class LeastSeconds:
         self._layers = np.bincount(kinds.of_layer, minlength=kinds.count)
 
     def __call__(self, mesh: MeshSizes, options: Options, ranks: RankLayers, elements: Array, wanted: Mask) -> Array:
-        """Return the seconds of a step, infinite for options outside the mask `wanted` (in all dims); `elements` are
-        the weight elements of each row of `ranks`."""
+        """Return the seconds of a step, infinite if not `wanted` (in all dims); `elements` are the weights of each
+        rank's row."""
         # Wanted values of what the time of one micro-batch depends on (its size, sequence parallelism and recompute),
         # one after another: their indices, and the runs of the last two with their micro-batch sizes.
         asked: Mask = np.any(wanted, axis=(3, 4))

@@ -67,8 +67,8 @@ def memory_seconds(hardware: Hardware, nbytes: float, kernels: float = 1) -> flo
 def attention_seconds(
     hardware: Hardware, dtype: str, flops: float, length: float, head_dim: int, backward: bool = False
 ) -> float:
-    """Estimate one kernel of fused attention, whose queries attend to `length` positions at most; `flops` are without
-    the masked part."""
+    """Estimate fused attention: `flops` without the masked part, for queries that attend to `length` positions at
+    most."""
     reached = hardware.achievable
     share = reached.attention_backward if backward else reached.attention
     fraction = share * head_dim / (head_dim + reached.attention_depth) * length / (length + reached.attention_length)

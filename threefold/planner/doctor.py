@@ -37,8 +37,7 @@ Severity = Literal["error", "warning", "note"]
 
 @dataclass(frozen=True)
 class MachineFinding:
-    """Problem of a machine and its remedy, one clause each: an `error` if training cannot work, a `warning` if it is
-    slower or may fail, a `note` otherwise."""
+    """Problem of a machine (an error if training cannot work, a warning if it is slower or may fail) and its remedy."""
 
     severity: Severity
     text: str
@@ -92,8 +91,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Interface:
-    """Network interface: its name, its IPv4 or else IPv6 address (empty for none), and the driver's Mb/s (0 if
-    unknown)."""
+    """Network interface: its name, its IPv4 or else IPv6 address (empty for none), and Mb/s (0 if unknown)."""
 
     name: str
     address: str
@@ -142,7 +140,6 @@ class Examination:
     findings: tuple[MachineFinding, ...]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the examination as numbers, strings, lists and mappings only."""
         values = asdict(self)
         for rates in values["rates"]:
             rates["matrix"] = {
@@ -201,8 +198,7 @@ def examine(
 def findings_of(
     machine: Machine, device: str, rates: Sequence[RankRates], disk: DiskSpeed | None, outside: Interface | None = None
 ) -> list[MachineFinding]:
-    """Return the findings about a machine, the worst first; `outside` is the network interface to other hosts, if
-    known."""
+    """Return the findings about a machine, the worst first; `outside` is the interface to other hosts, if known."""
     found = [*_of_host(machine), *_of_rates(machine, device, rates), *_of_gpus(machine, device)]
     if disk is not None and disk.bandwidth < 100e6:
         text = f"the disk of {disk.folder} takes {format_bytes(int(disk.bandwidth))}/s, so checkpoints take long"
@@ -472,8 +468,7 @@ def axis_routes(device: str, found: list[Interface]) -> list[AxisRoute]:
 
 
 def measure_disk(folder: Path, nbytes: int) -> DiskSpeed:
-    """Write `nbytes` into a temporary file of `folder` and time it until they are on the disk; raise a `UserError` if
-    the folder cannot be written."""
+    """Write `nbytes` into a temporary file of `folder` and time it until they are on the disk."""
     block = os.urandom(_BLOCK)  # random, so that no disk compresses it
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".threefold-doctor-") as file:

@@ -42,8 +42,6 @@ class FakeAxis(Axis):
 
 
 class FakeMesh(Mesh):
-    """Mesh of one rank of a fake process group."""
-
     def _new_group(self, name: str, groups: Sequence[Sequence[int]]) -> PlannedAxis | None:
         with with_memory():
             return super()._new_group(name, groups)
@@ -165,7 +163,6 @@ def stage_ranks(config: Config) -> list[int]:
 def run_ranks(
     config: Config, ranks: Iterable[int], source: ModelSource | None = None, tell: Tell = lambda *_: None
 ) -> list[DryRunReport]:
-    """Dry-run each of the given ranks."""
     return [dry_run(config, rank, source, partial(tell, f"rank {rank}")) for rank in ranks]
 
 

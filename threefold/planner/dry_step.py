@@ -170,7 +170,6 @@ class FlopCount:
         self.total = 0
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """Add an operation that ran with these arguments and result."""
         packet = func.overloadpacket
         if packet in _OWN:
             self.total += _OWN[packet](*args, **kwargs)

@@ -117,7 +117,6 @@ class Request:
         return self.config.train.global_batch_size * self.config.data.sequence_length
 
     def space(self, fixed: Mapping[str, Any]) -> Space:
-        """Return the search space with these settings fixed."""
         own = self.given.parallel.schedule
         schedules = [*SCHEDULES, *([own] if is_own_schedule(own) else [])]
         layers = model_plan(self.config.model, self.config.data.sequence_length).layers
@@ -164,8 +163,7 @@ def read_request(
 
 
 def require_no_layout(overrides: Sequence[str]) -> None:
-    """Raise a `UserError` if an override `section.key=value` sets a setting that the search chooses, as it would have
-    no effect."""
+    """Raise a `UserError` if an override sets a setting that the search chooses, as it would have no effect."""
     for override in overrides:
         if override.partition("=")[0].strip() in KEYS.values():
             raise UserError(
@@ -274,7 +272,6 @@ def no_layout(gpus: int, fixed: Mapping[str, Any], found: Found, run: Run) -> Us
 
 
 def none_fits(answer: SearchAnswer, run: Run) -> UserError:
-    """Return the error for GPUs of which no valid layout fits in memory."""
     gpus, fixed, found = answer.request.gpus, answer.request.fixed, answer.found
     hardware, usable = answer.request.hardware, answer.usable_bytes
     assert found.nearest is not None
@@ -341,8 +338,7 @@ def config_text(
 
 
 def require_writable(path: Path) -> None:
-    """Check, before the search, that a file can be written without overwriting one that `threefold plan` did not
-    write."""
+    """Check, before the search, that a file can be written without overwriting one of the user's."""
     if path.is_dir():
         raise UserError(f"{shown(path)} is a folder; name a file in it, such as {shown(path / 'best.yaml')}.")
     if not path.parent.is_dir():

@@ -92,7 +92,6 @@ class Timeline:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Compute time of each rank."""
         found = [0.0] * len(self.program.orders)
         for rank, start, end in zip(self.program.ranks, self.starts, self.ends, strict=True):
             found[rank] += end - start
@@ -173,8 +172,8 @@ class Rounds:
     wait: int | None = None
 
     def order(self, pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-        """Return the actions of a rank; stage n is on rank n modulo pp. With several chunks, the micro-batches must
-        form equal rounds of at least pp."""
+        """Return the actions of a rank, whose stages are its number modulo pp; chunks need equal rounds of
+        micro-batches."""
         passes, in_round = chunks * micro_batches, micro_batches // max(1, micro_batches // pp)
         ahead = passes if self.hop is None else min(passes, (chunks - 1) * in_round + self.hop * (pp - 1 - rank))
         # Pass n of a kind belongs to chunk (n / in_round) modulo chunks and takes its next micro-batch.
@@ -326,8 +325,7 @@ def _program_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Prog
 
 
 def check_numbers(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Schedule:
-    """Find a schedule, and raise a `UserError` for numbers that it does not support, with the nearest number that
-    works."""
+    """Find a schedule, and raise a `UserError` with the nearest numbers that work if it does not support these."""
     row = find_planned(schedule) if isinstance(schedule, str) else schedule
     for number, called in ((pp, "pipeline ranks"), (chunks, "stages on each rank"), (micro_batches, "micro-batches")):
         if number < 1:
@@ -360,15 +358,14 @@ class HeldPasses(NamedTuple):
 
 
 def held_by_rank(order: Sequence[Action]) -> HeldPasses:
-    """Return a rank's peaks, each at its own time."""
     changes = {"F": (1, 1, 0), "B": (-1, -1, 0), "I": (0, -1, 1), "W": (-1, 0, -1)}
     kinds = zip(*(changes[kind] for _, kind, _ in order), strict=True)
     return HeldPasses(*(max(accumulate(each)) for each in kinds)) if order else HeldPasses(0, 0, 0)
 
 
 def peak_micro_batches(orders: Sequence[Sequence[Action]]) -> list[float]:
-    """Return each rank's peak of micro-batches held until their weight gradients are computed. A pass through one of a
-    rank's v stages counts as 1/v micro-batch."""
+    """Return each rank's peak of micro-batches without weight gradients; a pass through one of v stages counts as
+    1/v."""
     return [held_by_rank(order).until_weights / _stages_of(order) for order in orders]
 
 
@@ -392,7 +389,6 @@ class Simulation:
 
     @property
     def peaks(self) -> list[float]:
-        """Each rank's peak of micro-batches held until their weight gradients are computed."""
         return peak_micro_batches(self.timeline.program.orders)
 
     def facts(self) -> dict[str, Any]:

@@ -151,8 +151,7 @@ class Found:
 
 
 def search(space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: Sequence[int], weight: Weight) -> Found:
-    """Search every layout of a space that uses one of some counts of devices, and rank the best: those with the
-    smallest product of a step's seconds and the weight of the devices used."""
+    """Search every layout of a space on some counts of devices, and rank the best: the least seconds times weight."""
     soundness = Soundness(space, checks)
     considered = sound_count = 0
     misfit: tuple[float, LayoutChoice | None] = np.inf, None  # the least bytes, and the layout that needs them
@@ -251,8 +250,8 @@ _EVALUATED: Final = 120
 
 
 class Points(NamedTuple):
-    """Layouts that fit, as points of a picture: seconds of a step, lower bounds of the largest rank's bytes, and the
-    exact front of the fastest layouts for their memory, the least memory first."""
+    """Layouts that fit, as points of a picture, and the exact front of the fastest for their memory, the least memory
+    first."""
 
     seconds: Array
     peak: Array

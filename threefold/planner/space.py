@@ -43,8 +43,7 @@ _DEFAULTS: Final = {
 
 
 class LayoutChoice(NamedTuple):
-    """Layout, given by the settings that determine it; the product of dp, tp, pp and cp is the number of GPUs, and ep
-    divides dp."""
+    """Layout, given by the settings that determine it; dp, tp, pp and cp make the number of GPUs, and ep divides dp."""
 
     dp: int
     tp: int
@@ -128,8 +127,8 @@ def layout_rules(plan: ModelPlan) -> tuple[Check, ...]:
 
 
 class RuleAnswers:
-    """Verdicts of one rule on the layouts of a config, each computed once; `read` has the layout settings that the
-    rule, a check that raises a `UserError`, has read so far."""
+    """Verdicts of one rule (a check) on the layouts of a config, each computed once, and the layout settings read so
+    far."""
 
     def __init__(self, rule: Check, config: Config) -> None:
         self._rule, self._config = rule, config
@@ -293,7 +292,6 @@ class Options(NamedTuple):
         return tuple(map(len, self))
 
     def choice(self, mesh: MeshSizes, place: Sequence[int]) -> LayoutChoice:
-        """Return the layout of a mesh at an index in each dim."""
         settings = dict(mesh.settings)
         for values, index in zip(self, place, strict=True):
             settings |= values[index]

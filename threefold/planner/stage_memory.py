@@ -49,7 +49,6 @@ class StageMemory:
 
     @property
     def causes(self) -> dict[str, int]:
-        """Bytes by name of the cause."""
         return {name: value for name, value in asdict(self).items() if name not in ("pp_rank", "given_back")}
 
     @property
@@ -138,7 +137,6 @@ class StageLayers:
 
     @property
     def kept(self) -> int:
-        """Bytes that a pass keeps."""
         return self.output + sum(run.count * run.layer.kept for run in self.runs)
 
     @property
@@ -148,8 +146,6 @@ class StageLayers:
 
 
 class LayoutMemory:
-    """Memory of the ranks of a layout."""
-
     def __init__(self, config: Config, device: str, keeps: Keeps) -> None:
         self._config, self._keeps = config, keeps
         self._size = ModelSize(config)
@@ -193,8 +189,8 @@ class LayoutMemory:
         )
 
     def _moments(self, pp_rank: int) -> Iterator[Moment]:
-        """Yield the candidates for the peak of a rank, relative to its memory from the first micro-batch to the update,
-        without ZeRO's per-layer gathers."""
+        """Yield a rank's moments, relative to its memory from the first micro-batch to the update, without ZeRO's
+        gathers."""
         stages = [self._stage(number, pp_rank) for number in self._size.map.held_by(pp_rank)]
         flights = self._flights[pp_rank]
         kept = flights.held @ np.array([stage.kept for stage in stages], dtype=float)
@@ -242,8 +238,8 @@ class LayoutMemory:
             yield from self._backward(stage, kind == "I")
 
     def _backward(self, stage: StageLayers, deferring: bool) -> Iterator[Moment]:
-        """Yield the candidates for the peak of a backward pass, one or a few for each run of layers; weight gradients
-        wait for a separate pass if `deferring`."""
+        """Yield the candidates for the peak of a backward pass; weight gradients wait for a separate pass if
+        `deferring`."""
         scattered: float = 0  # last
         if self._zero > 1 and self._repeated:
             scattered = stage.tied or next((run.elements for run in stage.runs if run.elements), 0)
@@ -299,11 +295,9 @@ def standing_states(
     keeps: Keeps,
     gradients_grow: bool,
 ) -> RankSize:
-    """Return a rank's memory from the first micro-batch to the update, without ZeRO's per-layer gathers.
-
-    `found` is the peak of its states in a step, `whole` the elements of its weights before ZeRO shards them. No
-    gradients exist before the backward pass if `gradients_grow`.
-    """
+    """Return a rank's memory from the first micro-batch to the update, without ZeRO's per-layer gathers, from the peak
+    of its states in a step and the elements of its whole weights; no gradients exist before the backward pass if they
+    grow."""
     wide = precision.master_itemsize
     narrow = precision.itemsize if precision.itemsize < wide else 0
     added = precision.itemsize if precision.dtype in keeps.system.narrow_gradients else wide
@@ -338,7 +332,6 @@ class Flights(NamedTuple):
 
 
 def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> tuple[Flights, ...]:
-    """Return what each pipeline rank holds during a step."""
     if pp == 1:
         return (_of_rank((Action(0, "F", 0), Action(0, "B", 0)), (0,), 0),)
     rounds = micro_batches // pp
