@@ -7,7 +7,7 @@ import pytest
 
 from threefold.errors import UserError
 from threefold.models.block import describe_model
-from threefold.planner.block_cost import block_seconds, cost_block
+from threefold.planner.cost import block_seconds, cost_block
 from threefold.planner.doctor import (
     DiskSpeed,
     Examination,

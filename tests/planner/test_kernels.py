@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.ideal import RATE, ideal
-from threefold.planner.collective_cost import (
-    Group,
+from threefold.planner.cost import (
     all_to_all_seconds,
     bandwidth,
     gradient_seconds,
@@ -17,6 +16,7 @@ from threefold.planner.collective_cost import (
     update_seconds,
 )
 from threefold.planner.hardware import Link, find_hardware
+from threefold.planner.model_size import Group
 from threefold.planner.systems import SYSTEMS
 
 

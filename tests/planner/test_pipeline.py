@@ -2,7 +2,7 @@
 
 import pytest
 
-from threefold.planner.collective_cost import pipeline_seconds
+from threefold.planner.cost import pipeline_seconds
 from threefold.planner.schedule import StageTimes, program_of, simulate
 
 TIMES = {"equal": (1.0, 1.0, 1.0), "published": (18.522, 18.086, 9.337)}

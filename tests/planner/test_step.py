@@ -10,7 +10,7 @@ from tests.planner.ideal import GPT, LLAMA, RATE, config, ideal
 from threefold.config import Config
 from threefold.errors import UserError
 from threefold.models.family import model_plan
-from threefold.planner.block_cost import BUSIEST
+from threefold.planner.cost import BUSIEST
 from threefold.planner.estimate import StepTime, exposed_bubble, layer_elements, step_time, waiting_share
 from threefold.planner.hardware import Link, find_hardware
 from threefold.planner.systems import SYSTEMS

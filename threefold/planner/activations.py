@@ -311,17 +311,14 @@ def largest_micro_batch(config: Config, vocab_size: int, memory: int, device: st
 
 def step_bytes(config: Config, device: str, size: ModelSize | None = None) -> int:
     """Return the maximum number of bytes that any rank needs for a step, without communication buffers."""
-    size = size or ModelSize(config)
-    scattered = _SCATTERED[device]
-    return max(
-        size.largest_rank(rank).bytes + int(scattered * activation_bytes(config, device, size, rank))
-        for rank in range(config.parallel.pp)
-    )
+    size, ranks = size or ModelSize(config), range(config.parallel.pp)
+    activations = (int(_SCATTERED[device] * activation_bytes(config, device, size, rank)) for rank in ranks)
+    return max(size.largest_rank(rank).bytes + nbytes for rank, nbytes in zip(ranks, activations, strict=True))
 
 
 def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int) -> int:
     """Return the peak bytes of a pipeline rank's kept activations and temporary buffers."""
-    model, train, weights = config.model, config.train, size.weights
+    model, parallel, train, weights = config.model, config.parallel, config.train, size.weights
     replayed = weights.recomputed(train.recompute, train.recompute_every)
     layers, of_layer = weights.plan.layers, {}
     for name, described in zip(layers[1:-1], weights.description.blocks, strict=True):
@@ -335,18 +332,13 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
             moment = max(moment, block_bytes(block))  # its gradients, or its recomputed activations
         elif name == layers[-1]:
             kept += block.outer + head_bytes(block, model.vocab_size, train.loss_chunk_size)
-            columns = -(-model.vocab_size // config.parallel.tp)
+            columns = -(-model.vocab_size // parallel.tp)
             at_once = _columns_at_once(block.tokens, columns, train.loss_chunk_size, device == "cuda")
             moment = max(moment, 2 * block.tokens * at_once * block.wide)
         else:
             kept += block.tokens * 8 + block.outer * (2 if model.embedding_dropout else 1)
-    return ceil(kept * _under_way(config, pp_rank)) + moment
-
-
-def _under_way(config: Config, pp_rank: int) -> float:
-    """Return the micro-batches that a rank keeps at once, including those with deferred weight gradients."""
-    parallel, batches = config.parallel, config.train.gradient_accumulation_steps
-    if parallel.pp == 1:
-        return 1
-    held = parallel.pipeline_schedule.in_flight(parallel.pp, pp_rank, parallel.stage_chunks)
-    return batches if held is None else min(held, batches)
+    held: float | None = 1  # micro-batches at once, those with deferred weight gradients included; None for all
+    if parallel.pp > 1:
+        held = parallel.pipeline_schedule.in_flight(parallel.pp, pp_rank, parallel.stage_chunks)
+    count = train.gradient_accumulation_steps
+    return ceil(kept * (count if held is None else min(held, count))) + moment

@@ -19,9 +19,8 @@ from threefold.errors import UserError
 from threefold.files import format_bytes
 from threefold.models.block import ModelDescription, describe_model
 from threefold.parallel.pipeline.partition import ShardCoordinates, StageMap, partitioned, shard_coordinates
+from threefold.planner import cost
 from threefold.planner.activations import LayerMemory
-from threefold.planner.block_cost import Passes, axis_group, block_passes, cost_block, embedding_passes, head_passes
-from threefold.planner.collective_cost import ZERO_STATE, ZERO_WEIGHTS, bubble_seconds, send_seconds, send_waits
 from threefold.planner.estimate import (
     estimate,
     gradient_time,
@@ -32,7 +31,7 @@ from threefold.planner.estimate import (
     waiting_share,
 )
 from threefold.planner.hardware import Hardware
-from threefold.planner.model_size import RankSize, model_weights, optimizer_states
+from threefold.planner.model_size import ZERO_STATE, ZERO_WEIGHTS, RankSize, model_weights, optimizer_states
 from threefold.planner.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
 from threefold.planner.stage_memory import standing_states
 from threefold.planner.systems import Keeps, System, keeps_of
@@ -415,14 +414,14 @@ class LeastSeconds:
             of_slowest = np.minimum.reduceat(np.where(is_slowest, weight, np.inf), ranks.starts, axis=0)
             each = (sizes * sent_bytes(self._in_layout(mesh, sharded), self._system) for sharded, _, sizes in parts)
             sent = np.concatenate(list(each))
-            group = axis_group(self._in_layout(mesh), "pp", hardware.gpus_per_node, self._system)
-            send = send_seconds(hardware, group, sent)  # type: ignore[arg-type]
+            group = cost.axis_group(self._in_layout(mesh), "pp", hardware.gpus_per_node, self._system)
+            send = cost.send_seconds(hardware, group, sent)  # type: ignore[arg-type]
             by_name: dict[str, list[int]] = {}
             for number, settings in enumerate(options.schedule):
                 by_name.setdefault(settings["parallel.schedule"], []).append(number)
             for name, rows in by_name.items():
                 chunks = ranks.chunks[rows]
-                line[rows] += bubble_seconds(
+                line[rows] += cost.bubble_seconds(
                     everything,
                     slowest[rows],  # type: ignore[arg-type]
                     weights,
@@ -432,7 +431,7 @@ class LeastSeconds:
                     micro_batches,  # type: ignore[arg-type]
                 )
                 for row, count in zip(rows, chunks, strict=True):
-                    line[row] += send_waits(mesh.pp, int(count), micro_batches, send, self._system.overlap_sends)  # type: ignore[arg-type]
+                    line[row] += cost.send_waits(mesh.pp, int(count), micro_batches, send, self._system.overlap_sends)  # type: ignore[arg-type]
         return line, forward, backward + weight
 
     def _of_kinds(self, mesh: MeshSizes, sharded: bool, mode: str, sizes: Sizes, hardware: Hardware) -> Array:
@@ -448,7 +447,7 @@ class LeastSeconds:
         sizes, per_node, system, model = self._sizes, hardware.gpus_per_node, self._system, config.model
         described = describe_model(model, config.data.sequence_length).blocks
         blocks = {
-            kind: replace(cost_block(config, described[layer], per_node, system), samples=sizes)  # type: ignore[arg-type]
+            kind: replace(cost.cost_block(config, described[layer], per_node, system), samples=sizes)  # type: ignore[arg-type]
             for kind, layer in self._kinds.blocks
         }
         first = next(iter(blocks.values()))
@@ -458,17 +457,17 @@ class LeastSeconds:
             device, pp = config.train.device, config.parallel.pp
             chunks = [logits_chunk(size * length, columns, device, pp) for size in sizes.tolist()]
         found = np.empty((3, self._kinds.count, len(sizes)))
-        found[:, 0] = _totals(embedding_passes(first, hardware), sizes)
+        found[:, 0] = _totals(cost.embedding_passes(first, hardware), sizes)
         for kind, block in blocks.items():
-            found[:, kind] = _totals(block_passes(block, hardware, system, config.train.recompute), sizes)
+            found[:, kind] = _totals(cost.block_passes(block, hardware, system, config.train.recompute), sizes)
         for chunked in (True, False):  # a head branches on this first
             some = np.array([(chunk > 0) == chunked for chunk in chunks], dtype=bool)
             if some.any():
                 block = replace(first, samples=sizes[some])
-                head = head_passes(block, model.vocab_size, int(chunked), hardware, system)
+                head = cost.head_passes(block, model.vocab_size, int(chunked), hardware, system)
                 found[:, self._kinds.head, some] = _totals(head, sizes[some])
         return found
 
 
-def _totals(passes: Passes, sizes: Sizes) -> Array:
+def _totals(passes: cost.Passes, sizes: Sizes) -> Array:
     return np.array([np.broadcast_to(part.total, sizes.shape) for part in passes])

@@ -22,7 +22,7 @@ from threefold.files import format_bytes, shown
 from threefold.host import memory, usable_cores
 from threefold.models.block import describe_model
 from threefold.planner import measuring
-from threefold.planner.block_cost import block_seconds, cost_block
+from threefold.planner.cost import block_seconds, cost_block
 from threefold.planner.hardware import THIS_MACHINE, Achievable, Hardware, cpu_name, entry_of_gpu
 from threefold.planner.measuring import RankRates
 from threefold.planner.systems import SYSTEMS

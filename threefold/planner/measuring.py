@@ -24,8 +24,8 @@ from threefold.host import keep_freed_memory
 from threefold.models.family import make_model, model_plan
 from threefold.ops.kernels import linear
 from threefold.parallel.pipeline.schedules import share_mailbox
-from threefold.planner.collective_cost import ZERO_WEIGHTS
 from threefold.planner.hardware import Link
+from threefold.planner.model_size import ZERO_WEIGHTS
 from threefold.train.step import Engine
 
 _SMALL: Final = 256

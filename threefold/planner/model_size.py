@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import lru_cache
-from math import prod
+from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
 from threefold.comm.layout import Coordinates
@@ -20,8 +20,10 @@ from threefold.parallel.pipeline.partition import (
     shard_coordinates,
     stage_map,
 )
-from threefold.planner.collective_cost import ZERO_STATE, ZERO_WEIGHTS, Group
 from threefold.planner.systems import Attention, Kernels
+
+ZERO_STATE, ZERO_GRADIENTS, ZERO_WEIGHTS = 1, 2, 3
+"""Values of `parallel.zero`, named after the part that each shards in addition to the smaller values."""
 
 
 class StageSize(NamedTuple):
@@ -237,6 +239,24 @@ def model_weights(config: ModelConfig, sequence_length: int) -> ModelWeights:
 
 
 _of_description = lru_cache(maxsize=16)(ModelWeights)
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks of a mesh axis, `stride` global ranks apart, on nodes of `per_node` ranks."""
+
+    ranks: int
+    stride: int
+    per_node: int
+
+    @property
+    def in_node(self) -> int:
+        """Number of the group's ranks on one node."""
+        return max(1, min(self.ranks, self.per_node // self.stride))
+
+    @property
+    def nodes(self) -> int:
+        return ceil(self.ranks / self.in_node)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,8 +15,7 @@ from threefold.config.rules import as_executed
 from threefold.config.schedules import SENDS_UNDER_WAY, Action, Schedule
 from threefold.config.schema import ParallelConfig, PrecisionConfig
 from threefold.planner.activations import LayerBytes, LayerMemory
-from threefold.planner.collective_cost import ZERO_WEIGHTS
-from threefold.planner.model_size import ModelSize, RankSize, described_blocks
+from threefold.planner.model_size import ZERO_WEIGHTS, ModelSize, RankSize, described_blocks
 from threefold.planner.schedule import orders_of
 from threefold.planner.systems import Keeps, keeps_of
 
