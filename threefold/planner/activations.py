@@ -337,8 +337,13 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
             moment = max(moment, 2 * block.tokens * at_once * block.wide)
         else:
             kept += block.tokens * 8 + block.outer * (2 if model.embedding_dropout else 1)
-    held: float | None = 1  # micro-batches at once, those with deferred weight gradients included; None for all
-    if parallel.pp > 1:
-        held = parallel.pipeline_schedule.in_flight(parallel.pp, pp_rank, parallel.stage_chunks)
-    count = train.gradient_accumulation_steps
-    return ceil(kept * (count if held is None else min(held, count))) + moment
+    return ceil(kept * _under_way(config, pp_rank)) + moment
+
+
+def _under_way(config: Config, pp_rank: int) -> float:
+    """Return the micro-batches that a rank keeps at once, including those with deferred weight gradients."""
+    parallel, batches = config.parallel, config.train.gradient_accumulation_steps
+    if parallel.pp == 1:
+        return 1
+    held = parallel.pipeline_schedule.in_flight(parallel.pp, pp_rank, parallel.stage_chunks)
+    return batches if held is None else min(held, batches)

@@ -26,8 +26,7 @@ from threefold.plugins import one_of
 _KINDS: Final = "FBIW"
 
 
-@dataclass(frozen=True)
-class StageTimes:
+class StageTimes(NamedTuple):
     """Times of one micro-batch's passes on each stage, in any unit; a full backward pass takes both of its parts."""
 
     forward: tuple[float, ...]
@@ -138,8 +137,7 @@ def simulate(
         for delay in (before, after, after, 0.0)
     ]
     if isinstance(cost, StageTimes):
-        parts = zip(cost.forward, cost.backward_input, cost.backward_weight, strict=True)
-        by_code = [time for f, i, w in parts for time in (f, i + w, i, w)]  # in the order of `_KINDS`
+        by_code = [time for f, i, w in zip(*cost, strict=True) for time in (f, i + w, i, w)]  # in the order of `_KINDS`
         if len(by_code) != 4 * program.stages:
             raise ValueError(f"times are given for {len(cost.forward)} stages, and the schedule has {program.stages}")
         times = [by_code[code] for code in program.codes]

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from operator import itemgetter
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,8 +36,9 @@ class Soundness:
             if not sentence:
                 continue
             before, sound = sound, sound & allowed
-            if lost := _size(before, options) - _size(sound, options):
-                place = tuple(int(index[0]) for index in np.nonzero(before & ~sound))
+            refused = before & ~sound
+            if lost := int(np.count_nonzero(np.broadcast_to(refused, options.shape))):
+                place = tuple(int(index[0]) for index in np.nonzero(refused))
                 choice = options.choice(mesh, place)
                 sentence = rule.sentence({**choice.settings(), "parallel.zero_shards": choice.dp})
                 key = sentence.split(" ", 1)[0]
@@ -79,15 +80,6 @@ def _kinds(values: tuple[Settings, ...], read: frozenset[str]) -> tuple[tuple[Se
     return kinds, alike
 
 
-def _size(mask: Mask, options: Options) -> int:
-    """Count the layouts of a mask, whose dims of length 1 stand for all values."""
-    count = int(np.count_nonzero(mask))
-    for length, whole in zip(mask.shape, options.shape, strict=True):
-        if length == 1:
-            count *= whole
-    return count
-
-
 BEST = 10
 """Number of layouts to rank."""
 _AT_ONCE = 256
@@ -116,8 +108,7 @@ class RefusedLayouts:
     sentence: str
 
 
-@dataclass(frozen=True)
-class Fitting:
+class Fitting(NamedTuple):
     """Layouts of a mesh that fit by their bounds: their indices in each dim, and lower bounds of seconds and bytes."""
 
     mesh: MeshSizes
@@ -177,21 +168,11 @@ def search(space: Space, checks: tuple[Check, ...], costs: ModelCosts, counts: S
             looked.append(Fitting(mesh, options, places, seconds[places], needed[places]))
     fitting = sum(len(each.seconds) for each in looked)
     ranked, unfit, evaluated = _best(looked, costs, weight)
-    unfit_layouts = None
+    misfits = None
     if (layout := misfit[1]) is not None:
-        unfit_layouts = UnfitLayouts(sound_count - fitting, layout, int(misfit[0]), costs.largest_part(layout))
-    return Found(
-        considered=considered,
-        sound=sound_count,
-        fitting=fitting,
-        evaluated=evaluated,
-        ranked=ranked,
-        refusals=[RefusedLayouts(key, n, *soundness.examples[key]) for key, n in soundness.refused.most_common()],
-        misfit=unfit_layouts,
-        nearest=nearest[1],
-        meshes=looked,
-        unfit=unfit,
-    )
+        misfits = UnfitLayouts(sound_count - fitting, layout, int(misfit[0]), costs.largest_part(layout))
+    refusals = [RefusedLayouts(key, n, *soundness.examples[key]) for key, n in soundness.refused.most_common()]
+    return Found(considered, sound_count, fitting, evaluated, ranked, refusals, misfits, nearest[1], looked, unfit)
 
 
 def _least(values: Array, where: Mask) -> tuple[float, tuple[int, ...]]:
@@ -242,13 +223,6 @@ def _choice(looked: list[Fitting], place: int) -> LayoutChoice:
     return each.options.choice(each.mesh, [int(indices[place]) for indices in each.places])
 
 
-_POINTS: Final = 4000
-_STEP: Final = 0.9
-"""Largest memory of the front's next layout, as a share of the previous one's."""
-_EVALUATED: Final = 120
-"""Largest number of layouts to evaluate for the front."""
-
-
 class Points(NamedTuple):
     """Layouts that fit, as points of a picture, and the exact front of the fastest for their memory, the least memory
     first."""
@@ -258,7 +232,7 @@ class Points(NamedTuple):
     front: list[Evaluated]
 
 
-def points_of(found: Found, costs: ModelCosts, step: float = _STEP, most: int = _EVALUATED) -> Points:
+def points_of(found: Found, costs: ModelCosts, step: float = 0.9, most: int = 120) -> Points:
     """Return a sample of a search's layouts and their Pareto front, without layouts known not to fit.
 
     The front's next layout has at most `step` of the previous one's memory; at most `most` layouts are evaluated for
@@ -289,5 +263,5 @@ def points_of(found: Found, costs: ModelCosts, step: float = _STEP, most: int = 
             break
         front.append(fastest)
     shown = np.flatnonzero(fits)
-    some = np.random.default_rng(0).choice(shown, min(_POINTS, len(shown)), replace=False)
+    some = np.random.default_rng(0).choice(shown, min(4000, len(shown)), replace=False)
     return Points(seconds[some], peak[some], front[::-1])

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import product
 from typing import Any, Final, NamedTuple, cast, get_args
 
@@ -221,7 +221,9 @@ class Space:
     ) -> None:
         self.config, self.layers, self.fixed, self.schedules = config, layers, fixed, schedules
         self.global_batch_size = config.train.global_batch_size
-        self._made: dict[object, tuple[Settings, ...]] = {}
+        self._micro_batches = cache(self._list_micro_batches)
+        self._schedules = cache(self._list_schedules)
+        self._values = cache(self._list_values)
 
     def meshes(self, gpus: int) -> Iterator[MeshSizes]:
         """Yield the meshes of a number of ranks whose replicas divide the global batch."""
@@ -237,30 +239,23 @@ class Space:
 
     def options(self, mesh: MeshSizes) -> "Options":
         """Return the options of a mesh; meshes with equal values of a dim share one tuple of them."""
-        sharded, zero = mesh.tp > 1, mesh.dp * mesh.cp > 1
-        shares = [False, True] if sharded else [False]
-        shared, levels = {"parallel.sequence_parallel": shares}, range(_MOST_ZERO + 1) if zero else [0]
+        levels = tuple(range(_MOST_ZERO + 1)) if mesh.dp * mesh.cp > 1 else (0,)
         return Options(
-            self._once(("micro-batch", mesh.share), self._micro_batches, mesh.share),
-            self._once(("sp", sharded), self._combined, shared),
-            self._once("recompute", self._combined, {"train.recompute": _RECOMPUTE}),
-            self._once(("schedule", mesh.pp), self._schedules, mesh.pp),
-            self._once(("zero", zero), self._combined, {"parallel.zero": levels}),
+            self._micro_batches(mesh.share),
+            self._values("parallel.sequence_parallel", (False, True) if mesh.tp > 1 else (False,)),
+            self._values("train.recompute", _RECOMPUTE),
+            self._schedules(mesh.pp),
+            self._values("parallel.zero", levels),
         )
 
-    def _once(self, key: object, make: Callable[..., tuple[Settings, ...]], *arguments: Any) -> tuple[Settings, ...]:
-        if key not in self._made:
-            self._made[key] = make(*arguments)
-        return self._made[key]
-
-    def _micro_batches(self, share: int) -> tuple[Settings, ...]:
+    def _list_micro_batches(self, share: int) -> tuple[Settings, ...]:
         size, count = KEYS["micro_batch_size"], KEYS["accumulation"]
         if self.config.train.exact:  # leaves run, whatever the micro-batch size
             leaf = self.config.train.grain_leaf
             return ({size: leaf, count: max(1, share // leaf)},)
         return tuple(each for own in divisors(share) for each in self._combined({size: [own], count: [share // own]}))
 
-    def _schedules(self, pp: int) -> tuple[Settings, ...]:
+    def _list_schedules(self, pp: int) -> tuple[Settings, ...]:
         """List each schedule with each number of stages per rank that the layers allow."""
         found: list[Settings] = []
         for name in self.schedules if pp > 1 else self.schedules[:1]:
@@ -268,6 +263,9 @@ class Space:
             chunks = range(1, max(1, self.layers // pp) + 1) if stages is None else [stages]
             found += self._combined({"parallel.schedule": [name], "parallel.stage_chunks": chunks})
         return tuple(found)
+
+    def _list_values(self, key: str, values: tuple[object, ...]) -> tuple[Settings, ...]:
+        return self._combined({key: values})
 
     def _combined(self, values: Mapping[str, Sequence[Any]]) -> tuple[Settings, ...]:
         """Return all combinations of the values that the fixed settings allow."""
