@@ -54,9 +54,8 @@ _CAUSES: Final = (
 class StepTime:
     """Seconds of a step by cause, which add up to `seconds`.
 
-    `compute` is that of the slowest pipeline rank's micro-batches; `sends` are the exposed transfers between pipeline
-    ranks; `gradients` are exposed gradient sums and weight gathers, and the slowdown that hidden ones cause; `fixed` is
-    constant per step; `slowest_device` is waiting for the slowest of all devices.
+    `compute` is that of the slowest pipeline rank; `sends` and `gradients` are exposed transfers, sums and gathers,
+    with the slowdown that hidden ones cause; `slowest_device` is waiting for the slowest of all devices.
     """
 
     compute: Seconds
@@ -121,11 +120,8 @@ def gradient_time(
     backward: Number,
     micro_batches: Number,
 ) -> Number:
-    """Return the exposed seconds of a step's gradient sums and weight gathers.
-
-    `zero` replaces the config's own. A rank has `elements` weights, through which one micro-batch's passes take
-    `forward` and `backward` seconds.
-    """
+    """Return the exposed seconds of a step's gradient sums and weight gathers, for a rank with some weight elements and
+    the seconds of one micro-batch's passes through them; `zero` replaces the config's own."""
     group = cost.axis_group(config, "dp·cp", hardware.gpus_per_node, system)
     sizes = config.precision.itemsize, config.precision.master_itemsize
     layers = max(1, config.model.num_layers // config.parallel.pp)
@@ -142,12 +138,8 @@ def update_time(config: Config, hardware: Hardware, system: System, zero: int, e
 
 
 def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
-    """Return the part of the bubble that lengthens a step. Ranks that share cores yield them while they wait, down to
-    the step time of ranks with a core each.
-
-    `busy` are the seconds of a rank's work, at the rate of its share of the cores, and `bubble` those that it also
-    waits.
-    """
+    """Return the part of the bubble that lengthens a step in which a rank is busy. Ranks that share cores yield them
+    while they wait, down to the step time of ranks with a core each."""
     share = hardware.cores / hardware.gpus_per_node if hardware.cores else 1.0
     return max(0.0, (busy + bubble) * share - busy) if share < 1 else bubble
 
@@ -311,11 +303,7 @@ def own_system(config: Config, hardware: Hardware) -> System:
 
 
 def estimate(config: Config, hardware: Hardware, system: System | str | None = None) -> Estimate:
-    """Estimate the time and memory of one training step under a training system, by default this package.
-
-    Raises a `UserError` if the ranks do not fill nodes, the hardware has no matrix rate for the dtype, the model is the
-    user's own, or the system is unknown.
-    """
+    """Estimate the time and memory of one training step under a training system, by default this package."""
     parallel, world = config.parallel, Layout.from_config(config.parallel).world_size
     if not hardware.fills_nodes(world):
         per_node, rest = hardware.gpus_per_node, world // parallel.dp
@@ -335,7 +323,7 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
 
 
 def usable_memory(hardware: Hardware) -> int:
-    """Return the bytes of a device that a rank may use; raise a `UserError` if the libraries take all of its memory."""
+    """Return the bytes of a device that a rank may use."""
     usable = hardware.memory_bytes - (RESERVE if hardware.device == "cuda" else 0)
     if usable <= 0:
         raise UserError(

@@ -99,8 +99,7 @@ class Hardware:
     sources: tuple[str, ...] = ()
 
     def matrix_rate(self, dtype: str) -> float:
-        """Return the peak operations per second of matrix products in a dtype; raise a `UserError` if the device has
-        none."""
+        """Return the peak operations per second of matrix products in a dtype."""
         if dtype not in self.matrix_rates:
             known = ", ".join(self.matrix_rates)
             raise UserError(f"The hardware {self.name} has no matrix rate for {dtype}; use one of {known}.")
@@ -181,7 +180,6 @@ def _expanded(name: str, entries: Entries, where: str, depth: int = 0) -> dict[s
 
 
 def build(name: str, entries: Entries, where: str) -> Hardware:
-    """Build the `Hardware` of one of the entries, which `like` may name; errors call the file `where`."""
     values, where = _expanded(name, entries, where), f"{where}, {name}"
     known = fields(Hardware)[1:]
     _require_known(values, [*(each.name for each in known), "like"], where)
@@ -351,10 +349,8 @@ def entry_of_gpu(name: str, memory: int) -> Hardware | None:
 
 
 def peak_rate(dtype: str, device: str, local_ranks: int, gpu: tuple[str, int] | None = None) -> float | None:
-    """Return the peak FLOP/s of matrix products for one rank of this machine; None if unknown.
-
-    The local ranks share the cores of a CPU; `gpu` is the name and bytes of memory of the rank's GPU.
-    """
+    """Return the peak FLOP/s of one local rank's matrix products, if known; `gpu` is its GPU's name and bytes of
+    memory."""
     if device == "cuda":
         entry = entry_of_gpu(*gpu) if gpu is not None else None
         return entry.matrix_rates.get(dtype) if entry is not None else None

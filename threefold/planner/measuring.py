@@ -78,7 +78,6 @@ class Collective:
 
     @property
     def bandwidth(self) -> float:
-        """Bytes of the tensor per second."""
         return self.nbytes / max(self.seconds - self.latency, 1e-9)
 
 
@@ -327,8 +326,7 @@ def attention_shares(rates: RankRates, peaks: Mapping[str, float]) -> dict[str, 
 
 
 def half_depth(rates: Mapping[int, float], least: int = 0) -> float:
-    """Fit the size d at which a product reaches half its rate, if the rate at size n is proportional to n / (n + d),
-    from FLOP/s by size."""
+    """Fit the size d at which a product reaches half its rate, if the rate at size n is proportional to n / (n + d)."""
     sizes = sorted(size for size in rates if size >= least)
     largest = sizes[-1]
     found = []

@@ -65,7 +65,6 @@ class ModelSize:
         self.active = self.parameters - (whole.experts // config.model.num_experts * idle if whole.experts else 0)
 
     def stages(self) -> list[StageSize]:
-        """Return the pipeline stages in order."""
         found, counted = [], 0
         for number, pp_rank in enumerate(self.map.ranks):
             until = self.weights.held(self.layers_of(0, number), ShardCoordinates()).all
@@ -117,7 +116,6 @@ class ModelSize:
         return self.weights.plan.layers[bounds[stage] : bounds[(stage if last is None else last) + 1]]
 
     def layers_of_rank(self, pp_rank: int) -> list[str]:
-        """Return the names of the layers of all stages of a rank."""
         return [name for stage in self.map.held_by(pp_rank) for name in self.layers_of(stage)]
 
     def gathered_together(self, pp_rank: int, place: ShardCoordinates, trained: bool = False) -> list[tuple[int, int]]:
@@ -153,8 +151,7 @@ def optimizer_states(config: OptimizerConfig) -> tuple[int, int]:
 
 class HeldElements(NamedTuple):
     """Numbers of weight elements on a rank: trained weights with two or more dims in layers between the first and the
-    last (`hidden`), all other trained weights, expert weights, which these two include, and weights that are not
-    trained."""
+    last, all other trained weights, expert weights, which these two include, and frozen weights."""
 
     hidden: int = 0
     others: int = 0
@@ -334,7 +331,6 @@ class RankBlock(BlockShape):
 
     @property
     def queries(self) -> int:
-        """Bytes of the rank's queries."""
         return self.tokens * self.head_dim * self.heads // self.tp * self.itemsize
 
     @property
@@ -349,8 +345,7 @@ class RankBlock(BlockShape):
 
 
 def described_blocks(config: Config) -> tuple[BlockShape, ...]:
-    """Return the description of each block of a model; raise a `UserError` if the planner has no formulas for the
-    blocks, or the model comes from a file."""
+    """Return the description of each block of a model, of which the planner must have formulas."""
     if config.model.architecture == OWN:
         raise UserError(
             f"model.architecture is {OWN}, whose operations have no formulas; plan with a family of the same sizes, or "

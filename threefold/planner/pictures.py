@@ -167,8 +167,7 @@ class MeasuredStep(NamedTuple):
 
 
 def draw_run_timeline(path: Path, model: str) -> list[Path]:
-    """Draw the step of median length next to the file of spans, and return the paths of the PNG and the SVG; none if no
-    step is complete."""
+    """Draw the step of median length next to the file of spans; return the paths of the PNG and the SVG, if any."""
     found = json.loads(path.read_text(encoding="utf-8"))
     steps = measured_steps(found["ranks"])
     if not steps:
@@ -183,8 +182,7 @@ def draw_run_timeline(path: Path, model: str) -> list[Path]:
 
 
 def about_step(seconds: float, bubble: float, called: str = "stage") -> str:
-    """Return the subtitle of a step's timeline, which says what its two kinds of waiting mean; a row is `called` a
-    stage."""
+    """Return the subtitle of a step's timeline, which says what its two kinds of waiting mean."""
     time = f"{1000 * seconds:,.0f}" if seconds >= 1 else f"{1000 * seconds:.4g}"
     return (
         f"A step of {time} ms. Bubble {bubble:.1%}: time waited between the first and the last action of a {called}.\n"
@@ -193,10 +191,7 @@ def about_step(seconds: float, bubble: float, called: str = "stage") -> str:
 
 
 def measured_steps(ranks: Sequence[Mapping[str, Any]]) -> list[MeasuredStep]:
-    """Return in order the steps for which every stage's rank has actions.
-
-    Each rank has its `pp_rank` and `spans`, the spans with the fields of `Span`.
-    """
+    """Return in order the steps for which every stage's rank, given as `pp_rank` and `spans`, has actions."""
     numbers = [{span["step"] for span in rank["spans"] if span["kind"]} for rank in ranks]
     return [_step(ranks, number) for number in sorted(set.intersection(*numbers))] if numbers else []
 
@@ -225,10 +220,8 @@ _GB: Final = 10**9
 
 
 def draw_layouts(planned: "SearchAnswer", path: Path) -> None:
-    """Draw the layouts that fit, by memory of the largest rank and tokens per second, as a `.png` or `.svg`.
-
-    Names the best one, and the one of least memory among those almost as fast.
-    """
+    """Draw the layouts that fit, by memory of the largest rank and tokens per second; name the best one, and the one of
+    least memory among those almost as fast."""
     from matplotlib.ticker import EngFormatter
 
     request, found, best = planned.request, planned.found, planned.found.ranked[0]

@@ -132,11 +132,8 @@ def read_request(
     tokens: str | None = None,
     system: str | None = None,
 ) -> Request:
-    """Read the options of a request, None for those not given on the command line; the config is as loaded.
-
-    The default system is this package, which the config is for. Raises a `UserError` if an option is invalid, or the
-    config is invalid in every layout.
-    """
+    """Read the options of a request, None for those not given on the command line, for a config as loaded. The default
+    system is this package, which the config is for."""
     if objective not in OBJECTIVES:
         raise UserError(f"--objective is {shown(objective)} but must be {one_of(objective, list(OBJECTIVES))}.")
     row, fixed = OBJECTIVES[objective], parse_fixed(fix)
@@ -223,8 +220,7 @@ class SearchAnswer:
 def plan_layouts(request: Request, clock: Callable[[], float]) -> SearchAnswer:
     """Search the layouts of a request, with a clock of the seconds since it.
 
-    Raises a `UserError` if no layout is valid, or none fits in memory; the message names a change that would make one
-    possible.
+    The `UserError` if no layout is valid, or none fits, names a change that would make one possible.
     """
     costs, objective = ModelCosts(request.config, request.hardware, request.system), request.objective
     checks = layout_rules(model_plan(request.config.model, request.config.data.sequence_length))
@@ -320,11 +316,8 @@ _HEAD: Final = "# Written by threefold plan"
 def config_text(
     config: Config, choice: LayoutChoice, request: str, comments: list[str], steps: int | None = None
 ) -> str:
-    """Return a config as YAML: its given settings in the layout that was found.
-
-    `request` are the options of `threefold plan`, as on the command line; the steps are those of a number of tokens,
-    None for those of the config.
-    """
+    """Return a config as YAML: its given settings in the layout that was found, with the options of `threefold plan`
+    and other comments above, and the steps of a number of tokens, None for those of the config."""
     sections = without_layout(config)
     for name, key in KEYS.items():
         section, setting = key.split(".")

@@ -170,7 +170,7 @@ class Rounds:
     wait: int | None = None
 
     def order(self, pp: int, rank: int, chunks: int, micro_batches: int) -> tuple[Action, ...]:
-        """Return the actions of a rank, whose stages are its number modulo pp; chunks need equal rounds of
+        """Return the actions of a rank: of its stages, rank modulo pp; with several chunks, in equal rounds of
         micro-batches."""
         passes, in_round = chunks * micro_batches, micro_batches // max(1, micro_batches // pp)
         ahead = passes if self.hop is None else min(passes, (chunks - 1) * in_round + self.hop * (pp - 1 - rank))
@@ -301,7 +301,6 @@ def orders_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int
 
 
 def program_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Program:
-    """Return the actions of a step as a program for `simulate`."""
     return _program_of(check_numbers(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
 
 
@@ -420,9 +419,8 @@ def simulated(
 ) -> Simulation:
     """Simulate a step.
 
-    `passes` are the times of the forward pass, the backward pass for inputs and that for weights; each has one time for
-    all ranks, one per rank, whose stages share it evenly, or one per stage. `transfer` is one time for all stages, or
-    one from each stage to the next.
+    `passes` (forward, backward for inputs, for weights) each have one time for all ranks, one per rank, whose stages
+    share it evenly, or one per stage; `transfer` has one time for all stages, or one from each stage to the next.
     """
     check_numbers(schedule, pp, chunks, micro_batches)
     ranks = schedule.stage_ranks(pp, chunks)

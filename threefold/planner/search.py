@@ -233,11 +233,8 @@ class Points(NamedTuple):
 
 
 def points_of(found: Found, costs: ModelCosts, step: float = 0.9, most: int = 120) -> Points:
-    """Return a sample of a search's layouts and their Pareto front, without layouts known not to fit.
-
-    The front's next layout has at most `step` of the previous one's memory; at most `most` layouts are evaluated for
-    it.
-    """
+    """Return a sample of a search's layouts, without those known not to fit, and their Pareto front, each of whose
+    layouts has at most `step` of the next one's memory; at most `most` layouts are evaluated."""
     seconds = np.concatenate([each.seconds for each in found.meshes])
     peak = np.concatenate([each.peak for each in found.meshes])
     fits = np.ones(len(seconds), dtype=bool)

@@ -109,8 +109,8 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive equal layers of a stage, with the bytes of one layer for one micro-batch and its gathered weight
-    elements, without shared weights; `is_head` and `is_embedding` mark the model's last layer and its first."""
+    """Consecutive equal layers of a stage, with the bytes of one layer and its gathered weights' elements, without
+    shared ones."""
 
     layer: LayerBytes
     count: int
@@ -270,8 +270,8 @@ class LayoutMemory:
             tied = layer.largest or (run.count and stage.tied) if run.is_head else tied
 
     def _of_layer(self, run: Run, start: Moment, own: int, scattered: float, deferring: bool) -> Iterator[Moment]:
-        """Yield the moments of one layer's backward pass from its start; `own` are the elements of its weights with
-        tied ones, and `scattered` those whose reduce-scatter still holds its buffer."""
+        """Yield the moments of one layer's backward pass, from its start, its weights' elements with tied ones, and the
+        elements whose reduce-scatter still holds its buffer."""
         layer = run.layer
         largest = 0 if deferring and not run.is_embedding else self._computed * layer.largest
         yield start.plus(gradients=largest, **{"logits" if run.is_head else "working": layer.backward})

@@ -172,7 +172,6 @@ SYSTEMS: Final = {row.name: row for row in _ROWS}
 
 
 def find_system(name: str) -> System:
-    """Return the training system with this name."""
     if name not in SYSTEMS:
         raise UserError(f"The training system {shown(name)} is unknown; it must be {one_of(name, list(SYSTEMS))}.")
     return SYSTEMS[name]
