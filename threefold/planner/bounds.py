@@ -415,23 +415,16 @@ class LeastSeconds:
             each = (sizes * sent_bytes(self._in_layout(mesh, sharded), self._system) for sharded, _, sizes in parts)
             sent = np.concatenate(list(each))
             group = cost.axis_group(self._in_layout(mesh), "pp", hardware.gpus_per_node, self._system)
-            send = cost.send_seconds(hardware, group, sent)  # type: ignore[arg-type]
+            send = cost.send_seconds(hardware, group, sent)
             by_name: dict[str, list[int]] = {}
             for number, settings in enumerate(options.schedule):
                 by_name.setdefault(settings["parallel.schedule"], []).append(number)
             for name, rows in by_name.items():
                 chunks = ranks.chunks[rows]
-                line[rows] += cost.bubble_seconds(
-                    everything,
-                    slowest[rows],  # type: ignore[arg-type]
-                    weights,
-                    of_slowest[rows],  # type: ignore[arg-type]
-                    name,
-                    chunks[:, None],  # type: ignore[arg-type]
-                    micro_batches,  # type: ignore[arg-type]
-                )
+                seconds = slowest[rows], weights, of_slowest[rows]
+                line[rows] += cost.bubble_seconds(everything, *seconds, name, chunks[:, None], micro_batches)
                 for row, count in zip(rows, chunks, strict=True):
-                    line[row] += cost.send_waits(mesh.pp, int(count), micro_batches, send, self._system.overlap_sends)  # type: ignore[arg-type]
+                    line[row] += cost.send_waits(mesh.pp, int(count), micro_batches, send, self._system.overlap_sends)
         return line, forward, backward + weight
 
     def _of_kinds(self, mesh: MeshSizes, sharded: bool, mode: str, sizes: Sizes, hardware: Hardware) -> Array:
@@ -447,7 +440,7 @@ class LeastSeconds:
         sizes, per_node, system, model = self._sizes, hardware.gpus_per_node, self._system, config.model
         described = describe_model(model, config.data.sequence_length).blocks
         blocks = {
-            kind: replace(cost.cost_block(config, described[layer], per_node, system), samples=sizes)  # type: ignore[arg-type]
+            kind: replace(cost.cost_block(config, described[layer], per_node, system), samples=cast(int, sizes))
             for kind, layer in self._kinds.blocks
         }
         first = next(iter(blocks.values()))

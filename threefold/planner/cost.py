@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import log2
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple
 
 from threefold.config import Config
 from threefold.config.schedules import SCHEDULES
@@ -16,7 +16,8 @@ from threefold.planner.systems import System
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (128, 64, 0.85), (64, 64, 0.7))
 """Output tiles of one multiprocessor as (rows, columns, relative speed); small tiles read their inputs more often
 (NVIDIA, "Matrix multiplication background user's guide", tile quantization)."""
-Number = TypeVar("Number", int, float)
+Number = Any
+"""Number, or an array of numbers of many layouts."""
 
 
 def positive(value: float) -> float:
@@ -31,8 +32,7 @@ def larger(one: Number, other: Number) -> Number:
         return one if is_more else other
     import numpy as np  # only arrays come here, so numpy is loaded already
 
-    chosen: Any = np.where(is_more, one, other)
-    return chosen
+    return np.where(is_more, one, other)
 
 
 def matrix_seconds(
@@ -120,7 +120,7 @@ def all_to_all_seconds(hardware: Hardware, group: Group, nbytes: float) -> float
     return larger(over_link, over_network) + latency(hardware, group)
 
 
-def send_seconds(hardware: Hardware, group: Group, nbytes: float) -> float:
+def send_seconds(hardware: Hardware, group: Group, nbytes: Number) -> Number:
     """Estimate sending `nbytes` to the next rank of the group, over its slowest link."""
     if group.ranks == 1:
         return 0.0
@@ -245,8 +245,14 @@ def pipeline_seconds(
 
 
 def bubble_seconds(
-    everything: float, slowest: float, weights: float, of_slowest: float, schedule: str, chunks: int, micro_batches: int
-) -> float:
+    everything: Number,
+    slowest: Number,
+    weights: Number,
+    of_slowest: Number,
+    schedule: str,
+    chunks: Number,
+    micro_batches: Number,
+) -> Number:
     """Return the slowest rank's idle time while the others fill and drain the pipeline. With fewer micro-batches than
     ranks it also waits for the next stage's turn, as a micro-batch passes the stages one after another.
 
@@ -262,7 +268,7 @@ def bubble_seconds(
     return waits + positive(through - micro_batches * slowest - waits)
 
 
-def send_waits(ranks: int, chunks: int, micro_batches: int, send: float, overlapped: bool) -> float:
+def send_waits(ranks: int, chunks: int, micro_batches: Number, send: Number, overlapped: bool) -> Number:
     """Return the seconds of transfers that no computation hides; see `pipeline_seconds`."""
     hops = 2 * (ranks - 1)  # to the last rank and back
     steady = 0.0 if overlapped and chunks > 1 else 2 * chunks * micro_batches * send

@@ -15,7 +15,7 @@ from threefold.errors import UserError
 from threefold.models.block import describe_model, model_flops_per_token
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner import cost
-from threefold.planner.cost import Passes, Pipeline, Seconds
+from threefold.planner.cost import Number, Passes, Pipeline, Seconds
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import described_blocks, optimizer_states
 from threefold.planner.stage_memory import RESERVE, StageMemory, stage_memory
@@ -36,10 +36,6 @@ def layer_elements(config: Config) -> list[float]:
         found.append((attention + (3 if block.gated else 2) * block.hidden * inner) / parallel.tp)
     shared = model.tie_embeddings and parallel.pp == 1
     return [*found, 0.0 if shared else table]
-
-
-Number = Any
-"""Number, or an array of numbers of many layouts."""
 
 
 _CAUSES: Final = (

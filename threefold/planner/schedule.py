@@ -253,10 +253,7 @@ def _spelled(letters: str, pp: int, rank: int) -> list[Action]:
     return order
 
 
-RankOrder = Callable[[int, int, int, int], tuple[Action, ...]]
-"""Function of pipeline ranks, a rank, stages per rank and micro-batches that returns the rank's actions."""
-
-_WRITTEN: Final[Mapping[str, RankOrder]] = {
+_WRITTEN: Final[Mapping[str, Callable[[int, int, int, int], tuple[Action, ...]]]] = {
     "1f1b": Rounds(hop=1).order,
     "gpipe": Rounds(hop=None).order,
     "interleaved": Rounds(hop=2).order,
@@ -267,7 +264,8 @@ _WRITTEN: Final[Mapping[str, RankOrder]] = {
     "zbv": zbv_order,
     "dualpipev": dualpipev_order,
 }
-"""Schedules that are written here without torch; torch's classes give the actions of any other."""
+"""Schedules written here without torch, as functions of pipeline ranks, a rank, stages per rank and micro-batches that
+return the rank's actions; torch's classes give those of any other."""
 
 
 ONLY_PLANNED: Final = {
