@@ -295,11 +295,11 @@ def find_planned(name: str) -> Schedule:
 
 def orders_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Orders:
     """Return the actions of each pipeline rank in a step, exactly as a run executes them."""
-    return _orders_of(check_numbers(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
+    return _orders_of(checked_schedule(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
 
 
 def program_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Program:
-    return _program_of(check_numbers(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
+    return _program_of(checked_schedule(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
 
 
 @lru_cache(maxsize=64)
@@ -319,7 +319,7 @@ def _program_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Prog
     return Program(_orders_of(row, pp, chunks, micro_batches))
 
 
-def check_numbers(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Schedule:
+def checked_schedule(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Schedule:
     """Find a schedule, and raise a `UserError` with the nearest numbers that work if it does not support these."""
     row = find_planned(schedule) if isinstance(schedule, str) else schedule
     for number, called in ((pp, "pipeline ranks"), (chunks, "stages on each rank"), (micro_batches, "micro-batches")):
@@ -420,7 +420,7 @@ def simulated(
     `passes` (forward, backward for inputs, for weights) each have one time for all ranks, one per rank, whose stages
     share it evenly, or one per stage; `transfer` has one time for all stages, or one from each stage to the next.
     """
-    check_numbers(schedule, pp, chunks, micro_batches)
+    checked_schedule(schedule, pp, chunks, micro_batches)
     ranks = schedule.stage_ranks(pp, chunks)
     actions = len(ranks) * micro_batches * (3 if schedule.defers_weight_gradients else 2)
     if actions > MOST_ACTIONS:
