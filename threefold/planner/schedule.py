@@ -8,7 +8,6 @@ from itertools import accumulate
 from typing import Any, Final, NamedTuple
 
 from threefold.config.schedules import (
-    ANY,
     SCHEDULES,
     Action,
     Orders,
@@ -269,8 +268,8 @@ return the rank's actions; torch's classes give those of any other."""
 
 
 ONLY_PLANNED: Final = {
-    "zb-h1": TorchSchedule("zb-h1", "", 1, "loop", ANY, True, lambda pp, rank, _: pp),
-    "zb-h2": TorchSchedule("zb-h2", "", 1, "loop", ANY, True, lambda pp, rank, _: 2 * pp - 1),
+    "zb-h1": TorchSchedule("zb-h1", "", 1, "loop", "any", True, lambda pp, rank, _: pp),
+    "zb-h2": TorchSchedule("zb-h2", "", 1, "loop", "any", True, lambda pp, rank, _: 2 * pp - 1),
 }
 """ZB-H1 and ZB-H2 of Qi et al. (arXiv 2401.10241, section 2.2), their handcrafted schedules with one stage per rank.
 
