@@ -37,7 +37,8 @@ from threefold.train import run as entry_point
 from threefold.train.callbacks import loss_curve
 from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.callbacks.records import StepRecord
-from threefold.train.evaluation import evaluate
+from threefold.train.loop import evaluate
+
 from threefold.train.run import open_loader, open_samples
 from threefold.train.step import Engine
 from threefold.train.stop import Stopped

@@ -20,7 +20,7 @@ from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.parameter import draw_
-from threefold.train.evaluation import evaluate
+from threefold.train.loop import evaluate
 from threefold.train.run import open_loader, open_samples
 
 

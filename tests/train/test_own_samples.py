@@ -25,7 +25,7 @@ from threefold.plugins import import_file
 from threefold.train.callbacks.optional import CSVLog, EpochRecord
 from threefold.train.callbacks.records import StepRecord
 from threefold.train.data_checks import DataCheck
-from threefold.train.evaluation import several
+from threefold.train.step import several
 
 WHOLE = Share(4)
 FILE = Path(__file__).parents[2] / "examples" / "two_tower.py"

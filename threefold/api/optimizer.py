@@ -11,8 +11,9 @@ from torch import Tensor
 from threefold.api.model import DistributedModel
 from threefold.errors import UserError
 from threefold.parallel.parameter import ShardedMatrix
+from threefold.train.gradient_norm import GradientNorm
 from threefold.train.optimizers import UpdatedWeights
-from threefold.train.step import GradientNorm, clip_and_update
+from threefold.train.step import clip_and_update
 from threefold.train.update_rule import Entry
 
 
@@ -93,7 +94,7 @@ class ModelOptimizer:
         # Equal on every rank, so all ranks make the same decision.
         norm = float(model.mesh.world.all_reduce_(self._norm.squared_or_overflow().view(1)).item()) ** 0.5
         lr = self.param_groups[0].get("lr", 0)
-        clip_and_update(
+        goes_on = clip_and_update(
             step.gradients,
             norm,
             self.clip_grad_norm,
@@ -101,11 +102,12 @@ class ModelOptimizer:
             finite=isfinite(norm),
             scale=step.loss_scale,
             undo=step.buffers.undo,
-            diverged=lambda: UserError(
+        )
+        if not goes_on:
+            raise UserError(
                 f"The gradient norm of update {model.updates + 1} is {norm:g}; lower the learning rate "
                 f"({lr:g}), to {lr / 2:g} say."
-            ),
-        )
+            )
         self.grad_norm, self.step_was_skipped = norm, not isfinite(norm)
         model.updates += 1
         model.has_gradients = False

@@ -20,7 +20,8 @@ from threefold.parallel.leaf import like, local, stored
 from threefold.parallel.parameter import Weight, slice_of, whole
 from threefold.parallel.zero import report_gradients
 from threefold.random.rng import signed, stream_key
-from threefold.train.step import GradientNorm, clip_
+from threefold.train.gradient_norm import GradientNorm
+from threefold.train.step import clip_
 from threefold.train.update_rule import LossScale
 
 Reduction = Literal["mean", "sum"]

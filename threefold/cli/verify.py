@@ -472,7 +472,7 @@ class _ExactTable:
 
     def finish(self, results: "list[ExactResult]", seconds: float) -> None:
         """Print the summary, and the layouts outside the grain."""
-        from threefold.train.evaluation import unknown_calls_line
+        from threefold.train.loop import unknown_calls_line
         from threefold.verify.verifier import EQUAL
 
         self._console.print()

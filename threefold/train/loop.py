@@ -22,12 +22,12 @@ from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
 from threefold.files import describe_error
 from threefold.models.block import model_flops_per_token
+from threefold.models.loss_terms import LossSums
 from threefold.train.callbacks.base import BadStep, Callback, CallbackFailed, Guard, Response, RunContext, say
 from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
-from threefold.train.evaluation import evaluate, unknown_calls_line
 from threefold.train.optim import learning_rate
 from threefold.train.saving import SafeSaving
-from threefold.train.step import Engine, NonFiniteStep
+from threefold.train.step import Engine, NonFiniteStep, several
 from threefold.train.stop import Stopped
 
 _PATIENCE: Final = 60.0
@@ -42,11 +42,8 @@ def is_due(step: int, every: int, last: int) -> bool:
 class Epoch(NamedTuple):
     """Part of a run in which its training samples are read once; found once for all of its steps.
 
-    Attributes:
-        number: 0 for the first.
-        first, end: updates before its first step, and after its last one.
-        consumed: samples consumed before each step, from which the others follow.
-        is_uneven: whether the global batch size has changed.
+    `first` and `end` are the updates before its first step and after its last one; `is_uneven` tells whether the global
+    batch size has changed.
     """
 
     number: int
@@ -59,10 +56,7 @@ class Epoch(NamedTuple):
 class TrainingLoop:
     """Training loop of a run. Collective over the world: every rank has one; their callbacks may differ.
 
-    Args:
-        run: context of the run, given to the callbacks.
-        callbacks: callbacks, called in this order at each moment.
-        saving: saves the checkpoints.
+    Callbacks are called in the given order at each moment.
     """
 
     def __init__(
@@ -87,7 +81,6 @@ class TrainingLoop:
         once, and is repeated when the run resumes.
 
         Args:
-            start: updates made before.
             unsaved: whether no checkpoint holds the state after them, so that one is saved if the run ends here.
             evaluation_missed: whether an evaluation after them is still due.
 
@@ -216,17 +209,12 @@ class TrainingLoop:
 
     def _unknown_calls(self) -> tuple[str, ...]:
         """Print and return, in the first step, the functions not known to be exact that an exact run calls."""
-        calls = self.engine.parallelism.calls
+        calls, is_first = self.engine.parallelism.calls, self._names_calls
         if calls is None:
             return ()
-        if self._names_calls:
-            self._names_calls = False
-            found = self.engine.unknown_calls()
-            is_told = self.engine.mesh.rank == 0
-        else:
-            found = calls.take_new()  # of this rank: whatever it meets later is rare
-            is_told = True
-        if found and is_told:
+        self._names_calls = False
+        found = self.engine.unknown_calls() if is_first else calls.take_new()  # later on this rank alone, as it is rare
+        if found and (self.engine.mesh.rank == 0 or not is_first):
             say(unknown_calls_line(found))
         return tuple(found)
 
@@ -309,14 +297,12 @@ class TrainingLoop:
         if not will_save:
             return False
         self._save_due = False
-        self.heartbeat.section(RunSection.SAVE, step)
-        self._finish_saving()
-        self._before_save(step)
+        self._begin_save(step)
         path = self.saving.save(step)
-        if path is not None:
-            self._notify(
-                *(("after_staging", step) if self.saving.store.is_background else ("after_checkpoint", step, path))
-            )
+        if path is not None and self.saving.store.is_background:
+            self._notify("after_staging", step)
+        elif path is not None:
+            self._notify("after_checkpoint", step, path)
         return path is not None
 
     def _finish_saving(self) -> None:
@@ -325,13 +311,13 @@ class TrainingLoop:
             self._notify("after_checkpoint", written.step, written.path)
 
     def _save_last(self, step: int, evaluation_missed: bool = False) -> None:
-        self.heartbeat.section(RunSection.SAVE, step)
-        self._finish_saving()
-        self._before_save(step)
+        self._begin_save(step)
         path = self.saving.save_last(step, lambda: self._loss_after(step), self._is_healthy, evaluation_missed)
         self._notify("after_checkpoint", step, path)
 
-    def _before_save(self, step: int) -> None:
+    def _begin_save(self, step: int) -> None:
+        self.heartbeat.section(RunSection.SAVE, step)
+        self._finish_saving()
         self._ask_guards("before_save", step)
         self._notify("before_checkpoint", step)
 
@@ -360,18 +346,18 @@ class TrainingLoop:
 
     def _next_step(self, step: int) -> int:
         """Return the first step from `step` on that is not skipped."""
-        return max([step, *(guard.next_step(step) for guard in self.guards if _is_own(guard, "next_step", Guard))])
+        return max([step, *(guard.next_step(step) for guard in self.guards)])
 
     def _ask_guards(self, moment: str, *arguments: Any) -> Any:
         """Call a method of the guards in their order, until one returns a result; return that, or None."""
-        asked = (getattr(guard, moment) for guard in self.guards if _is_own(guard, moment, Guard))
-        return next((found for ask in asked if (found := ask(*arguments))), None)
+        return next((found for guard in self.guards if (found := getattr(guard, moment)(*arguments))), None)
 
     def _notify(self, moment: str, *arguments: Any, step: int | None = None) -> None:
         """Call a method of the callbacks that override it; those of a step only at the callback's `step_interval`."""
         for callback in self.callbacks:
             every = 1 if step is None else callback.step_interval
-            if every and (step is None or step % every == 0) and _is_own(callback, moment, Callback):
+            is_own = getattr(getattr(callback, moment), "__func__", None) is not getattr(Callback, moment)
+            if every and (step is None or step % every == 0) and is_own:
                 self.heartbeat.callback(type(callback).__name__, alone=callback.ranks == "first")
                 call(callback, moment, self.engine.mesh.rank, *arguments)
             if reason := callback.stop_reason:
@@ -386,6 +372,52 @@ class TrainingLoop:
                 failures.append(error)
         if failures:
             raise failures[0]
+
+
+def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> EvaluationRecord | None:
+    """Return the mean loss over the first `batches` global batches of the validation part, the same on every rank.
+
+    The batches are divided among the corpora of a mixture by their weights, and the loss is the weighted mean of the
+    corpora's losses. Gradients and random state are unchanged. Collective over the world.
+
+    Returns:
+        the record; None if the run must end before all batches were seen (`engine.stop`).
+
+    Raises:
+        UserError: all labels of the batches are masked.
+    """
+    started, heartbeat = time.perf_counter(), engine.mesh.heartbeat
+    loss, tokens, by_corpus, terms = 0.0, 0, {}, dict[str, float]()
+    for part, count in loader.eval_parts(batches):
+        sums = LossSums()
+        heartbeat.activity(Activity.DATA)
+        for batch in loader.eval_batches(count, part.samples):
+            sums = sums + engine.eval_batch(batch, engine.loss)
+            heartbeat.activity(Activity.DATA)
+            if engine.stop.is_due:
+                return None
+        if not any(sums.counts.values()):
+            of = f" of {part.name}" if part.name else ""
+            raise UserError(
+                f"All labels of the validation batches{of} are masked, as its documents are empty; prepare other data."
+            )
+        # Valid tokens, or the count of the only term; samples for several terms.
+        (only, *others) = sums.counts.values()
+        tokens += sums.samples if others else int(only)
+        loss += part.weight * sums.loss
+        by_corpus[part.name] = sums.loss
+        for name, mean in several(sums.terms).items():
+            terms[name] = terms.get(name, 0.0) + part.weight * mean
+    seconds = time.perf_counter() - started
+    return EvaluationRecord(step, loss, tokens, seconds, by_corpus if loader.is_mixture else {}, terms)
+
+
+def unknown_calls_line(names: Sequence[str]) -> str:
+    """Return a sentence that names the functions called by an exact run that are not known to be exact."""
+    return (
+        f"train.exact: not known to have the same bits in every layout: {', '.join(names)}. Layouts may differ by what "
+        "these compute (docs/exact.md)."
+    )
 
 
 _SECONDS_A_RANK: Final = 0.01
@@ -408,7 +440,6 @@ class PerformanceMeter:
         self._largest, self._largest_rank = 0, mesh.rank
 
     def before_step(self) -> None:
-        """Start measuring a step."""
         self._waited = self._heartbeat.waited
 
     def after_step(self, seconds: float) -> Performance:
@@ -444,11 +475,6 @@ def peak_memory() -> int:
         return 0
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
-
-
-def _is_own(callback: Callback, moment: str, base: type[Callback]) -> bool:
-    """Return whether a callback overrides a method of its base class, which does nothing there."""
-    return getattr(getattr(callback, moment), "__func__", None) is not getattr(base, moment)
 
 
 def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:

@@ -26,10 +26,6 @@ class Optimizer:
     """Optimizer of one rank's parameters.
 
     Args:
-        rule: update rule of all entries.
-        weights: weights of this rank, with their masters.
-        gradients: gradients of these weights.
-        config: optimizer settings.
         plan: layers of the model; the weights between the first and the last layer are hidden.
         axes: mesh axes that may shard a parameter.
         exact: whether the run is exact.
@@ -50,14 +46,14 @@ class Optimizer:
         exact: bool = False,
     ) -> None:
         axes, self._weights, self._gradients = tuple(axes), weights, gradients
-        self._trained = [weight for weight in weights if weight.is_trained]
+        trained = [weight for weight in weights if weight.is_trained]
         self.entries: list[Entry] = []
-        for weight in self._trained:
+        for weight in trained:
             parameter = weight.parameter
             whole, hidden = ShardedMatrix(parameter, axes), plan.is_hidden_matrix(weight.name, parameter.dim())
             own = weight.name, parameter, weight.leaf, weight.master
             self.entries.append(Entry(*own, gradients, whole, hidden, exact))
-        self._narrow = [weight for weight in self._trained if weight.master is not weight.leaf]
+        self._narrow = [weight for weight in trained if weight.master is not weight.leaf]
         self.rule = rule(self.entries, config)
         self.restorations = 0
 
@@ -137,12 +133,8 @@ class Adam(AdamW):
 def learning_rate(update: int, config: OptimizerConfig) -> float:
     """Return the learning rate of an update: linear warm-up from 0 to `lr`, then the schedule named by `decay`.
 
-    Args:
-        update: 1 for the first update; 0 gives the learning rate from which the warm-up starts.
-        config: resolved config, so no field is None.
-
-    Raises:
-        UserError: the schedule belongs to another package and cannot be imported.
+    Update 1 is the first; 0 gives the learning rate from which the warm-up starts. Raises a `UserError` if the schedule
+    belongs to another package and cannot be imported.
     """
     if update < config.warmup_steps:
         return config.lr * update / config.warmup_steps

@@ -2,11 +2,9 @@
 
 A user's optimizer updates this rank's local shards of the master weights, so it must treat elements independently, as
 Adam and Lion do; its state tensors are then sharded like the weight. A class that needs whole weights, for example to
-divide by a matrix norm, sets `needs_whole_matrices = True`: it gets whole weights and whole gradients, every rank that
-holds a shard makes the same update, and each keeps its shard of the result. For each weight that a layout shards, this
-costs an all-gather of its gradient in each step. Each of those ranks also needs memory for the whole weight and its
-whole state. For experts, it gets those that a rank holds. An optimizer that needs whole weights but lacks the attribute
-gives different weights in another layout, which `threefold verify` detects.
+divide by a matrix norm, sets `needs_whole_matrices = True` and gets whole weights and gradients (`UpdatedWeights`); of
+experts, those that a rank holds. An optimizer that needs whole weights but lacks the attribute gives different weights
+in another layout, which `threefold verify` detects.
 """
 
 import inspect
@@ -46,7 +44,6 @@ class UpdatedWeights:
                 self._tensors[entry.name] = entry.whole.gather(entry.master.detach()).clone().requires_grad_()
 
     def of(self, entry: Entry) -> Tensor:
-        """Return the tensor that the optimizer updates for an entry."""
         return self._tensors[entry.name]
 
     def is_gathered(self, entry: Entry) -> bool:
@@ -196,9 +193,8 @@ class Muon(UpdateRule):
             update = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
             whole = newton_schulz(matrix.gather(update), config.newton_schulz_steps, entry.is_exact)
             entry.master.mul_(1 - lr * self.weight_decay(entry))
-            entry.master.add_(
-                matrix.shard(whole, entry.master), alpha=-lr * lr_scale(entry.parameter.shape, config.lr_scaling)
-            )
+            scale = lr_scale(entry.parameter.shape, config.lr_scaling)
+            entry.master.add_(matrix.shard(whole, entry.master), alpha=-lr * scale)
         if self._others.entries:
             self._others.step(lr)
 
@@ -209,8 +205,7 @@ class Muon(UpdateRule):
 def newton_schulz(matrices: Tensor, steps: int, exact: bool = False) -> Tensor:
     """Move the singular values of matrices [..., m, n] near 1 by Newton–Schulz iterations, at least in fp32.
 
-    Args:
-        exact: whether the bits must not depend on threads.
+    In an `exact` run, the bits do not depend on threads.
     """
     x = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
     matmul = own_functions.matmul if exact else torch.matmul
@@ -315,10 +310,8 @@ class OwnOptimizer(TorchRule):
 
     @classmethod
     def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
-        shape = torch.Size((4, 6))
-        return sum(
-            isinstance(value, Tensor) and value.shape == shape for value in _trial(config, torch.zeros(shape)).values()
-        )
+        like = torch.zeros(4, 6)
+        return sum(isinstance(value, Tensor) and value.shape == like.shape for value in _trial(config, like).values())
 
 
 class _State(NamedTuple):

@@ -9,13 +9,7 @@ import torch
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import SelectedCheckpoint, from_first, model_files, newest
-from threefold.checkpoint.resume import (
-    Resume,
-    consumed_by,
-    continues,
-    find_resumption,
-    find_warm_start,
-)
+from threefold.checkpoint.resume import Resume, consumed_by, continues, find_resumption, find_warm_start
 from threefold.checkpoint.save import BackgroundSaver
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Activity, Heartbeat, ObservedHeartbeat
@@ -72,18 +66,14 @@ def train(
     """Train a model as its config says. Call on every rank, in an initialized process group that matches the layout.
 
     Args:
-        config: resolved config; `train.device` is the device.
         run_dir: folder of the run, shared by all ranks, for metrics, logs, curves and checkpoints.
         resume: whether to resume from the newest checkpoint of the run; "auto" resumes if there is one.
         asked: returns the number of the signal that ends the run, 0 for none.
         reads: whether this rank checks the token files of its host in the background.
         callbacks: further callbacks, called after the built-in ones and those of `train.callbacks`.
-        source: source of the model.
         began: start of the run in `time.time` seconds; None for now.
         heartbeat: where this rank reports its activity; None if nobody reads it.
-        attempt: attempt of the run; None for the first.
         peak_rate: peak FLOP/s of a rank, see `RunContext`.
-        profile: steps to profile; None for none.
         verify: check called before the model is made, in the first attempt only.
 
     Returns:
@@ -171,9 +161,6 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> tupl
 
     Returns:
         number of parameters of the user's own model, and of its trained parameters; zeros for a built-in model.
-
-    Raises:
-        UserError: one of the checks fails.
     """
     parameters = (0, 0)
     if config.model.architecture == OWN:
@@ -193,8 +180,7 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> tupl
 def import_named(config: Config) -> None:
     """Import everything that a config names and `train` would import lazily, for processes that are forked later.
 
-    Raises:
-        UserError: the optimizer or the learning-rate schedule cannot be imported.
+    Raises a `UserError` if the optimizer or the learning-rate schedule cannot be imported.
     """
     if config.model.architecture != OWN:
         family_of(config.model).import_parts()
@@ -213,11 +199,7 @@ def open_samples(config: Config, dataset: Dataset) -> Parts:
 
 
 def open_loader(config: Config, samples: Parts, replicas: Axis, consumed: ConsumedSamples | None = None) -> Loader:
-    """Return the loader of this rank's replica.
-
-    Args:
-        consumed: training samples consumed before each step; None for the batches of a new run.
-    """
+    """Return the loader of this rank's replica; `consumed` None stands for the batches of a new run."""
     share, pinned = Share(config.train.global_batch_size, replicas.index, replicas.size), config.train.device == "cuda"
     loader = Loader(*samples, share, config.train.seed, config.data.separate_documents, pinned)
     loader.consumed = consumed or loader.consumed
@@ -271,12 +253,8 @@ def _announce_stages(model: torch.nn.Module, plan: ModelPlan, stages: StageMap) 
 class Start:
     """Choice of a run's starting point, made on rank 0 for all ranks. Collective over the world.
 
-    Args:
-        resume: whether to resume from the run's own checkpoint; "auto" resumes if there is one.
-        kept: this rank's states in memory, used if no checkpoint is newer.
-
-    Raises:
-        UserError: on every rank, if no checkpoint fits the config.
+    States in memory (`kept`) are used if no checkpoint is newer. Raises a `UserError` on every rank if no checkpoint fits
+    the config.
     """
 
     def __init__(
@@ -296,8 +274,7 @@ class Start:
     def load(self, engine: Engine) -> StartingPoint:
         """Load the starting point into the engine. All ranks skip a checkpoint that any rank finds damaged.
 
-        Raises:
-            UserError: on every rank, if no checkpoint can be read.
+        Raises a `UserError` on every rank if no checkpoint can be read.
         """
         if self._in_memory is not None:
             lines = self._attempt.lines(f"Resuming from memory after step {self._in_memory:,}")

@@ -39,9 +39,7 @@ class StartingPoint:
     """State that a run starts from, once its engine holds it.
 
     Attributes:
-        step: updates made.
         consumed: training samples consumed before each step from here on.
-        lines: lines to print.
         resumed: the run's own checkpoint that it resumes from; None if there is none.
         carried: checkpoint whose sidecar files the run's own checkpoints get; on the first rank alone.
         passed: folders of damaged checkpoints that were skipped.
@@ -97,13 +95,20 @@ class SafeSaving:
         self._prove()
         self.awaits_good_step = self._newest is not None
 
-    def save(self, step: int) -> Path | None:
+    def save(self, step: int, last: bool = False, evaluation_missed: bool = False) -> Path | None:
         """Save after `step` updates, after a good step; return the checkpoint's folder, or None if it is not written.
 
         Raises:
             DivergenceError: the weights are not finite.
         """
-        return self._save(step)
+        if not self.store.is_finite():
+            raise self.explained(
+                f"Training diverged at step {step}: weights or optimizer state are not finite after it"
+            )
+        path = self.store.save(step, last, evaluation_missed)
+        if path is not None:
+            self._unproved, self.awaits_good_step = step, True
+        return path
 
     def finish(self) -> Written | None:
         """Wait for the checkpoint being written in the background; return it once if complete. Collective."""
@@ -129,7 +134,7 @@ class SafeSaving:
         value = loss()
         if not isfinite(value):
             raise self.explained(f"Training diverged at step {step}: the loss of the weights after it is {value:g}")
-        path = self._save(step, True, evaluation_missed)
+        path = self.save(step, True, evaluation_missed)
         assert path is not None  # the last save raises instead
         if is_after_good_step:
             self._prove()
@@ -171,16 +176,6 @@ class SafeSaving:
         ways = f"remove it to resume from {whole[-2]}" if len(whole) > 1 else "start a new run in another folder"
         return DivergenceError(f"{message}; no good step followed {whole[-1]}: {ways}.")
 
-    def _save(self, step: int, last: bool = False, evaluation_missed: bool = False) -> Path | None:
-        if not self.store.is_finite():
-            raise self.explained(
-                f"Training diverged at step {step}: weights or optimizer state are not finite after it"
-            )
-        path = self.store.save(step, last, evaluation_missed)
-        if path is not None:
-            self._unproved, self.awaits_good_step = step, True
-        return path
-
     def _prove(self) -> None:
         if self._unproved is not None:
             self._newest, self._unproved = self._unproved, None
@@ -196,13 +191,11 @@ class FailureWarning:
         self._prints, self._consequence, self._failing = prints, consequence, False
 
     def failed(self, sentence: str) -> None:
-        """Report a failure, described by a sentence."""
         if self._prints and not self._failing:
             say(f"Warning: {sentence.removesuffix('.')}; {self._consequence}.")
         self._failing = True
 
     def worked(self) -> None:
-        """Report a success, so that the next failure is printed."""
         self._failing = False
 
 
@@ -214,12 +207,8 @@ class Checkpoints:
     """Checkpoints of a run: saving, rollback, pruning and mirroring. Collective over the world.
 
     Args:
-        loader: training samples, whose consumed number a checkpoint records.
-        dataset: training data, with its tokenizer if it has one.
-        start: starting point of the run.
         contents: returns the checksums of each corpus.
         anomalies: returns the record of the run's bad steps.
-        clock: clock that measures how long saves take.
         background: writes the checkpoints other than the last; None to wait for each.
 
     Attributes:
@@ -455,7 +444,12 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
         UserError: on every rank, if the checkpoint cannot be read.
     """
     _load(engine, engine_tensors(engine), checkpoint.path)
-    _check_fingerprint(engine, checkpoint)
+    fingerprints, written = engine.fingerprints, checkpoint.facts.fingerprint
+    if fingerprints is not None and written is not None:
+        found = fingerprints.take(checkpoint.step).fingerprint
+        if found != written:
+            reason = f"its weights have the fingerprint {found} in this layout, and {written} when it was written"
+            raise DamagedCheckpoint(checkpoint.path, reason)
     engine.optimizer.restored()
     restore_loss_scale(engine, checkpoint.facts.loss_scale, checkpoint.facts.good_steps)
     names = {name for name in stored_tensors(checkpoint.path) if name.startswith(STREAMS)}
@@ -470,16 +464,6 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
         engine.streams.reseed("after", checkpoint.step)
     if of_process:
         engine.generators.reseed(engine.settings.seed, "after", checkpoint.step)
-
-
-def _check_fingerprint(engine: Engine, checkpoint: Checkpoint) -> None:
-    written = checkpoint.facts.fingerprint
-    if engine.fingerprints is None or written is None:
-        return
-    found = engine.fingerprints.take(checkpoint.step).fingerprint
-    if found != written:
-        reason = f"its weights have the fingerprint {found} in this layout, and {written} when it was written"
-        raise DamagedCheckpoint(checkpoint.path, reason)
 
 
 def restore_loss_scale(engine: Engine, value: float | None, good_steps: int) -> None:

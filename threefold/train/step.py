@@ -11,13 +11,13 @@ averaged.
 
 `GradientStep` performs 1 to 3, and `Engine` all five for a run's config. In a loop around `threefold.parallelize`, the
 `GradientStep` is in the model, and the optimizer performs 4 and 5. In a loop around `threefold.prepare`, the caller
-runs the forward passes, and `GradSync` performs 3 in the last backward pass. All of them share the rules of 4 and 5
-here: `GradientNorm`, `clip_` and `clip_and_update`. What a step shares with an evaluation is built in `EvaluationStep`.
+runs the forward passes, and `GradSync` performs 3 in the last backward pass. All of them share the rules of 4 and 5:
+`GradientNorm`, `clip_` and `clip_and_update`.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from math import isfinite
 from typing import Any
 
@@ -29,38 +29,48 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.rules import executed_micro_batches
+from threefold.constants import IGNORE_INDEX
 from threefold.errors import DivergenceError, UserError
-from threefold.models.loss_terms import LossFunction, LossSums
+from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums
 from threefold.models.module_check import explaining_passes
 from threefold.models.sharding import ModelPlan, OverSequence
-from threefold.ops.exact import Grain, row_norms, row_width
 from threefold.parallel.gradients import Gradients
-from threefold.parallel.parallelize import PieceSizes, TrainableModel, TrainingSettings
-from threefold.parallel.parameter import Weight, has_uneven_shards, is_split
-from threefold.parallel.pipeline.stage import StepSamples, TiedWeights
+from threefold.parallel.moving_buffers import MovingBuffers
+from threefold.parallel.parallelize import (
+    Parallelism,
+    PieceSizes,
+    TrainableModel,
+    TrainingSettings,
+    apply_parallelism,
+)
+from threefold.parallel.parameter import has_uneven_shards, is_split
+from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
+from threefold.parallel.pipeline.stage import StepSamples
+from threefold.parallel.recompute import as_written
+from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
-from threefold.torch_private.tensors import foreach_norm
-from threefold.train.evaluation import EvaluationStep, loss_of_tokens, several, sum_exactly
 from threefold.train.fingerprint import Fingerprints
+from threefold.train.gradient_norm import GradientNorm, sum_exactly
 from threefold.train.optim import Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
-from threefold.train.step_batch import BatchFacts
+from threefold.train.step_batch import BatchFacts, BatchPreparation
 from threefold.train.stop import Stop, sum_over_ranks
 from threefold.train.update_rule import LossScale
 
 
-class GradientStep(EvaluationStep):
+class GradientStep:
     """A model sharded over a mesh, and the gradients of a global batch's mean loss.
 
     The last layer computes the loss of a batch of tokens and labels. Otherwise the loss is a function of the last
     layer's output and the batch, which is any nesting of tensors (`threefold.models.own_batch`,
-    `threefold.models.loss_terms`).
-
-    The constructor and all methods are collective over the world.
+    `threefold.models.loss_terms`). The constructor and all methods are collective over the world.
 
     Args:
-        loss_scale: loss scale: multiplies the loss in the backward pass, and divides the gradients afterwards.
-        make_model, plan, mesh, settings, activation, loss, stop: see `EvaluationStep`.
+        activation: shape [b, S, H] of a micro-batch's activations between pipeline stages; None to find it at the first
+            step.
+        loss: loss where a call gives none; None if the last layer computes it.
+        loss_scale: multiplies the loss in the backward pass, and divides the gradients afterwards.
+        stop: requests to end the run, which every sum over the ranks adds up; None without them.
 
     Raises:
         UserError: the plan does not fit the model, or the settings do not fit the layout.
@@ -77,9 +87,17 @@ class GradientStep(EvaluationStep):
         loss_scale: LossScale | None = None,
         stop: Stop | None = None,
     ) -> None:
-        super().__init__(make_model, plan, mesh, settings, activation, loss, stop)
-        self.loss_scale, self.gradients = loss_scale, self.model.gradients
-        self._trained = self.model.trained
+        if loss is not None:
+            settings = replace(settings, own_model=True)
+        self.mesh, self.plan, self.settings, self.stop = mesh, plan, settings, stop
+        self.loss, self.loss_scale = loss, loss_scale
+        self.parallelism = Parallelism.make(plan, mesh, settings)
+        self.model = apply_parallelism(make_model, plan, self.parallelism, settings)
+        self.stages, self.streams, self.gradients = self.model.stages, self.model.streams, self.model.gradients
+        self.buffers = MovingBuffers(self.stages, plan, mesh)
+        self.generators = ProcessGenerators(mesh.coordinates, mesh.device)  # for user models that draw from them
+        self.runner = self._make_runner(activation)
+        self._batches = BatchPreparation(self.model, settings, self.runner, self.preserved)
         self._partial = partial_over_tensor_ranks(self.model)
         self._in_order = any(has_uneven_shards(weight.parameter) for weight in self.model.weights)
         self._is_first = True
@@ -143,7 +161,7 @@ class GradientStep(EvaluationStep):
         if self._partial:
             self.mesh.tp.all_reduce_together_([self.gradients[leaf] for leaf in self._partial])
         # Tied weights, over the stages that use them: each has the gradient of its own use.
-        gradients = {weight.name: self.gradients[weight.leaf] for weight in self._trained}
+        gradients = {weight.name: self.gradients[weight.leaf] for weight in self.model.trained}
         self.model.tied.sum_(gradients, self._in_order)
         # The loss scale kept small gradients from vanishing so far, and is divided out now.
         if scale != 1:
@@ -165,7 +183,100 @@ class GradientStep(EvaluationStep):
         if self._batch.sums is not None:
             return self._summed(self._batch.sums, self._batch.samples)
         (total,) = sum_over_ranks(self._own_summands(term.double().sum().view(1) * counted), self.mesh, self.stop)
-        return loss_of_tokens(total, counted, self._batch.samples)
+        return _loss_of_tokens(total, counted, self._batch.samples)
+
+    def eval_batch(self, batch: Any, loss: LossFunction | None = None) -> LossSums:
+        """Return the loss of a global batch in evaluation mode; gradients and random states stay unchanged.
+
+        There is no dropout, and experts drop no tokens, whatever their capacity. The loss and its terms are equal on
+        every rank; those of several batches can be added. Takes and refuses what `compute_gradients` does.
+        """
+        loss = loss or self.loss
+        with self.preserved(), self._in_evaluation_mode(), as_written(self.settings.compile):
+            if loss is not None:
+                local, sizes = self._batches.own_samples(batch, loss)
+                self.runner.evaluate(local)
+                return self._summed(local.loss, sum(sizes))
+            tokens = self._batches.local_batch(batch)
+            losses = self.runner.evaluate(tokens)
+        count = (tokens.labels != IGNORE_INDEX).sum().double().view(1)
+        if self.settings.grain is None:
+            totals = torch.cat([losses.sum().double().view(1), count])
+            summed, counted = sum_over_ranks(self._own_summands(totals), self.mesh, self.stop)
+        else:
+            own, totals = self._once(self._own_summands(losses.double())), self._own_summands(count)
+            (summed,), (counted,) = sum_exactly([own], totals, self.mesh, self.stop)
+        return _loss_of_tokens(summed, int(counted), len(batch.labels) * self.mesh.dp.size)
+
+    def evaluate(self, batch: Any) -> tuple[float, int]:
+        """Return the summed loss of `eval_batch`, and the number of valid tokens.
+
+        For a user's loss with one term, return its sum and its count; with several terms, the mean times the number of
+        samples, and that number.
+        """
+        found = self.eval_batch(batch)
+        if len(found.counts) > 1:
+            return found.loss * found.samples, found.samples
+        (name,) = found.counts
+        return found.weighted[name], int(found.counts[name])
+
+    def unknown_calls(self) -> list[str]:
+        """Return functions not known to be exact that an exact run called on any rank since the last call."""
+        calls = self.parallelism.calls
+        if calls is None:  # on all ranks
+            return []
+        return sorted({name for names in self.mesh.world.gather_objects(calls.take_new()) for name in names})
+
+    @contextmanager
+    def preserved(self, streams: Mapping[str, Tensor] | None = None) -> Iterator[None]:
+        """Restore random streams, generators and buffers after the block, which starts with `streams` if given."""
+        with self.streams.preserved(streams), generators_preserved(self.mesh.device), self.buffers.preserved():
+            yield
+
+    @contextmanager
+    def _in_evaluation_mode(self) -> Iterator[None]:
+        modes = [(module, module.training) for stage in self.stages for module in stage.modules()]
+        for stage in self.stages:
+            stage.eval()
+        try:
+            yield
+        finally:
+            for stage in self.stages:
+                stage.train()
+            for module, mode in modes:  # a constructor may leave a part of its model in evaluation mode
+                module.training = mode
+
+    def _summed(self, sums: TermSums, samples: int) -> LossSums:
+        """Return the loss terms, summed over all ranks."""
+        if self.settings.grain is not None:
+            each, none = self._own_terms(sums), torch.zeros(0, dtype=torch.float64, device=self.mesh.device)
+            return sums.over_all(sum_exactly(each, none, self.mesh, self.stop)[0], samples)
+        summands = self._own_summands(sums.values(self.mesh.device))
+        return sums.over_all(sum_over_ranks(summands, self.mesh, self.stop), samples)
+
+    def _own_terms(self, sums: TermSums) -> list[Tensor]:
+        """Return this rank's summand of each term of an exact run's loss."""
+        return [self._own_summands(each) for each in sums.each(self.mesh.device)]
+
+    def _own_summands(self, totals: Tensor) -> Tensor:
+        """Return this rank's summands: zero except on the first tensor rank of the last stage."""
+        return totals if self.runner.has_loss and self.mesh.tp.is_first else torch.zeros_like(totals)
+
+    def _once(self, losses: Tensor) -> Tensor:
+        """Return the losses of an exact run's leaves, zero except on one of the context ranks, which all have them."""
+        return losses if self.mesh.cp.is_first else torch.zeros_like(losses)
+
+    def _make_runner(self, activation: tuple[int, int, int] | None) -> Runner:
+        model, count, pp = self.model, self.settings.micro_batches, self.mesh.pp.size
+        if pp == 1:
+            return LoopRunner(model.stages[0], count, self.mesh.heartbeat, self.parallelism.order)
+        schedule = self.settings.pipeline_schedule
+        if not schedule.accepts(pp, count):
+            raise UserError(
+                f"micro_batches is {count} but the schedule {schedule.name} {schedule.micro_batch_rule(pp, count)}; "
+                f"use {next(larger for larger in range(count, 4 * pp * count + 1) if schedule.accepts(pp, larger))}."
+            )
+        return PipelineRunner(model.stages, self.parallelism, schedule, count, activation, model.gradients.add_)
 
     def _require_unchanged_weights(self) -> None:
         """Refuse weights that a forward pass changed: the update overwrites narrow weights with their masters."""
@@ -179,22 +290,29 @@ class GradientStep(EvaluationStep):
                 )
 
 
+def _loss_of_tokens(total: float, count: int, samples: int) -> LossSums:
+    return LossSums({LOSS: total}, {LOSS: total}, {LOSS: count}, samples)
+
+
+def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
+    """Return the leaves that tensor ranks hold whole but use on their own positions or heads alone.
+
+    In an exact run, the backward passes of norms and biases sum over the ranks themselves, leaf by leaf.
+    """
+    how = model.parallelism
+    return [
+        weight.leaf
+        for weight in model.trained
+        if how.mesh.tp.size > 1
+        and not is_split(weight.parameter)
+        and (how.sequence_parallel or model.plan.has_partial_gradient(weight.name))
+        and (how.grain is None or isinstance(model.plan.split_of(weight.name), OverSequence))
+    ]
+
+
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a training step, the same on every rank.
-
-    Attributes:
-        loss: mean over the valid tokens of the global batch, or as the user's loss defines it.
-        grad_norm: global gradient norm before clipping.
-        lr: learning rate of this update.
-        tokens: valid tokens of the global batch (label not ignored); samples if the batch has no tokens.
-        tokens_read: all tokens of the global batch except padding; samples if the batch has no tokens.
-        skipped: whether no update was made, because the gradient was not finite or the step was refused.
-        loss_scale: factor of the loss in the backward pass; None without loss scaling.
-        padding: padding tokens of the global batch.
-        terms: for a loss of several terms, the unweighted mean of each.
-        reason: why the step was refused; empty if it was not.
-    """
+    """Result of a training step, the same on every rank; its fields are those of `StepRecord`."""
 
     loss: float
     grad_norm: float
@@ -209,12 +327,7 @@ class StepResult:
 
 
 class NonFiniteStep(DivergenceError):
-    """Error of a step whose loss or gradient norm is not finite, so that no update was made.
-
-    Attributes:
-        what, advice: the values, and what to change, as clauses.
-        result: result of the step.
-    """
+    """Error of a step whose loss or gradient norm is not finite; `what` and `advice` are clauses of its message."""
 
     what: str
     advice: str
@@ -225,11 +338,6 @@ class Engine(GradientStep):
     """Model, gradients and optimizer of a run, sharded over a mesh. Collective over the world.
 
     Args:
-        make_model: constructs the whole, single-device model.
-        plan: sharding plan of the model.
-        mesh: mesh axes, and this rank's coordinates on them.
-        config: resolved config.
-        stop: requests to end the run; every step and evaluation sums them over the ranks.
         loss: function of the last layer's output and the batch, for a model that does not compute its loss itself.
         loss_scale: loss scale of the backward pass; None for the config's, which only fp16 has.
         pieces: sizes of the pieces that work is divided into; None for the default sizes.
@@ -264,21 +372,12 @@ class Engine(GradientStep):
         rule, axes = update_rule(config.optimizer), self.parallelism.sharding_axes
         exact = settings.grain is not None
         self.optimizer = Optimizer(rule, self.model.weights, self.gradients, config.optimizer, plan, axes, exact)
-        self.fingerprints = None if settings.grain is None else Fingerprints(self.model.weights, mesh)
+        self.fingerprints = Fingerprints(self.model.weights, mesh) if exact else None
         tied, piece = self.model.tied, settings.pieces.norm_elements
         self._norm = GradientNorm(self.gradients, self.optimizer.entries, mesh, tied, piece, settings.grain)
 
     def train_step(self, batch: Any, step: int) -> StepResult:
-        """Make one update from a global batch.
-
-        Args:
-            batch: this replica's rows of the global batch.
-            step: 0 for the first; determines the dropout masks and the learning rate.
-
-        Raises:
-            NonFiniteStep: see `update`.
-            UserError: all labels are ignored.
-        """
+        """Make one update from a global batch; see `compute_gradients` and `update`."""
         loss, tokens = self.compute_gradients(batch, step)
         return self.update(loss, tokens, step)
 
@@ -292,7 +391,7 @@ class Engine(GradientStep):
 
         Args:
             local_loss, tokens: results of `compute_gradients`.
-            step: 0 for the first.
+            step: 0 for the first; determines the learning rate.
             refuses: returns why a step with this loss and norm, both finite, must not update; empty to update.
 
         Raises:
@@ -309,17 +408,8 @@ class Engine(GradientStep):
         skipped = not finite or bool(refused)
         batch = self._batch
         result = StepResult(loss, norm, lr, tokens, batch.read, skipped, used, batch.padding, terms, refused)
-
-        def diverged() -> NonFiniteStep:
-            what = f"the loss is {loss:g} and the gradient norm {norm:g}"
-            advice = f"lower optimizer.lr ({config.lr:g}), to {config.lr / 2:g} say"
-            # A single argument keeps it picklable.
-            error = NonFiniteStep(f"Training diverged at step {step + 1}: {what}; {advice}.")
-            error.what, error.advice, error.result = what, advice, result
-            return error
-
         # 5. Clip and update.
-        clip_and_update(
+        goes_on = clip_and_update(
             self.gradients,
             norm,
             config.clip_grad_norm,
@@ -328,128 +418,46 @@ class Engine(GradientStep):
             refused=bool(refused),
             scale=scale,
             undo=self.buffers.undo,
-            diverged=diverged,
         )
+        if not goes_on:
+            what = f"the loss is {loss:g} and the gradient norm {norm:g}"
+            advice = f"lower optimizer.lr ({config.lr:g}), to {config.lr / 2:g} say"
+            # A single argument keeps it picklable.
+            error = NonFiniteStep(f"Training diverged at step {step + 1}: {what}; {advice}.")
+            error.what, error.advice, error.result = what, advice, result
+            raise error
         return result
 
     def _loss_and_norm(self, loss: Tensor) -> tuple[float, float, dict[str, float]]:
-        """Return the loss, the global gradient norm and the terms of the user's loss, in one all-reduce."""
+        """Return the loss, the global gradient norm and the terms of the user's loss, in one all-reduce.
+
+        In an exact run each is a sum of many numbers that does not depend on their order.
+        """
         assert self._batch is not None
-        if self.settings.grain is not None:
-            return self._exact_loss_and_norm(loss)
         sums = self._batch.sums
-        totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-        if self.mesh.tp.is_first:
-            totals[0] = loss
-        if self.loss_scale is None:
-            totals[1] = self._norm.squared() + self._norm.uncounted_overflow()
+        if self.settings.grain is not None:
+            losses = loss if self.mesh.tp.is_first else loss[:0]
+            own = [losses, self._norm.row_squares(), *([] if sums is None else self._own_terms(sums))]
+            overflow = self._norm.uncounted_overflow().view(1)
+            (mean, squared, *summed), (others,) = sum_exactly(own, overflow, self.mesh, self.stop)
+            squared += others
         else:
-            totals[1] = self._norm.squared_or_overflow()
-        if sums is not None:
-            totals = torch.cat([totals, self._own_summands(sums.values(self.mesh.device))])
-        mean, squared, *summed = sum_over_ranks(totals, self.mesh, self.stop)
+            totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
+            if self.mesh.tp.is_first:
+                totals[0] = loss
+            if self.loss_scale is None:
+                totals[1] = self._norm.squared() + self._norm.uncounted_overflow()
+            else:
+                totals[1] = self._norm.squared_or_overflow()
+            if sums is not None:
+                totals = torch.cat([totals, self._own_summands(sums.values(self.mesh.device))])
+            mean, squared, *summed = sum_over_ranks(totals, self.mesh, self.stop)
         return mean, squared**0.5, {} if sums is None else several(sums.over_all(summed, 0).terms)
 
-    def _exact_loss_and_norm(self, losses: Tensor) -> tuple[float, float, dict[str, float]]:
-        """Return the same for an exact run; each is a sum of many numbers that does not depend on their order."""
-        assert self._batch is not None
-        overflow, sums = self._norm.uncounted_overflow(), self._batch.sums
-        losses = losses if self.mesh.tp.is_first else losses[:0]
-        terms = [] if sums is None else self._own_terms(sums)
-        (loss, squared, *summed), (others,) = sum_exactly(
-            [losses, self._norm.row_squares(), *terms], overflow.view(1), self.mesh, self.stop
-        )
-        named = {} if sums is None else several(sums.over_all(summed, 0).terms)
-        return loss, (squared + others) ** 0.5, named
 
-
-class GradientNorm:
-    """This rank's terms of the global gradient norm, from the current gradients.
-
-    Each gradient counts once, on one of the ranks that hold it.
-
-    Args:
-        gradients: gradients of the weights.
-        weights: the trained weights of this rank.
-        tied: tied weights that several stages hold; None without them.
-        piece: number of neighbouring elements, as in `squared_norm`.
-        grain: pieces of an exact run's sums; None for any other run.
-    """
-
-    def __init__(
-        self,
-        gradients: Gradients,
-        weights: Iterable[Weight],
-        mesh: Mesh,
-        tied: TiedWeights | None = None,
-        piece: int = PieceSizes.norm_elements,
-        grain: Grain | None = None,
-    ) -> None:
-        self._gradients, self._piece, self._device = gradients, piece, mesh.device
-        self._counted: list[Tensor] = []
-        self._others: list[Tensor] = []
-        self._widths: dict[Tensor, int] = {}
-        for weight in weights:
-            counts = (
-                gradients.is_in_norm(weight.leaf)
-                and (tied is None or tied.is_primary(weight.name))
-                and (is_split(weight.parameter) or mesh.tp.is_first)
-            )
-            (self._counted if counts else self._others).append(weight.leaf)
-            if counts and grain is not None:
-                self._widths[weight.leaf] = row_width(weight.parameter, grain)
-
-    def row_squares(self) -> Tensor:
-        """Return the squared norm of each row, or piece of a row, of the gradients that this rank counts. fp64 [n].
-
-        No layout inside the grain cuts them further.
-        """
-        rows = [row_norms(self._gradients[leaf], width) for leaf, width in self._widths.items() if leaf.numel()]
-        if not rows:
-            return torch.zeros(0, dtype=torch.float64, device=self._device)
-        return torch.cat(rows).double().square_()
-
-    def squared(self) -> Tensor:
-        """Return this rank's term of the squared norm, over the gradients that it counts. fp64 scalar."""
-        return self._of(self._counted)
-
-    def uncounted_overflow(self) -> Tensor:
-        """Return 0, or NaN if a gradient that another rank counts is not finite on this rank. fp64 scalar.
-
-        Ranks that share a gradient hold the same bits of it unless the memory or a link of one of them fails. The norm
-        would then be finite, and the update of that rank alone would spoil its weights.
-        """
-        return 0 * self._of(self._others)
-
-    def squared_or_overflow(self) -> Tensor:
-        """Return `squared`, or NaN if any gradient of this rank is not finite, counted or not. fp64 scalar."""
-        squared = self.squared()
-        return squared + 0 * squared + self.uncounted_overflow()
-
-    def _of(self, leaves: Sequence[Tensor]) -> Tensor:
-        if not leaves:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return squared_norm(self._gradients.joined(leaves), self._piece)
-
-
-def squared_norm(tensors: Sequence[Tensor], piece: int = PieceSizes.norm_elements) -> Tensor:
-    """Sum the squares of all elements in fp64, `piece` neighbours at a time in their own dtype.
-
-    torch sums the squares of a tensor in the tensor's dtype, which loses three digits for fp32 and millions of
-    elements. Short pieces lose none that matter, at a third of the cost of fp64 throughout.
-    """
-    wide = torch.promote_types(tensors[0].dtype, torch.float32)
-    norms, rest = [], []
-    for tensor in tensors:
-        flat = tensor.flatten()
-        in_pieces = flat.numel() // piece * piece
-        if in_pieces:
-            norms.append(torch.linalg.vector_norm(flat[:in_pieces].view(-1, piece), dim=1, dtype=wide))
-        if in_pieces < flat.numel() or not in_pieces:
-            rest.append(flat[in_pieces:])
-    if rest:
-        norms.append(torch.stack(foreach_norm(rest, dtype=wide)))
-    return torch.cat(norms).double().square().sum()
+def several(terms: Mapping[str, float]) -> dict[str, float]:
+    """Return the terms of a loss; empty for a loss that is a single mean."""
+    return {} if set(terms) <= {LOSS} else dict(terms)
 
 
 _CLIP_EPS = 1e-6  # same as torch.nn.utils.clip_grad_norm_
@@ -472,44 +480,28 @@ def clip_and_update(
     finite: bool,
     scale: LossScale | None,
     undo: Callable[[], None],
-    diverged: Callable[[], UserError],
     refused: bool = False,
-) -> None:
+) -> bool:
     """End a step: clip and update, or skip the update and halve the loss scale. All ranks make the same decision.
 
     Args:
-        gradients: complete gradients of this rank.
-        norm: their global norm.
+        gradients: complete gradients of this rank, whose global norm is `norm`.
         limit: norm to clip them to; 0 or None for no limit.
-        update: makes the update.
         finite: whether gradients and loss are finite.
         scale: loss scale that the gradients were computed with; None without one.
         undo: undoes what the forward passes changed, in a step that makes no update.
-        diverged: makes the error to raise if they are not finite, and no smaller loss scale could help.
         refused: whether a finite step makes no update either; it leaves the loss scale as it would be.
+
+    Returns:
+        whether training can go on: False if the gradients are not finite and no smaller loss scale could help.
     """
     if not finite or refused:
         undo()
     if not finite and (scale is None or scale.is_least):
-        raise diverged()
+        return False
     if scale is not None:
         scale.update(finite)
     if finite and not refused:
         clip_(gradients, norm, limit)
         update()
-
-
-def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
-    """Return the leaves that tensor ranks hold whole but use on their own positions or heads alone.
-
-    In an exact run, the backward passes of norms and biases sum over the ranks themselves, leaf by leaf.
-    """
-    how = model.parallelism
-    return [
-        weight.leaf
-        for weight in model.trained
-        if how.mesh.tp.size > 1
-        and not is_split(weight.parameter)
-        and (how.sequence_parallel or model.plan.has_partial_gradient(weight.name))
-        and (how.grain is None or isinstance(model.plan.split_of(weight.name), OverSequence))
-    ]
+    return True

@@ -57,13 +57,11 @@ class RunClock:
     The run ends early enough for twice the longest pause between two queries, plus the longest save so far.
 
     Args:
-        config: resolved config.
         began: start of the run in `time.time` seconds.
         save_ended: returns whether the checkpoint written in the background is complete or has failed; None if none is.
 
     Attributes:
         limit: the setting that ends the run, with its value.
-        longest_save: seconds of the longest save, updated by `saved`.
     """
 
     def __init__(self, config: "Config", began: float, save_ended: Callable[[], bool] | None = None) -> None:
@@ -84,7 +82,6 @@ class RunClock:
         self._saved = time.monotonic()
 
     def saved(self, seconds: float) -> None:
-        """Note that a save took this many seconds."""
         self.longest_save = max(self.longest_save, seconds) if self._measured else seconds
         self._measured = True
 
@@ -108,7 +105,6 @@ class Stop:
 
     Args:
         asked: returns the number of the signal that asked this rank to end the run, 0 for none.
-        run_dir: folder of the run; None if there is none.
         watches: whether this rank checks that the folder still exists.
         clock: clock of the first rank; None on other ranks.
 

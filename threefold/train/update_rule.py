@@ -45,12 +45,8 @@ class UpdateRule(ABC):
     """Base class of optimizers: updates this rank's shards, given their complete gradients.
 
     The update must be the same in every layout. This holds for a rule that treats elements independently; a rule that
-    needs whole matrices gathers them through `Entry.whole`.
-
-    Args:
-        entries: this rank's parameters, the same and in the same order on all ranks that shard them. A shard may be
-            empty.
-        config: resolved config.
+    needs whole matrices gathers them through `Entry.whole`. Entries are the same and in the same order on all ranks that
+    shard them; a shard may be empty.
 
     Attributes:
         reads: the `config.optimizer.HYPER_PARAMETERS` that it reads, with their defaults (None: the section's default).
@@ -106,16 +102,8 @@ class LossScale:
 
     Small gradients vanish below fp16's smallest number, 6e-8. The loss is therefore multiplied by a large factor before
     the backward pass, and the gradients are divided by it afterwards (Micikevicius et al., "Mixed precision training",
-    arXiv 1710.03740, section 3.2). The scale halves when the gradients overflow, and doubles after enough steps without
-    an overflow.
-
-    Args:
-        initial: scale of the first step, a power of two, so that multiplying and dividing by it is exact.
-        window: steps without overflow after which the scale doubles.
-
-    Attributes:
-        value: scale of the next step.
-        good_steps: steps without overflow since the scale last changed.
+    arXiv 1710.03740, section 3.2). The scale, a power of two so that this is exact, halves when the gradients overflow,
+    and doubles after `window` steps without an overflow, counted by `good_steps`.
     """
 
     def __init__(self, initial: float, window: int) -> None:
