@@ -40,9 +40,8 @@ class Fault:
         reason: why the step is bad, in words.
         is_reproducible: whether a second run of the step was bad too, or gave the same bits; True for a spike.
         updated: whether the update was made, so that the state itself is bad and skipping does not help.
-        skips: steps that the run has skipped so far.
+        skips, rollbacks: steps that the run has skipped, and rollbacks that it has made so far.
         consecutive: skipped steps directly before this one.
-        rollbacks: rollbacks that the run has made so far.
     """
 
     kind: Kind
@@ -80,12 +79,8 @@ class AnomalyPolicy(Guard):
     skipped step makes no update and leaves the optimizer state unchanged, including the step count of Adam's bias
     correction. The global step counter advances, so all other steps keep their learning rate, samples and dropout.
 
-    Args:
-        config: resolved config.
-        facts: record of the run's bad steps up to its starting point; None for a new run.
-
-    Raises:
-        UserError: a fault policy of another package cannot be imported.
+    `facts` is the record of the run's bad steps up to its starting point; None for a new run. Raises a `UserError` if a
+    fault policy of another package cannot be imported.
     """
 
     def __init__(self, config: Config, facts: AnomalyFacts | None = None) -> None:
@@ -95,7 +90,7 @@ class AnomalyPolicy(Guard):
         self._skipped = StepRanges.of([*self._on_purpose.ranges, *facts.skipped])
         self._bad: dict[int, str] = {}
         self._skips, self._consecutive, self._rollbacks = facts.skips, facts.consecutive, facts.rollbacks
-        self.spikes = SpikeDetector(config.train.spike_factor, config.train.spike_window, facts.recent)
+        self._find_spikes_from(facts.recent)
         self._chosen: dict[Kind, FaultPolicy] = {
             "nan": ON_NAN.load(config.train.on_nan),
             "spike": ON_SPIKE.load(config.train.on_spike),
@@ -142,7 +137,10 @@ class AnomalyPolicy(Guard):
         self._skipped = self._skipped.with_range(first, step)
         self._bad[step] = f"a rollback to step {start} skips {_words((first, step))}: {reason}"
         self._consecutive = 0
-        self.spikes.restore(() if facts is None else facts.recent)
+        self._find_spikes_from(() if facts is None else facts.recent)
+
+    def _find_spikes_from(self, recent: Iterable[tuple[float, float]]) -> None:
+        self.spikes = SpikeDetector(self._train.spike_factor, self._train.spike_window, recent)
 
     def action(self, kind: Kind, step: int, reason: str, is_reproducible: bool = True, updated: bool = False) -> Action:
         """Return the chosen policy's action for a bad step; raise a `UserError` if it is not an action."""
@@ -156,7 +154,6 @@ class AnomalyPolicy(Guard):
         return found
 
     def name(self, kind: Kind) -> str:
-        """Return the name of the chosen policy."""
         return self._train.on_nan if kind == "nan" else self._train.on_spike
 
     def skip(self, kind: Kind) -> str:
@@ -170,11 +167,10 @@ class AnomalyPolicy(Guard):
         return f"{begins}max_skipped_steps allows {most} skipped steps in a run" if self._skips > most else ""
 
     def roll_back(self, kind: Kind) -> str:
-        """Count a rollback; return the limit that it exceeds, as a clause, or an empty string."""
+        """Count a rollback; return the limit that it exceeds, as `skip` does."""
         self._rollbacks += 1
-        most = self._train.max_rollbacks
-        begins = f"train.on_{kind} is {self.name(kind)}, and train."
-        return f"{begins}max_rollbacks allows {most}" if self._rollbacks > most else ""
+        most, rule = self._train.max_rollbacks, f"train.on_{kind} is {self.name(kind)}, and train.max_rollbacks"
+        return f"{rule} allows {most}" if self._rollbacks > most else ""
 
 
 class BadSteps(Guard):
@@ -192,16 +188,16 @@ class BadSteps(Guard):
             HardwareFault: the run must end, and a second run of the step was finite.
         """
         if bad.error is None:
-            return self._follow("spike", bad.step, bad.refused, [])
+            return self._follow("spike", bad.step, bad.refused)
         found = diagnose(self._engine, self._loader, bad.batch, bad.step - 1, bad.loss, bad.streams)
         reason = "; ".join([bad.error.what, *found.clauses()])
         if found.is_reproducible:
-            return self._follow("nan", bad.step, reason, [bad.error.advice])
+            return self._follow("nan", bad.step, reason, bad.error.advice)
         action = self._policy.action("nan", bad.step, reason, is_reproducible=False)
         if action == "stop":
             ended = f"Training diverged at step {bad.step}: {reason}; {self._saving.kept()}."
             raise HardwareFault(ended, tuple(found.differing), bad.step - 1)
-        return self._do(action, "nan", bad.step, reason, [])
+        return self._do(action, "nan", bad.step, reason)
 
     def check_state(self, step: int) -> Response | None:
         """Roll back if weights or optimizer state are not finite after `step`; otherwise leave it to the save."""
@@ -210,12 +206,12 @@ class BadSteps(Guard):
         reason = "weights or optimizer state are not finite after it"
         if self._policy.action("nan", step, reason, updated=True) != "rollback":
             return None  # the save reports it
-        return self._do("rollback", "nan", step, reason, [])
+        return self._do("rollback", "nan", step, reason)
 
-    def _follow(self, kind: Kind, step: int, reason: str, advice: list[str]) -> Response:
-        return self._do(self._policy.action(kind, step, reason), kind, step, reason, advice)
+    def _follow(self, kind: Kind, step: int, reason: str, *advice: str) -> Response:
+        return self._do(self._policy.action(kind, step, reason), kind, step, reason, *advice)
 
-    def _do(self, action: Action, kind: Kind, step: int, reason: str, advice: list[str]) -> Response:
+    def _do(self, action: Action, kind: Kind, step: int, reason: str, *advice: str) -> Response:
         """Skip or roll back, unless a limit is exceeded; `advice` are further clauses of the error."""
         begins = f"Training {'diverged' if kind == 'nan' else 'was stopped'} at step {step}: {reason}"
         if action == "stop":
@@ -226,8 +222,7 @@ class BadSteps(Guard):
             return Response(reason)
         path = self._saving.roll_back()
         if path is None:
-            name = self._policy.name(kind)
-            rule = f"train.on_{kind} is {name}, and there is no good checkpoint to go back to"
+            rule = f"train.on_{kind} is {self._policy.name(kind)}, and there is no good checkpoint to go back to"
             raise self._ended(begins, rule, *advice)
         facts = self._saving.store.load(path)
         size = self._engine.config.train.global_batch_size
@@ -242,27 +237,20 @@ class BadSteps(Guard):
 class SpikeDetector:
     """Detector of loss and gradient-norm spikes, relative to the medians of the last steps that made an update.
 
-    Args:
-        factor: multiple of a median above which a step is a spike; None to detect none.
-        window: number of steps of the medians; until that many have been seen, no step is a spike.
-        recent: these steps so far, from a checkpoint.
-
-    Attributes:
-        recent: loss and gradient norm of these steps, the newest last; empty without a factor.
+    A step is a spike above `factor` times a median over `window` steps; until that many have been seen, or without a
+    factor, none is. `recent` has loss and norm of these steps, the newest last.
     """
 
     def __init__(self, factor: float | None, window: int, recent: Iterable[tuple[float, float]] = ()) -> None:
         self.factor, self.window = factor, window
-        self.recent: deque[tuple[float, float]] = deque(maxlen=window)
-        self.restore(recent)
+        self.recent: deque[tuple[float, float]] = deque(() if factor is None else recent, maxlen=window)
 
     def reason(self, loss: float, norm: float) -> str:
         """Return why a step is a spike, as a clause; empty if it is none."""
         if self.factor is None or len(self.recent) < self.window:
             return ""
-        for name, value, known in zip(
-            ("loss", "gradient norm"), (loss, norm), zip(*self.recent, strict=True), strict=True
-        ):
+        losses, norms = zip(*self.recent, strict=True)
+        for name, value, known in (("loss", loss, losses), ("gradient norm", norm, norms)):
             usual = median(known)
             if value > self.factor * usual > 0:
                 return (
@@ -275,12 +263,6 @@ class SpikeDetector:
         """Add a step that made an update."""
         if self.factor is not None:
             self.recent.append((loss, norm))
-
-    def restore(self, recent: Iterable[tuple[float, float]]) -> None:
-        """Continue from the steps recorded in a checkpoint."""
-        self.recent.clear()
-        if self.factor is not None:
-            self.recent.extend(recent)
 
 
 def _words(found: tuple[int, int]) -> str:

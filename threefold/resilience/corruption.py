@@ -7,11 +7,8 @@ The hash is multilinear (Carter and Wegman, "Universal classes of hash functions
 universal string hashing is fast", 2014): the tensor's bits, as words, are multiplied by odd 64-bit factors that depend
 on their position, and summed modulo 2^64. Integer sums do not round, so the order of additions does not matter.
 Changing one word always changes the hash, as an odd factor keeps every bit of the difference; swapping words goes
-unnoticed in about one case of 2^32. The hash protects against hardware faults, not against an attacker.
-
-The factor of a word is the factor of its row times that of its column in a table of `_COLUMNS` columns. The table stays
-small, and only one factor per row is computed, by splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom
-number generators", OOPSLA 2014).
+unnoticed in about one case of 2^32. The hash protects against hardware faults, not against an attacker. The factor of a
+word is that of its row times that of its column in a table of `_COLUMNS` columns, so only one per row is computed.
 """
 
 import hashlib
@@ -33,15 +30,13 @@ from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import Weight, axes_of, is_split, offset
 from threefold.random.rng import draws_in_sequence
 from threefold.train.callbacks.base import Guard
-from threefold.train.fingerprint import odd_factors
+from threefold.train.fingerprint import WORDS, odd_factors
 from threefold.train.optim import Optimizer
 from threefold.train.step import Engine
 
 _COLUMNS = 1 << 12
 _AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
 """Words whose products are in memory at once; on a CPU few enough for a core's cache."""
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
-"""Word type by bytes per element: at most 32 bits, so that a change of the top bits still depends on the factor."""
 
 
 class BitHash:
@@ -57,7 +52,7 @@ class BitHash:
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """Hash a tensor's bits in the order of its elements, as an int64 scalar."""
-        words = tensor.detach().to(self._device).reshape(-1).view(_WORDS[tensor.element_size()])
+        words = tensor.detach().to(self._device).reshape(-1).view(WORDS[tensor.element_size()])
         total = torch.zeros((), dtype=torch.int64, device=words.device)
         whole = words.numel() - words.numel() % _COLUMNS
         for start in range(0, whole, self._at_once):
@@ -83,10 +78,8 @@ def factors(start: int, count: int, device: torch.device) -> Tensor:
 class Verdict(NamedTuple):
     """Ranks whose copies of a tensor, or whose gradients of the same samples, are wrong.
 
-    Attributes:
-        ranks: in ascending order, the wrong ranks if `is_certain`; otherwise the suspects, one of which is wrong.
-        is_certain: whether the wrong ranks are known, as by a majority.
-        others: further ranks with a copy, or with the same samples.
+    `ranks` are the wrong ones if `is_certain`, as by a majority; otherwise the suspects, one of which is wrong.
+    `others` are further ranks with a copy, or with the same samples. All in ascending order.
     """
 
     ranks: tuple[int, ...]
@@ -177,16 +170,12 @@ def disagreement(pairs: Sequence[tuple[int, int]], unstable: Sequence[int], layo
 
 
 def compare(hashes: Mapping[int, int], column: Callable[[int], Hashable]) -> Verdict | None:
-    """Find the wrong copies of one tensor; None if all are equal.
+    """Find the wrong copies of one tensor, given its hash by rank; None if all are equal.
 
-    The ranks of a column apply the same summed gradient, so a wrong copy in a column stays the only wrong one. Ranks of
-    different columns, such as tensor-parallel ranks that hold a weight whole, compute their gradients from activations
-    that may be wrong too: one faulty rank can make a whole column differ from the others. A column that disagrees
-    within itself is therefore judged by itself first.
-
-    Args:
-        hashes: hash of the tensor by rank.
-        column: returns a key that is equal for ranks whose gradients are summed.
+    The ranks of a column (for which `column` returns an equal key) apply the same summed gradient, so a wrong copy in a
+    column stays the only wrong one. Ranks of different columns, such as tensor-parallel ranks that hold a weight whole,
+    compute their gradients from activations that may be wrong too: one faulty rank can make a whole column differ from
+    the others. A column that disagrees within itself is therefore judged by itself first.
     """
     if len(set(hashes.values())) <= 1:
         return None
@@ -226,13 +215,12 @@ def explain(
     hosts: Sequence[str],
     newest: Path | None,
 ) -> HardwareFault:
-    """Return the error that ends the run after `step` updates.
+    """Return the error that ends the run after `step` updates, of which `update` was the last watched one, made or not.
 
     A tensor that changed at rest names its rank with certainty, and so does a majority of copies; two copies alone do
     not. Among tensors without a majority, those with the fewest suspects are named, as a fault spreads to others.
 
     Args:
-        update: number of the last watched update, made or not.
         at_rest: by rank, the tensors that changed between the previous update and that one.
         copies: by tensor, its wrong copies.
         hosts: host names of all ranks.
@@ -290,9 +278,7 @@ def _ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
 
 def _listed(labels: Iterable[str]) -> str:
     known = list(dict.fromkeys(labels))
-    if len(known) > _NAMED:
-        return first_of(known, _NAMED, "tensors")
-    return _joined(known)
+    return first_of(known, _NAMED, "tensors") if len(known) > _NAMED else _joined(known)
 
 
 def _joined(names: Sequence[str]) -> str:
@@ -306,7 +292,6 @@ class Watched(NamedTuple):
         label: description for a message.
         identity: identity of the copies: ranks with equal identities hold the same bits.
         sharing: key that is equal for tensors of this rank with copies on the same ranks.
-        tensor: the tensor on this rank.
     """
 
     label: str
@@ -356,13 +341,8 @@ def _sharing(weight: Weight, model: TrainableModel) -> tuple[str, ...]:
 class CorruptionWatch(Guard):
     """Watch that compares hashes of weights and optimizer state every `every` steps, and before each checkpoint.
 
-    Comparisons are collective over the world, and so is making the watch.
-
-    Args:
-        engine: engine whose weights and optimizer state are watched.
-        every: steps between two comparisons, at least 1.
-        newest: returns the folder of the newest checkpoint, or None; called on every rank.
-        gradients: compares the gradients of the watched steps; None to leave them out.
+    Comparisons are collective over the world, and so is making the watch. `newest` returns the folder of the newest
+    checkpoint, and is called on every rank; `gradients` compares the gradients of the watched steps, if given.
 
     Raises:
         HardwareFault: on every rank, if copies differ, a rank's state changed before an update, or ranks computed
@@ -403,7 +383,6 @@ class CorruptionWatch(Guard):
         return self._gradients is None or self._gradients_agreed >= step
 
     def before_forward(self, step: int) -> None:
-        """Compute the gradients of a watched step a first time; collective if gradients are watched."""
         if self._gradients is not None and step % self._every == 0:
             self._gradients.before_forward(step)
 
@@ -423,7 +402,6 @@ class CorruptionWatch(Guard):
             self._gradients_agreed = step
 
     def after_update(self, step: int) -> None:
-        """Compare the copies if a comparison is due."""
         self._note(step, self._compare(step) if step % self._every == 0 else None)
         self._changed = None
 
@@ -447,7 +425,6 @@ class CorruptionWatch(Guard):
         return watched_tensors(self._engine.model, self._engine.optimizer, self._sums_alike)
 
     def _hashes(self, watched: Sequence[Watched]) -> Tensor:
-        """Return the hash of each tensor, int64 [tensors]."""
         with torch.no_grad():
             found = [self._hash(each.tensor) for each in watched]
         return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=self._engine.mesh.device)
@@ -477,23 +454,23 @@ class CorruptionWatch(Guard):
     def _fault(self, step: int, watched: Sequence[Watched], hashes: Tensor) -> HardwareFault:
         """Return the error, from the hashes of all tensors of all ranks."""
         layout = self._engine.mesh.layout
-        mine = {each.identity: value for each, value in zip(watched, hashes.tolist(), strict=True)}
-        labels = {each.identity: each.label for each in watched}
+        held = [(each.identity, each.label, value) for each, value in zip(watched, hashes.tolist(), strict=True)]
         changed = [] if self._changed is None else self._changed.tolist()
         at_rest = [each.label for each, differs in zip(watched, changed, strict=False) if differs]
-        found = self._engine.mesh.world.gather_objects((mine, labels, at_rest, gethostname()))
+        found = self._engine.mesh.world.gather_objects((held, at_rest, gethostname()))
         columns = [(place.pp, place.tp) for place in map(layout.coordinates, range(layout.world_size))]
+        labels: dict[str, str] = {}
         by_identity: dict[str, dict[int, int]] = {}
-        for rank, (held, *_) in enumerate(found):
-            for identity, value in held.items():
+        for rank, (tensors, *_) in enumerate(found):
+            for identity, label, value in tensors:
+                labels[identity] = label
                 by_identity.setdefault(identity, {})[rank] = value
-        names = {identity: label for _, known, *_ in found for identity, label in known.items()}
         verdicts = {identity: compare(values, columns.__getitem__) for identity, values in by_identity.items()}
         return explain(
             step,
             self._update,
-            {rank: changed for rank, (_, _, changed, _) in enumerate(found) if changed},
-            {names[identity]: verdict for identity, verdict in verdicts.items() if verdict is not None},
+            {rank: changed for rank, (_, changed, _) in enumerate(found) if changed},
+            {labels[identity]: verdict for identity, verdict in verdicts.items() if verdict is not None},
             [host for *_, host in found],
             self._newest(),
         )

@@ -28,14 +28,10 @@ _OUTPUT, _WEIGHT = 0, 1
 
 
 class BadValue(NamedTuple):
-    """First non-finite value of a rank; the smallest of several comes first in the step.
+    """First non-finite value (`NaN` or `Inf`) of a rank; the smallest of several comes first in the step.
 
-    Attributes:
-        order: 0 in the forward pass and 1 in the backward pass; then stage and module in the order of that pass; then
-            outputs before weights.
-        micro_batch: number of the micro-batch in its replica, 0 for the first.
-        place: location such as `the output of blocks.1.mlp.up`.
-        value: `NaN` or `Inf`.
+    `order` is 0 in the forward pass and 1 in the backward pass; then stage and module in the order of that pass; then
+    outputs before weights. Micro-batches count from 0 in their replica.
     """
 
     order: tuple[int, int, int, int]
@@ -45,14 +41,12 @@ class BadValue(NamedTuple):
 
 
 class FiniteChecks:
-    """Check that the outputs and gradients of a rank's modules are finite, within `running`.
+    """Check that the outputs and gradients of a rank's modules are finite, within `running`; find the first that is
+    not.
 
     Gradients of module outputs and weights are checked as autograd computes them, before they are summed over
     micro-batches or ranks. So a rank sees only values that arose on it or reached it through its activations.
     Recomputed activations are not checked again.
-
-    Attributes:
-        first: first bad value; None while everything is finite.
     """
 
     def __init__(self, engine: GradientStep) -> None:
@@ -152,12 +146,8 @@ class FiniteChecks:
 
     def _deferred(self, leaf: Tensor) -> Callable[[Tensor], None]:
         weight = next(weight for weight in self._engine.model.weights if weight.leaf is leaf)
-        number = next(
-            number
-            for number, stage in self._stages()
-            if any(local(parameter) is leaf for parameter in stage.parameters())
-        )
-        return partial(self._weight_gradient, number, weight.name, self._backward)
+        held = (number for number, stage in self._stages() if any(local(each) is leaf for each in stage.parameters()))
+        return partial(self._weight_gradient, next(held), weight.name, self._backward)
 
     def _check(self, tensor: Tensor | None, order: tuple[int, int, int, int], micro_batch: int, place: str) -> None:
         if tensor is None:  # gradient is zero or deferred
@@ -176,7 +166,6 @@ def bad_value(tensor: Tensor) -> str:
 
 
 def _floats(value: Any) -> Iterator[Tensor]:
-    """Yield the floating-point tensors in the output of a module."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value
@@ -197,16 +186,14 @@ class RankFindings:
     """Findings of one rank from the reruns of a step.
 
     Attributes:
-        same: whether loss and gradients had the same bits in the second run.
-        finite: whether they were finite in the second run.
+        same, finite: whether loss and gradients had the same bits in the second run, and whether they were finite.
         loss: this rank's term of the second run's mean loss.
         first: first bad value of the run with checks; None if there was none.
-        weight: first weight that was not finite before the step; None if all were.
-        summed: first weight whose gradient was not finite after all sums; None if all were.
+        weight: first weight that was not finite before the step.
+        summed: first weight whose gradient was not finite after all sums.
         large: first weight whose gradient was finite but too large for its norm, with its largest value, in words.
-        bad_loss: whether this rank's term of the loss was not finite.
+        bad_loss, bad_data: whether this rank's term of the loss, or floats of its part of the batch, were not finite.
         samples: samples of the micro-batch of `first`.
-        bad_data: whether floats of this rank's part of the batch were not finite.
     """
 
     same: bool
@@ -292,16 +279,13 @@ class Diagnosis:
         return f"{where}; {bad_weight}" if weight else where
 
     def _without_module(self) -> str:
-        losses = [rank for rank, found in enumerate(self.findings) if found.bad_loss]
-        if losses:
+        if losses := [rank for rank, found in enumerate(self.findings) if found.bad_loss]:
             return (
                 f"the outputs of all modules are finite, and the loss computed of them on {self._named(losses)} is not"
             )
-        summed = next((found.summed for found in self.findings if found.summed), None)
-        if summed:
+        if summed := next((found.summed for found in self.findings if found.summed), None):
             return f"the gradient of {summed} is finite in each micro-batch on each rank, and their sum is not"
-        large = next((found.large for found in self.findings if found.large), None)
-        if large:
+        if large := next((found.large for found in self.findings if found.large), None):
             return f"loss and gradients are finite, and {large} overflows the norm"
         return "no module's output and no gradient was found that is not finite"
 
@@ -321,7 +305,6 @@ def diagnose(
 
     Args:
         engine: engine that still holds the gradients of the bad step.
-        loader: loader of the step's batch.
         batch: this replica's samples.
         done: updates made before the step.
         loss: this rank's term of the step's mean loss.
@@ -343,7 +326,6 @@ def diagnose(
     with engine.preserved(streams), checks.running():
         engine.compute_gradients(batch, done)
     weights = engine.model.weights
-    weight = next((each.name for each in weights if bad_value(each.master) or bad_value(each.leaf)), None)
     samples: tuple[str, ...] = ()
     large = None
     if checks.first is not None:
@@ -360,7 +342,7 @@ def diagnose(
     found = replace(
         mine,
         first=checks.first,
-        weight=weight,
+        weight=next((each.name for each in weights if bad_value(each.master) or bad_value(each.leaf)), None),
         summed=summed,
         large=large,
         bad_loss=not isfinite(term),

@@ -81,7 +81,6 @@ class MemoryCopy:
         return self._checksum(step, data, index) == checksum
 
     def facts(self) -> dict[str, Any]:
-        """Return the facts of a whole copy."""
         return dict(self._index["facts"])
 
     def write(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
@@ -117,7 +116,6 @@ class MemoryCopy:
         return set(places)
 
     def discard(self) -> None:
-        """Invalidate the copy."""
         if self._record() is not None:
             _RECORD.pack_into(self._mapped(), 0, _INVALID, 0, 0, b"")
 
@@ -155,13 +153,8 @@ class MemoryCopy:
 class KeptStates:
     """States of this rank that earlier attempts kept in memory, one of which the run may resume from.
 
-    Args:
-        files: files in memory of this rank; empty if states are not kept.
-        config: resolved config; a state counts only in the same layout.
-
-    Attributes:
-        copies: the files that can be opened; empty when the launcher, which ends this rank too, is gone.
-        layout: checksum of the settings that two attempts must share to exchange states.
+    A state counts only in the same `layout`, a checksum of the settings that two attempts must share. `copies` are the
+    files that can be opened; none when the launcher, which ends this rank too, is gone.
     """
 
     def __init__(self, files: Sequence[Path], config: Config) -> None:

@@ -19,11 +19,8 @@ FACTOR: Final = 1.3
 class Straggler:
     """Rank that is slower than the median of the ranks with the same work.
 
-    Attributes:
-        factor: busy time as a multiple of the median.
-        waited: share of the time that the rank waited.
-        others_waited: share of the time that the median rank waited.
-        alike: whether the compared ranks have the same work.
+    `factor` is its busy time as a multiple of the median, `waited` the share of the time that it waited,
+    `others_waited` that of the median rank, and `alike` whether the compared ranks have the same work.
     """
 
     rank: int
@@ -52,8 +49,7 @@ def find_stragglers(
     Only ranks that lost at least half as much time as the worst one are returned.
 
     Args:
-        waited: seconds that each rank waited, by rank.
-        seconds: seconds that passed.
+        waited: seconds that each rank waited, by rank, of the `seconds` that passed.
         groups: ranks with the same work, such as the ranks of a pipeline stage; if every group has one rank, all ranks
             are compared.
         least: minimum number of seconds by which a slow rank exceeds the median.

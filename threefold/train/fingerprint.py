@@ -26,7 +26,7 @@ from threefold.comm.mesh import Mesh
 from threefold.parallel.parameter import Weight, offset
 from threefold.random.rng import Slice, row_major, signed, stream_key
 
-_WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
+WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 """Word type by bytes per element: at most 32 bits, so that a change of the top bits still depends on the factor."""
 _COLUMNS: Final = 1 << 16
 """Length of the table of column factors; longer rows are hashed in blocks of this length."""
@@ -67,9 +67,7 @@ def _block_factor(block: int) -> int:
 class PartHash:
     """Hash of a part of a tensor. The hashes of parts that make up the whole add up, modulo 2^64, to that of the whole.
 
-    Args:
-        shape, start: shape of the part, and where it begins in the whole tensor, per dim.
-        whole: shape of the whole tensor.
+    The part has a `shape`, and a `start` per dim in a tensor of the shape `whole`.
     """
 
     def __init__(
@@ -92,7 +90,7 @@ class PartHash:
         if found.is_complex():
             found = torch.view_as_real(found)
         matrix = found.reshape(self._shape[0], -1)
-        word = _WORDS[matrix.element_size()]
+        word = WORDS[matrix.element_size()]
         words = matrix.element_size() // word.itemsize
         first = self._first * (matrix.shape[1] // self._shape[1]) * words
         end = first + matrix.shape[1] * words
@@ -137,9 +135,6 @@ class Fingerprints:
 
     Each element is hashed by one of the ranks that hold it. Each `turn` takes the next of these ranks, so that a rank
     whose copy differs is found in time, and the ranks share the work.
-
-    Args:
-        weights: weights of this rank.
     """
 
     def __init__(self, weights: Sequence[Weight], mesh: Mesh) -> None:

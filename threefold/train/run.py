@@ -253,8 +253,8 @@ def _announce_stages(model: torch.nn.Module, plan: ModelPlan, stages: StageMap) 
 class Start:
     """Choice of a run's starting point, made on rank 0 for all ranks. Collective over the world.
 
-    States in memory (`kept`) are used if no checkpoint is newer. Raises a `UserError` on every rank if no checkpoint fits
-    the config.
+    States in memory (`kept`) are used if no checkpoint is newer. Raises a `UserError` on every rank if no checkpoint
+    fits the config.
     """
 
     def __init__(

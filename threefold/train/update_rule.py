@@ -45,8 +45,8 @@ class UpdateRule(ABC):
     """Base class of optimizers: updates this rank's shards, given their complete gradients.
 
     The update must be the same in every layout. This holds for a rule that treats elements independently; a rule that
-    needs whole matrices gathers them through `Entry.whole`. Entries are the same and in the same order on all ranks that
-    shard them; a shard may be empty.
+    needs whole matrices gathers them through `Entry.whole`. Entries are the same and in the same order on all ranks
+    that shard them; a shard may be empty.
 
     Attributes:
         reads: the `config.optimizer.HYPER_PARAMETERS` that it reads, with their defaults (None: the section's default).

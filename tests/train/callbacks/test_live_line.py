@@ -6,7 +6,7 @@ import pytest
 
 from tests.train.support import Run, train_rank
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.live_line import RunningLines
+from threefold.train.callbacks.console import RunningLines
 from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
 
 

@@ -156,7 +156,6 @@ class BadStep:
     """Step that made no update, as its loss or gradient norm is not finite, or a guard refused it.
 
     Attributes:
-        step: 1 for the first.
         refused: reason of the guard that refused it; empty if loss or norm are not finite.
         error: error of a step that is not finite.
         batch: this replica's samples.
@@ -173,11 +172,8 @@ class BadStep:
 
 
 class Response(NamedTuple):
-    """Response to a bad step.
-
-    Attributes:
-        reason: why the step is bad, in words.
-        start: updates of the checkpoint that was loaded; None if only the step is skipped.
+    """Response to a bad step, and its reason; `start` are the updates of the checkpoint loaded, None if it is only
+    skipped.
     """
 
     reason: str
@@ -233,7 +229,6 @@ class Guard(Callback):
 
 
 def on_terminal() -> bool:
-    """Return whether standard output is a terminal."""
     return sys.stdout.isatty()
 
 

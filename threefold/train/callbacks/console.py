@@ -1,25 +1,155 @@
-"""Text output of a run: its log as RUN/train.log, and the summary at the end."""
+"""Text output of a run: its log as RUN/train.log, the live line at the bottom of a terminal, and the final summary."""
 
 import sys
 import time
+from collections import deque
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from threefold.errors import OutputLost
 from threefold.files import counted, format_bytes
 from threefold.train.callbacks import loss_curve, metrics, tensorboard
 from threefold.train.callbacks.base import Callback, RunContext, clock, on_terminal, say
 from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
-from threefold.train.callbacks.live_line import RunningLines
-from threefold.train.callbacks.metrics import RunFile
+from threefold.train.callbacks.metrics import LineFile
 from threefold.train.callbacks.records import EvaluationRecord, MeanRates, StepRecord
+
+if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.text import Text
 
 LOG_FILE = "train.log"
 REPORT_FILE = "report.html"
 """Report of the run (`threefold.report.document`)."""
 
 
-class StepLog(RunFile):
+_SAME: Final = 0.0005
+"""Relative change of the loss that is not a change."""
+_WORTH_SAYING: Final = 0.01
+"""Share of a step that its ranks wait for each other, below which it is left out."""
+_WITH_BAR, _BAR = 150, 30
+"""Columns of a terminal from which on a live line has a bar, and its cells."""
+_WORTH_A_LOOK: Final = 0.5
+"""Share of a step that its ranks wait for each other, from which on it is coloured."""
+
+
+class Part(NamedTuple):
+    """Part of a running line; the text is empty if the run does not have it.
+
+    A narrow terminal does without the parts of the largest `place` first, and always has those of 0. The style is as
+    rich names it.
+    """
+
+    text: str
+    place: int = 0
+    style: str = ""
+
+
+class RunningLines:
+    """Lines of about 100 characters: `step 225/500  loss 5.4565 ↓  val 5.7829  lr 2.11e-03  4,275 tok/s  479 ms …`."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._loss, self._valid = steps, 0.0, ""
+
+    def step(self, since: Sequence[StepRecord]) -> str:
+        """Format the last of the steps since the previous line, with averages of speed and time over them."""
+        before, self._loss = self._loss, since[-1].loss
+        return self.of(since[-1].step, *(part.text for part in self._parts(since, before)))
+
+    def live(self, since: Sequence[StepRecord], width: int) -> "Text":
+        """Return the line in colours, without parts that do not fit `width` columns, and with a bar if there is room
+        for one.
+
+        Speed and time are averaged over the steps `since`, and the loss is compared with the first of them.
+        """
+        from rich.text import Text
+
+        step, parts = self.of(since[-1].step), [part for part in self._parts(since, since[0].loss) if part.text]
+        while (room := width - len(step) - sum(2 + len(part.text) for part in parts)) < 1:
+            if not (place := max(part.place for part in parts)):
+                break
+            parts = [part for part in parts if part.place != place]
+        line = Text(step, "bold", no_wrap=True, overflow="ellipsis", end="")
+        if width >= _WITH_BAR and room > _BAR + 2:
+            done = _BAR * since[-1].step // self._steps
+            line.append("  ").append("━" * done, "green").append("─" * (_BAR - done), "dim")
+        for part in parts:
+            line.append("  ").append(part.text, part.style)
+        return line
+
+    def evaluation(self, record: EvaluationRecord) -> str:
+        """Format an evaluation, whose loss the next steps show too."""
+        self._valid = f"val {record.loss:.4f}"
+        of_parts = [f"of {name} {loss:.4f}" for name, loss in record.corpus_losses.items()]
+        of_parts += [f"{name} {mean:.4f}" for name, mean in record.terms.items()]
+        return self.of(record.step, f"validation loss {record.loss:.4f}", *of_parts, f"{record.seconds:.1f} s")
+
+    def of(self, step: int, *parts: str) -> str:
+        """Format parts of a line about a step; empty ones are left out."""
+        width = len(f"{self._steps:,}")
+        return "  ".join([f"step {step:>{width},}/{self._steps:,}", *(part for part in parts if part)])
+
+    def _parts(self, since: Sequence[StepRecord], before: float) -> Iterator[Part]:
+        """Yield the parts after the step, for a loss that was `before`; 0 if there was none."""
+        last, seconds = since[-1], sum(record.seconds for record in since)
+        change = (last.loss - before) / before if before else 0.0
+        trend = " ↓" if change < -_SAME else " ↑" if change > _SAME else ""
+        yield Part(f"loss {last.loss:.4f}{trend}", style="bold yellow" if change > _SAME else "bold green")
+        for name, mean in last.terms.items():
+            yield Part(f"{name} {mean:.4f}", 5)
+        yield Part(self._valid, 1, "cyan")
+        yield Part(f"lr {last.lr:.2e}", 4, "dim")
+        yield Part(f"loss scale {last.loss_scale:,.0f}" if last.loss_scale is not None else "", 6, "dim")
+        unit = "tok" if last.unit == "tokens" else last.unit
+        yield Part(f"{sum(record.tokens_read for record in since) / seconds:,.0f} {unit}/s", 2)
+        each = seconds / len(since)
+        shown = f"{1000 * each:,.0f} ms" if each < 10 else f"{each:,.1f} s"
+        waited = sum(record.performance.waited for record in since if record.performance is not None) / seconds
+        waiting = f" ({waited:.0%} waiting)" if waited >= _WORTH_SAYING else ""
+        yield Part(shown + waiting, 3, "yellow" if waited >= _WORTH_A_LOOK else "")
+        rates = MeanRates.over(since)
+        if rates.last is not None:
+            yield Part(f"{rates.mfu:.1%} MFU" if rates.mfu else "", 7)
+            yield Part(format_bytes(rates.last.largest_memory), 8)
+        yield Part(f"epoch {last.epoch + 1}" if last.epoch else "", 9)
+        if left := self._steps - last.step:
+            yield Part(f"{clock(left * each)} left")
+        elif rates.last is not None:
+            yield Part(f"{clock(rates.last.wall_clock)} in all")
+
+
+class EventLines(Callback):
+    """Base class of callbacks that write a line about each event of a run; the style is that of a terminal."""
+
+    def __init__(self, *, most: int | None = None) -> None:
+        self._since: deque[StepRecord] = deque(maxlen=most)  # steps whose speed and time a line averages
+        self._told = ""
+
+    def tell(self, step: int, what: str, style: str) -> None:
+        """Write the line of an event at `step`."""
+        raise NotImplementedError
+
+    def after_step(self, record: StepRecord) -> None:
+        if record.reason and record.reason != self._told:  # once for a range of steps
+            self.tell(record.step, f"skipped: {record.reason}", "yellow")
+        self._told = record.reason
+        if record.is_read:
+            self._since.append(record)
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self._since.clear()
+        self.tell(step, f"rolled back to step {start}: {reason}", "yellow")
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        self.tell(step, f"checkpoint: {path}", "green")
+
+    def after_stop(self, step: int, reason: str) -> None:
+        self.tell(step, f"stopped: {reason}", "red")
+
+
+class StepLog(EventLines):
     """Write a line every `every` steps, and one for each evaluation, checkpoint and early stop; a resumed run appends.
 
     Times, speeds and tokens per second (tokens read, without padding, in total and per rank) are averages since the
@@ -34,29 +164,23 @@ class StepLog(RunFile):
         return cls(run.run_dir / LOG_FILE, log.every, run.mesh.layout.world_size, lines)
 
     def __init__(self, path: Path, every: int, world_size: int, lines: RunningLines | None = None) -> None:
-        super().__init__(path)
-        self.every, self.world_size, self.lines = every, world_size, lines
-        self._since: list[StepRecord] = []
-        self._told = ""
+        super().__init__()
+        self.file, self.every, self.world_size, self.lines = LineFile(path), every, world_size, lines
+
+    def before_fit(self, start: int) -> None:
+        self.file.open(append=bool(start))
 
     def after_step(self, record: StepRecord) -> None:
-        if record.reason and record.reason != self._told:  # once for a range of steps
-            self._write(record.step, f"skipped: {record.reason}")
-        self._told = record.reason
+        super().after_step(record)
         if not record.is_read:
             return
-        self._since.append(record)
         if record.skipped and not record.reason:
-            self._write(record.step, f"skipped: the gradient overflowed at loss scale {record.loss_scale:g}")
+            self.tell(record.step, f"skipped: the gradient overflowed at loss scale {record.loss_scale:g}", "yellow")
         if record.step % self.every == 0 or record.step == 1:
             self._print(
                 step_line(self._since, self.world_size), None if self.lines is None else self.lines.step(self._since)
             )
-            self._since = []
-
-    def after_rollback(self, step: int, start: int, reason: str) -> None:
-        self._write(step, f"rolled back to step {start}: {reason}")
-        self._since = []
+            self._since.clear()
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
         self._print(
@@ -67,13 +191,10 @@ class StepLog(RunFile):
             None if self.lines is None else self.lines.evaluation(record),
         )
 
-    def after_checkpoint(self, step: int, path: Path) -> None:
-        self._write(step, f"checkpoint: {path}")
+    def close(self) -> None:
+        self.file.close()
 
-    def after_stop(self, step: int, reason: str) -> None:
-        self._write(step, f"stopped: {reason}")
-
-    def _write(self, step: int, what: str) -> None:
+    def tell(self, step: int, what: str, style: str) -> None:
         self._print(f"global step {step}, {what}", None if self.lines is None else self.lines.of(step, what))
 
     def _print(self, line: str, shorter: str | None) -> None:
@@ -82,7 +203,7 @@ class StepLog(RunFile):
             say(line if shorter is None else shorter)
 
 
-def step_line(since: list[StepRecord], ranks: int) -> str:
+def step_line(since: Sequence[StepRecord], ranks: int) -> str:
     """Format the line of the last of the steps `since` the previous line, of which there is at least one."""
     last, count = since[-1], len(since)
     seconds = sum(record.seconds for record in since)
@@ -99,7 +220,7 @@ def step_line(since: list[StepRecord], ranks: int) -> str:
     )
 
 
-def _of_hardware(since: list[StepRecord]) -> str:
+def _of_hardware(since: Sequence[StepRecord]) -> str:
     """Format rates and times as averages over the steps, and the peak memory so far."""
     rates = MeanRates.over(since)
     if (last := rates.last) is None:
@@ -112,6 +233,65 @@ def _of_hardware(since: list[StepRecord]) -> str:
     costs["wait"] = sum(record.performance.waited for record in since if record.performance is not None)
     parts += [f"avg_{name}_cost: {seconds / len(since):.5f} sec" for name, seconds in costs.items()]
     return "".join(f", {part}" for part in [*parts, f"wall_clock: {last.wall_clock:.1f} sec"])
+
+
+_AVERAGED: Final = 20
+"""Steps over which a live line averages speed and time."""
+_SECONDS_BETWEEN_REFRESHES: Final = 0.1
+
+
+class LiveLine(EventLines):
+    """Live line at the bottom of a terminal: step, losses, speed, time left; evaluations and checkpoints above it."""
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback | None:
+        return cls(run.config.train.max_steps) if on_terminal() else None
+
+    def __init__(self, steps: int) -> None:
+        super().__init__(most=_AVERAGED)
+        self._steps, self._lines = steps, RunningLines(steps)
+        self._live: Live | None = None
+        self._drawn = 0.0
+
+    def before_fit(self, start: int) -> None:
+        from rich.console import Console
+        from rich.live import Live
+        from rich.text import Text
+
+        console = Console(file=sys.stdout, highlight=False)
+        first = Text(self._lines.of(start, "the first step is the slowest"), "dim", end="")
+        self._live = Live(first, console=console, auto_refresh=False)  # a refresh thread would slow the training thread
+        self._live.start(refresh=True)
+
+    def after_step(self, record: StepRecord) -> None:
+        super().after_step(record)
+        is_due = time.monotonic() - self._drawn > _SECONDS_BETWEEN_REFRESHES or record.step == self._steps
+        if record.is_read and is_due:
+            self._draw()
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        self._print(self._lines.evaluation(record), "cyan")
+        self._draw()
+
+    def after_fit(self) -> None:
+        self.close()  # other callbacks print below it
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def tell(self, step: int, what: str, style: str) -> None:
+        self._print(self._lines.of(step, what), style)
+
+    def _draw(self) -> None:
+        if self._live is None or not self._since:
+            return
+        self._live.update(self._lines.live(self._since, self._live.console.width), refresh=True)
+        self._drawn = time.monotonic()
+
+    def _print(self, line: str, style: str) -> None:
+        if self._live is not None:
+            self._live.console.print(line, style=style, soft_wrap=True, markup=False)
 
 
 class Summary(Callback):
@@ -174,22 +354,30 @@ class Summary(Callback):
             rows.append(("validation loss", f"{self._valid.loss:.4f} at step {self._valid.step}"))
             rows += [(f"  of {name}", f"{loss:.4f}") for name, loss in self._valid.corpus_losses.items()]
             rows += [(f"  {name}", f"{mean:.4f}") for name, mean in self._valid.terms.items()]
-        unit, padded = self._last.unit, ""
-        if self._padding:
-            padded = f", {(self._read + self._padding) / self._seconds:,.0f} with padding"
+        unit, used = self._last.unit, self._rates.last
+        padding = f", and {self._padding:,} of padding" if self._padding else ""
+        padded = f", {(self._read + self._padding) / self._seconds:,.0f} with padding" if self._padding else ""
+        # Since the run started; since its first step if that is not known.
+        now = time.perf_counter()
+        elapsed = now - self._started if used is None else used.wall_clock + now - self._recorded
         rows += [
             (f"{unit} trained on", f"{self._counted:,} in {counted(self._steps, 'step')}, those counted for the loss"),
-            (f"{unit} read", f"{self._read:,}" + (f", and {self._padding:,} of padding" if self._padding else "")),
-            ("time", f"{clock(self._elapsed())}, of which {clock(self._seconds)} in steps"),
+            (f"{unit} read", f"{self._read:,}{padding}"),
+            ("time", f"{clock(elapsed)}, of which {clock(self._seconds)} in steps"),
             ("speed", f"{self._read / self._seconds:,.0f} {unit}/s read{padded}"),
-            *self._of_hardware(),
         ]
+        if used is not None:
+            if self._rates.flops:
+                of_peak = f", {self._rates.mfu:.1%} of the peak rate (MFU)" if self._rates.mfu else ""
+                scale, prefix = (1.0, "T") if self._rates.teraflops >= 1 else (1000.0, "G")
+                rows.append(("compute", f"{scale * self._rates.teraflops:,.1f} model {prefix}FLOP/s a rank{of_peak}"))
+            most = f"{format_bytes(used.largest_memory)} on rank {used.largest_rank}, which takes most"
+            rows.append(("memory", most if used.largest_rank else format_bytes(used.memory)))
         if self._last.fingerprint is not None:
-            where = (
-                "in every layout if those functions are exact" if self._unknown else "in every layout inside the grain"
-            )
-            told = f"{self._last.fingerprint} after step {self._last.step}, {where}"
+            where = "if those functions are exact" if self._unknown else "inside the grain"
+            told = f"{self._last.fingerprint} after step {self._last.step}, in every layout {where}"
             rows.append(("weights", told))
+
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
             parts = {
                 "steps": found.steps,
@@ -203,19 +391,3 @@ class Summary(Callback):
             restarts = f", {counted(found.restarts, 'restart')}" if found.restarts else ""
             rows.append(("goodput", f"{found.share:.1%} of {found.total:,.1f} s{restarts} ({listed})"))
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
-
-    def _elapsed(self) -> float:
-        """Return the seconds since the run started; since its first step if that is not known."""
-        if (last := self._rates.last) is None:
-            return time.perf_counter() - self._started
-        return last.wall_clock + time.perf_counter() - self._recorded
-
-    def _of_hardware(self) -> list[tuple[str, str]]:
-        rates, last = self._rates, self._rates.last
-        if last is None:
-            return []
-        used = f", {rates.mfu:.1%} of the peak rate (MFU)" if rates.mfu else ""
-        unit, scale = ("TFLOP/s", 1.0) if rates.teraflops >= 1 else ("GFLOP/s", 1000.0)
-        rows = [("compute", f"{scale * rates.teraflops:,.1f} model {unit} a rank{used}")] if rates.flops else []
-        most = f"{format_bytes(last.largest_memory)} on rank {last.largest_rank}, which takes most"
-        return [*rows, ("memory", most if last.largest_rank else format_bytes(last.memory))]

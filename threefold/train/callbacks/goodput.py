@@ -33,15 +33,12 @@ class Goodput:
     Attributes:
         steps: seconds in steps made for the first time.
         repeated: seconds in steps made again after a restart or after resuming from an older checkpoint.
-        evaluating: seconds in evaluations.
         saving: seconds that steps waited for checkpoints.
         starting: seconds from the start of a command to its first step.
         lost: seconds from the last event before each failure to the first step after it.
         total: seconds of all of these, and of everything in between, such as callbacks.
-        attempts: starts of all ranks.
-        restarts: starts by a launcher after a failure.
-        step: last step that the newest attempt finished, or its starting point.
-        furthest: last step that any attempt finished.
+        attempts, restarts: starts of all ranks, and those by a launcher after a failure.
+        step, furthest: last step that the newest attempt finished (or its starting point), and that any attempt finished.
         at: `time.time()` of the last event.
     """
 
@@ -77,9 +74,7 @@ class Goodput:
                 return None
             held = json.loads(text)
             values = {each.name: held[each.name] for each in fields(cls)}
-            if not all(type(value) in (int, float) for value in values.values()):
-                return None
-            return cls(**values)
+            return cls(**values) if all(type(value) in (int, float) for value in values.values()) else None
         except (UserError, ValueError, KeyError, TypeError):
             return None
 
@@ -135,8 +130,7 @@ class GoodputLedger(Callback):
         self._write()
 
     def before_step(self, step: int, batch: Any) -> None:
-        if not self._started:
-            self._start()
+        self._start()
 
     def after_step(self, record: StepRecord) -> None:
         passed, goodput = self._pass(), self.goodput
@@ -156,8 +150,7 @@ class GoodputLedger(Callback):
         self._write()
 
     def before_checkpoint(self, step: int) -> None:
-        if not self._started:  # stopped before the first step
-            self._start()
+        self._start()  # stopped before the first step
         self._pass()
         self._saving = True
 
@@ -183,6 +176,9 @@ class GoodputLedger(Callback):
             self._descriptor = None
 
     def _start(self) -> None:
+        """Count the time before the first step; do nothing after it."""
+        if self._started:
+            return
         goodput, self._started = self.goodput, True
         restarted = self.attempt.number and goodput.at
         passed = max(0.0, time.time() - (goodput.at if restarted else self.attempt.began))

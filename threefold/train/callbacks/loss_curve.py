@@ -10,7 +10,7 @@ from threefold.figures import BLUE, DPI, FAINT, GREY, ORANGE, TEXT_SIZE, new_fig
 from threefold.output import replace_link
 from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
 from threefold.train.callbacks.metrics import FILE as METRICS_FILE
-from threefold.train.callbacks.metrics_reading import read_metrics
+from threefold.train.callbacks.metrics import read_metrics
 
 FILE = "loss.png"
 
@@ -48,11 +48,7 @@ def smoothed(values: list[float], span: int) -> list[float]:
 def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str) -> None:
     """Plot the losses over the steps, with the tokens trained on (counted for the loss) on the upper axis.
 
-    Args:
-        path: path of the PNG.
-        metrics: objects of a metrics file.
-        vocab_size: V; a uniform guess has the loss ln V.
-        title: title of the plot.
+    A uniform guess among `vocab_size` tokens has the loss ln V.
     """
     from matplotlib.ticker import EngFormatter, MaxNLocator
 

@@ -15,8 +15,7 @@ class Performance:
         mfu: share of a rank's peak rate that this is; None if the peak is not known.
         memory: peak memory of this rank in bytes: resident memory of its process on a CPU, memory reserved by torch on
             a GPU.
-        largest_memory: peak memory of the rank that uses most, among the ranks that this one hears of.
-        largest_rank: number of that rank.
+        largest_memory, largest_rank: peak memory of the rank that uses most, among those that this one hears of.
         waited: seconds of the step that this rank waited in collectives; on a GPU, whose collectives run beside the
             Python code, only the seconds that the code waits.
         wall_clock: seconds since the run, or this attempt of it, started.
@@ -110,7 +109,6 @@ class MeanRates:
 
     @classmethod
     def over(cls, steps: Iterable[StepRecord]) -> "MeanRates":
-        """Return the rates over steps."""
         rates = cls()
         for step in steps:
             rates.add(step.seconds, step.performance)
@@ -159,21 +157,11 @@ class EvaluationRecord:
 
 
 def step_values(record: StepRecord) -> dict[str, float]:
-    """Return the loggable values of a step by name.
-
-    These are `loss`, `grad_norm`, `lr`, `tokens_per_second`, `epoch`, `loss_scale` with loss scaling, `seconds/PHASE`,
-    `tflops` and `mfu` if known, `memory`, `largest_memory`, and `term/NAME` for each term of a loss of several; only
-    `lr` and `epoch` if its samples were not read.
-    """
+    """Return the loggable values of a step by name; only `lr` and `epoch` if its samples were not read."""
     if not record.is_read:
         return {"lr": record.lr, "epoch": record.epoch}
-    values: dict[str, float] = {
-        "loss": record.loss,
-        "grad_norm": record.grad_norm,
-        "lr": record.lr,
-        "tokens_per_second": record.tokens_per_second,
-        "epoch": record.epoch,
-    }
+    names = ("loss", "grad_norm", "lr", "tokens_per_second", "epoch")
+    values: dict[str, float] = {name: getattr(record, name) for name in names}
     if record.loss_scale is not None:
         values["loss_scale"] = record.loss_scale
     values |= {f"seconds/{phase}": seconds for phase, seconds in record.phases.items()}

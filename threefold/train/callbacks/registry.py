@@ -17,7 +17,7 @@ from threefold.train.callbacks.base import Callback, RunContext
 
 _ALWAYS: Final = {
     "goodput": "threefold.train.callbacks.goodput:GoodputLedger",
-    "live_line": "threefold.train.callbacks.live_line:LiveLine",
+    "live_line": "threefold.train.callbacks.console:LiveLine",
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
     "tensorboard": "threefold.train.callbacks.tensorboard:TensorBoard",
     "step_log": "threefold.train.callbacks.console:StepLog",
@@ -45,10 +45,8 @@ Entry = str | Mapping[str, Any]
 def check_names(entries: Sequence[Entry]) -> None:
     """Check before any process starts that `train.callbacks` names callbacks and gives them valid arguments.
 
-    Callbacks of installed packages are imported only if there are arguments to check.
-
-    Raises:
-        UserError: a callback does not exist, is not a `Callback`, lacks a package, or does not take its arguments.
+    Callbacks of installed packages are imported only if there are arguments to check. Raises a `UserError` if a
+    callback does not exist, is not a `Callback`, lacks a package, or does not take its arguments.
     """
     for entry in entries:
         name, arguments = _parsed(entry)
@@ -78,12 +76,8 @@ def import_always() -> None:
 def make_callbacks(run: RunContext, given: Sequence[Callback] = ()) -> list[Callback]:
     """Make the callbacks of this rank: the built-in ones, those of `train.callbacks` in their order, then `given`.
 
-    Args:
-        run: context of the run.
-        given: instances, each used on the ranks that its `ranks` specifies.
-
-    Raises:
-        UserError: on every rank, if a callback cannot be imported or is not a `Callback`.
+    Given instances are used on the ranks that their `ranks` specifies. Raises a `UserError` on every rank, if a
+    callback cannot be imported or is not a `Callback`.
     """
     entries = [_parsed(entry) for entry in run.config.train.callbacks or ()]
     wanted: list[tuple[str, dict[str, Any]]] = [(name, {}) for name in _ALWAYS]
@@ -98,11 +92,7 @@ def make_callbacks(run: RunContext, given: Sequence[Callback] = ()) -> list[Call
 
 
 def require_packages(kind: Callback | type[Callback], beginning: str) -> None:
-    """Check that the packages of a callback are installed.
-
-    Raises:
-        UserError: one is not; its message starts with `beginning`.
-    """
+    """Raise a `UserError` that starts with `beginning` unless the packages of a callback are installed."""
     for package in kind.packages:
         if find_spec(package) is None:
             raise UserError(

@@ -39,11 +39,8 @@ _TAGS: Final = {
 class Tracker(Callback):
     """Base class of callbacks that send the values of each step and evaluation somewhere.
 
-    A failure to send is reported once, and the training continues without.
-
-    Attributes:
-        service: beginning of the warning, such as `MLflow cannot log`.
-        connection: object that is sent to; None before it is made, and when it is closed or has failed.
+    A failure to send is reported once, with `service` (such as `MLflow cannot log`) at its beginning, and the training
+    continues without. The `connection` is None before it is made, and when it is closed or has failed.
     """
 
     service: str
@@ -60,7 +57,6 @@ class Tracker(Callback):
         self.log(record.step, evaluation_values(record))
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Send the values unless the connection has failed."""
         if self.connection is not None:
             with self.failures_reported():
                 self.send(step, values)
