@@ -203,8 +203,7 @@ def _majority(values: Iterable[int]) -> int | None:
 
 
 _NOTHING_SAVED: Final = "there is no checkpoint to resume from"
-_NAMED: Final = 3
-"""Maximum number of tensors that a message names."""
+_NAMED: Final = 3  # maximum number of tensors that a message names
 
 
 def explain(
@@ -364,8 +363,7 @@ class CorruptionWatch(Guard):
         # On a CPU tensor-parallel ranks sum the gradients of weights that they hold whole in the same order. With NCCL,
         # the order of a sum over three or more replicas depends on the group of ranks, so sums may differ by rounding.
         self._sums_alike = mesh.tp.size == 1 or mesh.replicas.size < 3 or mesh.device.type == "cpu"
-        self._at_rest: tuple[int, Tensor] | None = None
-        """Number of restorations, and the hashes after an update."""
+        self._at_rest: tuple[int, Tensor] | None = None  # number of restorations, and the hashes after an update
         self._changed: Tensor | None = None
         self._update, self._compared = 0, -1
         self._gradients_agreed = 0

@@ -177,8 +177,7 @@ def _floats(value: Any) -> Iterator[Tensor]:
             yield from _floats(each)
 
 
-_NAMED = 8
-"""Maximum number of samples and ranks that a sentence lists."""
+_NAMED = 8  # maximum number of samples and ranks that a sentence lists
 
 
 @dataclass(frozen=True)
@@ -261,8 +260,17 @@ class Diagnosis:
     def _where(self) -> str:
         first, weight = self.first, next((found.weight for found in self.findings if found.weight), None)
         bad_weight = f"the weight {weight} was not finite before the step"
+        if first is None and weight:
+            return bad_weight
         if first is None:
-            return bad_weight if weight else self._without_module()
+            if losses := [rank for rank, found in enumerate(self.findings) if found.bad_loss]:
+                loss = f"the loss computed of them on {self._named(losses)}"
+                return f"the outputs of all modules are finite, and {loss} is not"
+            if summed := next((found.summed for found in self.findings if found.summed), None):
+                return f"the gradient of {summed} is finite in each micro-batch on each rank, and their sum is not"
+            if large := next((found.large for found in self.findings if found.large), None):
+                return f"loss and gradients are finite, and {large} overflows the norm"
+            return "no module's output and no gradient was found that is not finite"
         rank = min(rank for rank in self.ranks if self.findings[rank].first == first)
         found, replica = self.findings[rank], self.layout.coordinates(rank).dp
         of_replica = f" of replica {replica}" if self.layout.dp > 1 else ""
@@ -277,17 +285,6 @@ class Diagnosis:
         if found.bad_data:
             where += ", whose data is not finite"
         return f"{where}; {bad_weight}" if weight else where
-
-    def _without_module(self) -> str:
-        if losses := [rank for rank, found in enumerate(self.findings) if found.bad_loss]:
-            return (
-                f"the outputs of all modules are finite, and the loss computed of them on {self._named(losses)} is not"
-            )
-        if summed := next((found.summed for found in self.findings if found.summed), None):
-            return f"the gradient of {summed} is finite in each micro-batch on each rank, and their sum is not"
-        if large := next((found.large for found in self.findings if found.large), None):
-            return f"loss and gradients are finite, and {large} overflows the norm"
-        return "no module's output and no gradient was found that is not finite"
 
     def _named(self, ranks: Sequence[int]) -> str:
         if len(ranks) > 1:

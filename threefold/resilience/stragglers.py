@@ -76,8 +76,7 @@ def find_stragglers(
 
 _LEAST_SECONDS: Final = 0.02
 """Minimum cost of a slow rank in seconds per step: the first rank's callbacks and a busy host's noise cost less."""
-_LEAST_LOOK: Final = 5.0
-"""Minimum seconds between two reported looks, as other load on a host may slow a rank for less."""
+_LEAST_LOOK: Final = 5.0  # minimum seconds between two reported looks, as other load on a host may slow a rank for less
 _OFTEN, _LEAST_LOOKS = 0.75, 4
 """Share and minimum number of looks in which a rank must be slow to count as slow over the whole run."""
 _MOST_NAMED: Final = 4

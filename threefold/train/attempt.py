@@ -9,8 +9,7 @@ from typing import Final
 
 from threefold.errors import UserError
 
-COPIES: Final = 2
-"""Number of copies of a rank's state in memory: one stays whole while the other is written."""
+COPIES: Final = 2  # number of copies of a rank's state in memory: one stays whole while the other is written
 
 
 @dataclass(frozen=True)

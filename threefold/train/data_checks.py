@@ -29,8 +29,7 @@ from threefold.train.callbacks.records import EvaluationRecord
 
 def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
     """Set a derived micro-batch size to the smallest of all ranks, as each derives it from its host's memory.
-
-    Collective over the world.
+    Collective.
     """
     if not is_derived(config, "train.micro_batch_size"):
         return config
@@ -50,10 +49,7 @@ class DataCheck(Callback):
     """Compare fingerprints of the ranks' batches in the first step and every `every` steps; a mismatch ends the run.
 
     Runs on every rank, as it calls a collective. `rows` are the rank's rows of the global batch, for batches without
-    rows.
-
-    Raises:
-        UserError: on every rank, naming a rank that reads different samples.
+    rows. Raises a `UserError` on every rank, naming a rank that reads different samples.
     """
 
     def __init__(self, mesh: Mesh, every: int, rows: Sequence[int] = ()) -> None:
@@ -100,25 +96,15 @@ _READING, _DONE, _PROBLEMS = 0, 1, 2
 _DAMAGED, _OTHER, _UNREADABLE = range(3)
 WORTH_WAITING: Final = 4 << 30
 """Number of unread bytes up to which a checkpoint and the end of the run wait for the reader, which takes seconds."""
-_LOOK: Final = 0.5
-"""Seconds between two looks at the reader's progress while waiting for it."""
+_LOOK: Final = 0.5  # seconds between two looks at the reader's progress while waiting for it
 
 
 class TokenCheck(Callback):
     """Read all tokens in the background, and end the run on all ranks at the same step if a checksum differs.
 
     Checksums are compared with those in the files and with those in the checkpoint that the run resumes from. One rank
-    of each host reads, at the lowest scheduling priority. Collective over the world.
-
-    Args:
-        corpora: token files of the run.
-        every: steps between all-reduces of the ranks' states.
-        resumed: checkpoint that the run resumes from.
-        reads: whether this rank reads.
-        wait_for: see `WORTH_WAITING`.
-
-    Raises:
-        UserError: on every rank, naming the file.
+    of each host reads, at the lowest scheduling priority. Every `every` steps the ranks exchange their states.
+    Collective over the world; raises a `UserError` on every rank, naming the file.
     """
 
     def __init__(

@@ -28,8 +28,7 @@ from threefold.random.rng import Slice, row_major, signed, stream_key
 
 WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 """Word type by bytes per element: at most 32 bits, so that a change of the top bits still depends on the factor."""
-_COLUMNS: Final = 1 << 16
-"""Length of the table of column factors; longer rows are hashed in blocks of this length."""
+_COLUMNS: Final = 1 << 16  # length of the table of column factors; longer rows are hashed in blocks of this length
 _AT_ONCE: Final = {"cpu": 1 << 15, "cuda": 1 << 24}
 """Words of a core, or of a GPU, whose products are in memory at once: few enough for a core's cache."""
 _ROWS_FROM, _COLUMNS_FROM, _BLOCKS_FROM = 0, 1 << 60, 1 << 61
@@ -139,34 +138,27 @@ class Fingerprints:
 
     def __init__(self, weights: Sequence[Weight], mesh: Mesh) -> None:
         self._weights, self._mesh = weights, mesh
-        self._hashes: dict[str, PartHash] | None = None
+        self._hashes: dict[str, PartHash] = {}
         self._names: dict[str, int] = {}
         self._holders: dict[str, list[int]] = {}
 
     def take(self, turn: int) -> TensorHashes:
-        """Hash the weights as they are now; equal on every rank."""
-        hashes, rank = self._prepared(), self._mesh.rank
-        totals = torch.zeros(len(self._names), dtype=torch.int64, device=self._mesh.device)
-        for weight in self._weights:
-            place, holders = self._names[weight.name], self._holders[weight.name]
-            if holders[(place + turn) % len(holders)] == rank:
-                totals[place] = hashes[weight.name](weight.master)
-        self._mesh.world.all_reduce_(totals)
-        return TensorHashes(dict(zip(self._names, totals.tolist(), strict=True)))
-
-    def _prepared(self) -> dict[str, PartHash]:
-        """Return the hash of each weight; on the first call, find out which ranks hold what."""
-        if self._hashes is None:
+        """Hash the weights as they are now; equal on every rank. The first call finds out which ranks hold what."""
+        if not self._names:
             held = {each.name: (offset(each.parameter), tuple(each.master.shape)) for each in self._weights}
             everywhere = self._mesh.world.gather_objects(held)
             names = dict.fromkeys(name for ranks in everywhere for name in ranks)
             self._names = {name: place for place, name in enumerate(names)}
-            self._holders = {
-                name: [rank for rank, others in enumerate(everywhere) if others.get(name) == part]
-                for name, part in held.items()
-            }
-            self._hashes = {
-                each.name: PartHash(each.master.shape, held[each.name][0], each.parameter.shape, each.master.device)
-                for each in self._weights
-            }
-        return self._hashes
+            for weight in self._weights:
+                start, shape = part = held[weight.name]
+                self._holders[weight.name] = [
+                    rank for rank, has in enumerate(everywhere) if has.get(weight.name) == part
+                ]
+                self._hashes[weight.name] = PartHash(shape, start, weight.parameter.shape, weight.master.device)
+        totals = torch.zeros(len(self._names), dtype=torch.int64, device=self._mesh.device)
+        for weight in self._weights:
+            place, holders = self._names[weight.name], self._holders[weight.name]
+            if holders[(place + turn) % len(holders)] == self._mesh.rank:
+                totals[place] = self._hashes[weight.name](weight.master)
+        self._mesh.world.all_reduce_(totals)
+        return TensorHashes(dict(zip(self._names, totals.tolist(), strict=True)))

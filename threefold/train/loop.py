@@ -30,8 +30,7 @@ from threefold.train.saving import SafeSaving
 from threefold.train.step import Engine, NonFiniteStep, several
 from threefold.train.stop import Stopped
 
-_PATIENCE: Final = 60.0
-"""Seconds that a failed run waits for background writes to complete."""
+_PATIENCE: Final = 60.0  # seconds that a failed run waits for background writes to complete
 
 
 def is_due(step: int, every: int, last: int) -> bool:

@@ -154,8 +154,7 @@ class Lion(UpdateRule):
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of the quintic polynomial, steep at 0; singular values end up between about 0.7 and 1.2."""
-EPS = 1e-7
-"""Smallest norm that a matrix is divided by."""
+EPS = 1e-7  # smallest norm that a matrix is divided by
 
 
 class Muon(UpdateRule):
@@ -193,7 +192,11 @@ class Muon(UpdateRule):
             update = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
             whole = newton_schulz(matrix.gather(update), config.newton_schulz_steps, entry.is_exact)
             entry.master.mul_(1 - lr * self.weight_decay(entry))
-            scale = lr_scale(entry.parameter.shape, config.lr_scaling)
+            rows, columns = entry.parameter.shape[-2:]
+            if config.lr_scaling == "original":  # as in Keller Jordan's implementation
+                scale = max(1.0, rows / columns) ** 0.5
+            else:  # match_rms_adamw: updates about as large as AdamW's (Liu et al., arXiv 2502.16982)
+                scale = 0.2 * max(rows, columns) ** 0.5
             entry.master.add_(matrix.shard(whole, entry.master), alpha=-lr * scale)
         if self._others.entries:
             self._others.step(lr)
@@ -220,20 +223,7 @@ def newton_schulz(matrices: Tensor, steps: int, exact: bool = False) -> Tensor:
     return x if wide else x.mT
 
 
-def lr_scale(shape: Sequence[int], scaling: str) -> float:
-    """Return the learning-rate factor for matrices of the last two dims of `shape`.
-
-    `original` follows Keller Jordan's implementation; `match_rms_adamw` makes updates about as large as AdamW's (Liu et
-    al., "Muon is scalable for LLM training", arXiv 2502.16982).
-    """
-    rows, columns = shape[-2:]
-    if scaling == "original":
-        return max(1.0, rows / columns) ** 0.5
-    return 0.2 * max(rows, columns) ** 0.5
-
-
-_OF_THE_SECTION = ("lr", "weight_decay")
-"""Arguments that have their own settings."""
+_OF_THE_SECTION = ("lr", "weight_decay")  # arguments that have their own settings
 
 
 def update_rule(config: OptimizerConfig) -> type[UpdateRule]:
@@ -297,7 +287,6 @@ class OwnOptimizer(TorchRule):
         return self._updated.is_replicated(entry, self._given[entry.name][state].shape)
 
     def restored(self) -> None:
-        """Take over the state that a checkpoint has filled."""
         self._updated.gather_again()
         for entry in self.entries:
             if self._torch is not None and entry.name in self._given:
@@ -323,7 +312,6 @@ class _State(NamedTuple):
 
 
 def needs_whole_matrices(config: OptimizerConfig) -> bool:
-    """Return whether a user's optimizer declares `needs_whole_matrices`."""
     return bool(getattr(OPTIMIZERS.load(config.name), "needs_whole_matrices", False))
 
 

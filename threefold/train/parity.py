@@ -1,6 +1,5 @@
 """Recording of a run of `threefold train` or `Trainer`, which `threefold parity` compares with any other code."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
@@ -14,7 +13,7 @@ from threefold.models.own_batch import map_tensors
 from threefold.parallel.parameter import Weight, is_split, offset, slice_of
 from threefold.parity.adapters import Adapter, Placed, clean_name
 from threefold.parity.placement import Piece, Placement
-from threefold.parity.recorder import FOLDER, Recorder
+from threefold.parity.recorder import Recorder
 from threefold.train.callbacks.base import Guard
 from threefold.train.callbacks.records import StepRecord
 from threefold.train.step import Engine
@@ -23,11 +22,9 @@ from threefold.train.step import Engine
 class ThreefoldAdapter(Adapter):
     """Adapter for a run's engine, in every layout.
 
-    Weights are the masters, which are updated. Outputs are recorded of modules whose output is an activation
-    [samples, positions, features] that this rank holds whole or whose part is known.
-
-    Attributes:
-        ended: whether the recorder has recorded all its steps and wants the run to end.
+    Weights are the masters, which are updated. Outputs are recorded of modules whose output is an activation [samples,
+    positions, features] that this rank holds whole or whose part is known. When the recorder has recorded all its
+    steps, `ended` becomes true, so that the run ends.
     """
 
     name = "threefold"
@@ -42,17 +39,13 @@ class ThreefoldAdapter(Adapter):
         self._decay = {entry.name: engine.optimizer.rule.weight_decay(entry) for entry in engine.optimizer.entries}
         self._length = 0 if engine.config.model.architecture == OWN else engine.config.data.sequence_length
         self._cut = engine.parallelism.context.cut
-        self._before: Callable[[], None] = _nothing
+        self.before_update: Callable[[], None] = _nothing
         self._after: Callable[[], None] = _nothing
         self._lr = 0.0
         self.ended = False
 
     def widen(self) -> None:
         """Do nothing: `threefold train` and `Trainer` have made the engine in fp64."""
-
-    def before_update(self) -> None:
-        """Record the state before an update."""
-        self._before()
 
     def after_update(self, lr: float) -> None:
         """Record an update that was made with the learning rate `lr`, and end the step."""
@@ -68,7 +61,9 @@ class ThreefoldAdapter(Adapter):
             for name, module in stage.named_modules():
                 # Embedded positions are the same for all samples.
                 called = type(module).forward is not nn.Module.forward and not isinstance(module, PositionEmbedding)
-                if name and called and not _is_wrapper(name, module):
+                # A wrapper's child has its name.
+                inside = {clean_name(f"{name}.{child}") for child, _ in module.named_children()}
+                if name and called and clean_name(name) not in inside:
                     yield clean_name(name), module
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
@@ -102,12 +97,11 @@ class ThreefoldAdapter(Adapter):
         self._engine.optimizer.restored()
 
     def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
-        self._before, self._after = before, after
+        self.before_update, self._after = before, after
         return [self]
 
     def remove(self) -> None:
-        """Stop recording updates."""
-        self._before = self._after = _nothing
+        self.before_update = self._after = _nothing
 
     def leave(self) -> None:
         self.ended = True
@@ -180,9 +174,7 @@ class ThreefoldAdapter(Adapter):
 class ParityRecording(Guard):
     """Guard that records the first steps of a run, in the folder that `threefold parity run` gives.
 
-    Args:
-        engine: engine of the run, with its weights.
-        updates: number of updates that the run has made before.
+    The run has made this number of `updates` before.
     """
 
     def __init__(self, engine: Engine, updates: int) -> None:
@@ -207,7 +199,6 @@ class ParityRecording(Guard):
         self._adapter.before_update()
 
     def after_step(self, record: StepRecord) -> None:
-        """Record the update, and the numbers that the run reports."""
         if not record.is_read:
             return
         self._recorder.scalar("loss", record.loss)
@@ -217,19 +208,8 @@ class ParityRecording(Guard):
             self.stop("the steps of threefold parity are recorded")
 
     def close(self) -> None:
-        """End the recording."""
         self._recorder.close()
-
-
-def make_recording(engine: Engine, updates: int) -> ParityRecording | None:
-    """Return the recording that the environment requests for a run after `updates` updates; None without a request."""
-    return ParityRecording(engine, updates) if os.environ.get(FOLDER) else None
 
 
 def _nothing() -> None:
     pass
-
-
-def _is_wrapper(name: str, module: nn.Module) -> bool:
-    """Return whether a module is a wrapper, whose child has the name."""
-    return any(clean_name(f"{name}.{child}") == clean_name(name) for child, _ in module.named_children())

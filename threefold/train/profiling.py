@@ -32,12 +32,8 @@ _RECORDED: Final = (RunSection.STEP, RunSection.EVALUATION, RunSection.SAVE)
 class Span(NamedTuple):
     """Uninterrupted activity of a rank.
 
-    Attributes:
-        name: name in the trace, such as `0F2`, `update` or `callback Summary`.
-        kind: `F`, `B`, `I` or `W` for a pipeline action; otherwise empty.
-        stage, micro_batch: stage and micro-batch of a pipeline action.
-        step: 1 for the first.
-        start, end: seconds since the epoch.
+    `kind` is `F`, `B`, `I` or `W` for a pipeline action of a stage and a micro-batch; otherwise empty, and the name is
+    such as `update` or `callback Summary`. Times are seconds since the epoch.
     """
 
     name: str
@@ -62,7 +58,6 @@ class SpanRecorder:
         self._step = 0
 
     def start(self, step: int) -> None:
-        """Record from now on, after `step`."""
         if self._on_gpu:
             torch.cuda.synchronize(self._device)
         self._base, self._step = (self._now(), time.time()), step
@@ -145,19 +140,15 @@ def _begun(name: str) -> record_function:
 
 FOLDER: Final = "profile"
 SPANS_FILE: Final = "spans.json"
-WARM_UP: Final = 2
-"""Steps before the profiled ones, as the first steps allocate memory and choose kernels."""
-_COMPRESSED_FROM: Final = 64
-"""Number of ranks at and above which traces are compressed, as they may take gigabytes."""
+WARM_UP: Final = 2  # steps before the profiled ones, as the first steps allocate memory and choose kernels
+_COMPRESSED_FROM: Final = 64  # number of ranks at and above which traces are compressed, as they may take gigabytes
 
 
 @dataclass(frozen=True)
 class ProfileRequest:
-    """Request to profile some steps of a run.
+    """Request to profile some steps of a run, after the warm-up.
 
-    Attributes:
-        steps: number of steps, after the warm-up.
-        draw: draws a file of spans and returns the paths of the pictures; called on the first rank.
+    `draw` draws a file of spans and returns the paths of the pictures; it is called on the first rank.
     """
 
     steps: int
@@ -227,7 +218,10 @@ class Profiler(Callback):
         gathered = self._mesh.world.gather_objects((coordinates.pp, spans if shown else [], problem))
         if self._mesh.world.is_first:
             stages = sorted((place, spans) for place, spans, _ in gathered if spans)
-            self._report(stages, [problem for *_, problem in gathered])
+            told = next(((rank, problem) for rank, (*_, problem) in enumerate(gathered) if problem), None)
+            if told is not None:
+                say(f"Warning: the trace of rank {told[0]} cannot be written to {self._folder} ({told[1]}).")
+            self._report(stages)
 
     def _write_trace(self, profiled: profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -238,11 +232,7 @@ class Profiler(Callback):
         profiled.add_metadata("layout", str(self._mesh.layout))
         profiled.export_chrome_trace(str(replace_link(self._folder / f"rank-{self._mesh.rank:04}{suffix}")))
 
-    def _report(self, stages: list[tuple[int, list[Span]]], problems: list[str]) -> None:
-        for rank, problem in enumerate(problems):
-            if problem:
-                say(f"Warning: the trace of rank {rank} cannot be written to {self._folder} ({problem}).")
-                break
+    def _report(self, stages: list[tuple[int, list[Span]]]) -> None:
         path = self._folder / SPANS_FILE
         held = [{"pp_rank": place, "spans": [span._asdict() for span in spans]} for place, spans in stages]
         try:

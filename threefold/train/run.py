@@ -1,5 +1,6 @@
 """Training entry point of a rank: opens the data, builds the engine, restores the state, runs the loop."""
 
+import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -28,6 +29,7 @@ from threefold.models.sharding import ModelPlan
 from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_source
 from threefold.parallel.pipeline.partition import StageMap, stage_map
 from threefold.parallel.plan_check import check_layout, check_source
+from threefold.parity.recorder import FOLDER as PARITY_FOLDER
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
 from threefold.resilience.corruption import CorruptionWatch, GradientCheck
 from threefold.resilience.memory_copy import KeptStates, StateKeeper
@@ -38,7 +40,7 @@ from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_ba
 from threefold.train.loop import TrainingLoop
 from threefold.train.optim import learning_rate
 from threefold.train.optimizers import update_rule
-from threefold.train.parity import make_recording
+from threefold.train.parity import ParityRecording
 from threefold.train.profiling import Profiler, ProfileRequest, SpanRecorder
 from threefold.train.saving import Checkpoints, SafeSaving, StartingPoint, load_weights, restore_engine
 from threefold.train.step import Engine
@@ -145,13 +147,14 @@ def train(
             tokens,
             *reports,  # goodput, console, metrics, TensorBoard, log, stragglers, curve, summary; then the user's
             profiler,
-            make_recording(engine, start.step),
+            ParityRecording(engine, start.step) if os.environ.get(PARITY_FOLDER) else None,
             watch,
             policy,
             BadSteps(engine, loader, saving, policy),
         ]
         loop = TrainingLoop(run, engine, loader, saving, [each for each in all_callbacks if each is not None])
-        return loop.fit(start.step, start.is_unsaved, start.evaluation_missed)
+        missed = start.resumed is not None and start.resumed.facts.evaluation_missed
+        return loop.fit(start.step, start.is_unsaved, missed)
 
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> tuple[int, int]:  # noqa: B008
@@ -189,8 +192,7 @@ def import_named(config: Config) -> None:
     import_always()
 
 
-Parts = tuple[Samples, Samples | None]
-"""Samples to train on, and those to evaluate on; None without evaluation."""
+Parts = tuple[Samples, Samples | None]  # samples to train on, and those to evaluate on; None without evaluation
 
 
 def open_samples(config: Config, dataset: Dataset) -> Parts:
@@ -276,15 +278,31 @@ class Start:
 
         Raises a `UserError` on every rank if no checkpoint can be read.
         """
+        lines = self._attempt.lines
         if self._in_memory is not None:
-            lines = self._attempt.lines(f"Resuming from memory after step {self._in_memory:,}")
-            return self._kept.restore(self._in_memory, engine, self._run_dir, self._is_unsaved, lines)
-        while True:
+            said = lines(f"Resuming from memory after step {self._in_memory:,}")
+            return self._kept.restore(self._in_memory, engine, self._run_dir, self._is_unsaved, said)
+        while (found := self._found) is not None:
             try:
-                return self._load(engine)
+                (restore_engine if found.is_resumed else load_weights)(engine, found.checkpoint)
+                break
             except DamagedCheckpoint as damage:
                 self._damaged[damage.path] = damage.reason
                 self._found = self._find()
+        new = ConsumedSamples(self._config.train.global_batch_size)
+        if found is None:
+            return StartingPoint(0, new, lines(""))
+        checkpoint = found.checkpoint
+        if not found.is_resumed:
+            return StartingPoint(
+                0, new, [*lines(f"Starting from {checkpoint.path}"), *found.warnings], carried=checkpoint
+            )
+        after = f" after step {checkpoint.step:,}" if self._attempt.number else ""
+        said = [*lines(f"Resuming from {checkpoint.path}{after}"), *found.warnings]
+        consumed, passed = consumed_by(checkpoint, self._config), frozenset(found.passed)
+        return StartingPoint(
+            checkpoint.step, consumed, said, checkpoint, checkpoint, passed, checkpoint.facts.anomalies
+        )
 
     def _find(self) -> SelectedCheckpoint | None:
         def find() -> SelectedCheckpoint | None:
@@ -293,20 +311,3 @@ class Start:
             return find_warm_start(self._config, self._damaged)
 
         return from_first(self._world, find)
-
-    def _load(self, engine: Engine) -> StartingPoint:
-        found, new = self._found, ConsumedSamples(self._config.train.global_batch_size)
-        if found is None:
-            return StartingPoint(0, new, self._attempt.lines(""))
-        checkpoint = found.checkpoint
-        if found.is_resumed:
-            restore_engine(engine, checkpoint)
-            after = f" after step {checkpoint.step:,}" if self._attempt.number else ""
-            lines = [*self._attempt.lines(f"Resuming from {checkpoint.path}{after}"), *found.warnings]
-            consumed, passed = consumed_by(checkpoint, self._config), frozenset(found.passed)
-            return StartingPoint(
-                checkpoint.step, consumed, lines, checkpoint, checkpoint, passed, checkpoint.facts.anomalies
-            )
-        load_weights(engine, checkpoint)
-        lines = [*self._attempt.lines(f"Starting from {checkpoint.path}"), *found.warnings]
-        return StartingPoint(0, new, lines, carried=checkpoint)

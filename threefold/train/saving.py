@@ -56,11 +56,6 @@ class StartingPoint:
     anomalies: AnomalyFacts | None = None
     is_unsaved: bool = False
 
-    @property
-    def evaluation_missed(self) -> bool:
-        """Whether the run ended before an evaluation that was due here."""
-        return self.resumed is not None and self.resumed.facts.evaluation_missed
-
 
 class SafeSaving:
     """Save due checkpoints, and never replace a good checkpoint with one of a diverged model.
@@ -85,8 +80,7 @@ class SafeSaving:
         self.awaits_good_step = True
         self._unproved: int | None = None
         self._tried: Path | None = None
-        self._newest: int | None = None
-        """Step of a checkpoint that a good step followed, while older ones are kept."""
+        self._newest: int | None = None  # step of a checkpoint that a good step followed, while older ones are kept
         self._has_good_steps = False
 
     def after_good_step(self) -> None:
@@ -199,8 +193,7 @@ class FailureWarning:
         self._failing = False
 
 
-_LONG_WAIT: Final = 1.0
-"""Seconds of waiting for the previous checkpoint above which a warning is printed."""
+_LONG_WAIT: Final = 1.0  # seconds of waiting for the previous checkpoint above which a warning is printed
 
 
 class Checkpoints:

@@ -36,13 +36,7 @@ from threefold.models.module_check import explaining_passes
 from threefold.models.sharding import ModelPlan, OverSequence
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.moving_buffers import MovingBuffers
-from threefold.parallel.parallelize import (
-    Parallelism,
-    PieceSizes,
-    TrainableModel,
-    TrainingSettings,
-    apply_parallelism,
-)
+from threefold.parallel.parallelize import Parallelism, PieceSizes, TrainableModel, TrainingSettings, apply_parallelism
 from threefold.parallel.parameter import has_uneven_shards, is_split
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
 from threefold.parallel.pipeline.stage import StepSamples

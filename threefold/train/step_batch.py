@@ -26,12 +26,9 @@ class BatchFacts(NamedTuple):
     """Facts of a step's global batch, which outlive the samples.
 
     Attributes:
-        counted: valid tokens; samples for a batch that has no tokens.
+        counted, read: valid tokens, and tokens without padding; both samples for a batch that has no tokens.
         factor: factor of a micro-batch's loss in the backward pass: its share of the mean loss, times the loss scale.
         share: this rank's share of the samples.
-        samples: number of samples.
-        padding: number of padding tokens.
-        read: number of tokens without padding; samples for a batch that has no tokens.
         sums: terms of a user's loss, added up as micro-batches run; None if the last layer computes the loss.
     """
 
@@ -47,12 +44,8 @@ class BatchFacts(NamedTuple):
 class BatchPreparation:
     """Preparation of each step's batch on a rank: its counts, the rank's part of it, and its dropout keys.
 
-    Methods are collective over the replicas, and over the world while shapes of activations are unknown.
-
-    Args:
-        model: this rank's part of the model.
-        runner: runner of the micro-batches, which may have to find the shapes of activations first.
-        preserved: makes a context that restores random states and buffers at its end.
+    Methods are collective over the replicas, and over the world while shapes of activations are unknown, which the
+    `runner` then finds inside `preserved`, a context that restores random states and buffers at its end.
     """
 
     def __init__(

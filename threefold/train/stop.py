@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 # folder and the clock.
 _INTERRUPT, _TERMINATE, _REASON = 1.0, float(1 << 16), float(1 << 32)
 _FOLDER_LOST, _SAVE_DUE, _TIME_UP, _SAVED = (float(1 << bit) for bit in (49, 50, 51, 52))
-_LONGEST_REASON = 1000
-"""Maximum number of characters of a reason that are exchanged."""
+_LONGEST_REASON = 1000  # maximum number of characters of a reason that are exchanged
 
 
 @dataclass(frozen=True)
@@ -47,8 +46,7 @@ class Stopped:
     limit: str = ""
 
 
-_FIRST_SAVE: Final = 100e6
-"""Assumed speed of the first save in bytes per second, until one has been measured."""
+_FIRST_SAVE: Final = 100e6  # assumed speed of the first save in bytes per second, until one has been measured
 
 
 class RunClock:

@@ -93,8 +93,7 @@ class UpdateRule(ABC):
         return self.config.weight_decay if entry.decays else 0.0
 
 
-LEAST = 1.0
-"""Smallest loss scale; gradients that overflow at this scale also overflow unscaled."""
+LEAST = 1.0  # smallest loss scale; gradients that overflow at this scale also overflow unscaled
 
 
 class LossScale:

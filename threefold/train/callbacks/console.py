@@ -21,18 +21,13 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 LOG_FILE = "train.log"
-REPORT_FILE = "report.html"
-"""Report of the run (`threefold.report.document`)."""
+REPORT_FILE = "report.html"  # report of the run (`threefold.report.document`)
 
 
-_SAME: Final = 0.0005
-"""Relative change of the loss that is not a change."""
-_WORTH_SAYING: Final = 0.01
-"""Share of a step that its ranks wait for each other, below which it is left out."""
-_WITH_BAR, _BAR = 150, 30
-"""Columns of a terminal from which on a live line has a bar, and its cells."""
-_WORTH_A_LOOK: Final = 0.5
-"""Share of a step that its ranks wait for each other, from which on it is coloured."""
+_SAME: Final = 0.0005  # relative change of the loss that is not a change
+_WORTH_SAYING: Final = 0.01  # share of a step that its ranks wait for each other, below which it is left out
+_WITH_BAR, _BAR = 150, 30  # columns of a terminal from which on a live line has a bar, and its cells
+_WORTH_A_LOOK: Final = 0.5  # share of a step that its ranks wait for each other, from which on it is coloured
 
 
 class Part(NamedTuple):
@@ -204,39 +199,34 @@ class StepLog(EventLines):
 
 
 def step_line(since: Sequence[StepRecord], ranks: int) -> str:
-    """Format the line of the last of the steps `since` the previous line, of which there is at least one."""
+    """Format the line of the last of the steps `since` the previous line, with averages over them."""
     last, count = since[-1], len(since)
     seconds = sum(record.seconds for record in since)
     rate = sum(record.tokens_read for record in since) / seconds
-    return (
-        f"global step {last.step}, epoch: {last.epoch}, batch: {last.batch}, loss: {last.loss:.9f}, "
-        f"avg_reader_cost: {sum(record.reader_cost for record in since) / count:.5f} sec, "
-        f"avg_batch_cost: {seconds / count:.5f} sec, speed: {count / seconds:.2f} step/s, "
-        f"ips_total: {rate:.0f} {last.unit}/s, ips: {rate / ranks:.0f} {last.unit}/s, learning rate: {last.lr:.5e}"
-        + ("" if last.loss_scale is None else f", loss scale: {last.loss_scale:g}")
-        + "".join(f", epoch of {name}: {epochs:.3g}" for name, epochs in last.corpus_epochs.items())
-        + "".join(f", {name}: {mean:.9f}" for name, mean in last.terms.items())
-        + _of_hardware(since)
-    )
-
-
-def _of_hardware(since: Sequence[StepRecord]) -> str:
-    """Format rates and times as averages over the steps, and the peak memory so far."""
+    parts = [
+        f"global step {last.step}, epoch: {last.epoch}, batch: {last.batch}, loss: {last.loss:.9f}",
+        f"avg_reader_cost: {sum(record.reader_cost for record in since) / count:.5f} sec",
+        f"avg_batch_cost: {seconds / count:.5f} sec, speed: {count / seconds:.2f} step/s",
+        f"ips_total: {rate:.0f} {last.unit}/s, ips: {rate / ranks:.0f} {last.unit}/s, learning rate: {last.lr:.5e}",
+    ]
+    if last.loss_scale is not None:
+        parts.append(f"loss scale: {last.loss_scale:g}")
+    parts += [f"epoch of {name}: {epochs:.3g}" for name, epochs in last.corpus_epochs.items()]
+    parts += [f"{name}: {mean:.9f}" for name, mean in last.terms.items()]
     rates = MeanRates.over(since)
-    if (last := rates.last) is None:
-        return ""
-    parts = [f"tflops: {rates.teraflops:.4g}"] if rates.flops else []
-    parts += [f"mfu: {rates.mfu:.1%}"] if rates.mfu else []
-    parts.append(f"memory: {format_bytes(last.memory)}")
-    parts.append(f"max_memory: {format_bytes(last.largest_memory)} (rank {last.largest_rank})")
-    costs = {phase: sum(record.phases.get(phase, 0.0) for record in since) for phase in ("forward_backward", "update")}
-    costs["wait"] = sum(record.performance.waited for record in since if record.performance is not None)
-    parts += [f"avg_{name}_cost: {seconds / len(since):.5f} sec" for name, seconds in costs.items()]
-    return "".join(f", {part}" for part in [*parts, f"wall_clock: {last.wall_clock:.1f} sec"])
+    if (used := rates.last) is not None:
+        parts += [f"tflops: {rates.teraflops:.4g}"] if rates.flops else []
+        parts += [f"mfu: {rates.mfu:.1%}"] if rates.mfu else []
+        parts.append(f"memory: {format_bytes(used.memory)}")
+        parts.append(f"max_memory: {format_bytes(used.largest_memory)} (rank {used.largest_rank})")
+        costs = {name: sum(record.phases.get(name, 0.0) for record in since) for name in ("forward_backward", "update")}
+        costs["wait"] = sum(record.performance.waited for record in since if record.performance is not None)
+        parts += [f"avg_{name}_cost: {total / count:.5f} sec" for name, total in costs.items()]
+        parts.append(f"wall_clock: {used.wall_clock:.1f} sec")
+    return ", ".join(parts)
 
 
-_AVERAGED: Final = 20
-"""Steps over which a live line averages speed and time."""
+_AVERAGED: Final = 20  # steps over which a live line averages speed and time
 _SECONDS_BETWEEN_REFRESHES: Final = 0.1
 
 

@@ -17,8 +17,7 @@ from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput, WriteFailur
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 
 FILE = "metrics.jsonl"
-LARGEST_BACKLOG = 1 << 20
-"""Bytes of lines that are kept in memory until a full disk has space again."""
+LARGEST_BACKLOG = 1 << 20  # bytes of lines that are kept in memory until a full disk has space again
 
 
 class LineFile:
@@ -187,7 +186,7 @@ def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
 _BEGINNING = b'{"step": '
 _KINDS = ("loss", "valid_loss", "goodput")
 """Distinctive key of each kind of line, in the order of the lines of one step."""
-MEASURED = (
+MEASURED = (  # keys of a step that measure time and hardware; all others are the same whenever the step is made
     "tokens_per_second",
     "seconds",
     "phases",
@@ -199,9 +198,7 @@ MEASURED = (
     "waited",
     "wall_clock",
 )
-"""Keys of a step that measure time and hardware; all others are the same whenever the step is made."""
-_NAMED_LINES = 5
-"""Maximum number of damaged lines that a warning lists."""
+_NAMED_LINES = 5  # maximum number of damaged lines that a warning lists
 
 
 @dataclass(frozen=True)

@@ -351,8 +351,7 @@ class PhaseTimers(Callback):
             say(f"Warning: {self.path} cannot be written ({reason_of(error)}).")
 
 
-_LONGEST_PARAMETER = 500
-"""Maximum number of characters of a parameter's value in every version of MLflow."""
+_LONGEST_PARAMETER = 500  # maximum number of characters of a parameter's value in every version of MLflow
 
 
 class MLflowRun(Tracker):

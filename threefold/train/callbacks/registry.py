@@ -15,7 +15,7 @@ from threefold.files import shown
 from threefold.plugins import Registry, one_of
 from threefold.train.callbacks.base import Callback, RunContext
 
-_ALWAYS: Final = {
+_ALWAYS: Final = {  # callbacks of every run, in calling order
     "goodput": "threefold.train.callbacks.goodput:GoodputLedger",
     "live_line": "threefold.train.callbacks.console:LiveLine",
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
@@ -26,8 +26,7 @@ _ALWAYS: Final = {
     "report": "threefold.report.document:RunReport",
     "summary": "threefold.train.callbacks.console:Summary",
 }
-"""Callbacks of every run, in calling order."""
-_CHOSEN: Final = {
+_CHOSEN: Final = {  # callbacks of a run that names them in `train.callbacks`
     "early_stopping": "threefold.train.callbacks.optional:EarlyStopping",
     "csv_log": "threefold.train.callbacks.optional:CSVLog",
     "epoch_metrics": "threefold.train.callbacks.optional:EpochMetrics",
@@ -35,7 +34,6 @@ _CHOSEN: Final = {
     "wandb": "threefold.train.callbacks.optional:WeightsAndBiases",
     "mlflow": "threefold.train.callbacks.optional:MLflowRun",
 }
-"""Callbacks of a run that names them in `train.callbacks`."""
 CALLBACKS: Final = Registry("train.callbacks", "threefold.callbacks", {**_ALWAYS, **_CHOSEN}, takes_paths=True)
 
 Entry = str | Mapping[str, Any]

@@ -24,7 +24,7 @@ def import_writer() -> None:
         import tensorboard.compat.proto.event_pb2  # noqa: F401
 
 
-_TAGS: Final = {
+_TAGS: Final = {  # tag in TensorBoard of a value, or of all values whose names begin so
     "loss": "loss/train",
     "grad_norm": "gradient_norm",
     "lr": "learning_rate",
@@ -33,7 +33,6 @@ _TAGS: Final = {
     "valid_loss/": "loss/validation of ",
     "valid_term/": "terms/validation of ",
 }
-"""Tag in TensorBoard of a value, or of all values whose names begin so."""
 
 
 class Tracker(Callback):
@@ -138,7 +137,11 @@ class TensorBoard(Tracker):
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
-        summary = Summary(value=[Summary.Value(tag=_tag(name), simple_value=value) for name, value in values.items()])
+        summary = Summary()
+        for name, value in values.items():
+            begins = name[: name.find("/") + 1]
+            tag = _TAGS.get(name) or _TAGS.get(begins, begins) + name[len(begins) :]
+            summary.value.append(Summary.Value(tag=tag, simple_value=value))
         self._add(Event(wall_time=time.time(), step=step, summary=summary))
 
     def _add(self, event: Any) -> None:
@@ -146,12 +149,6 @@ class TensorBoard(Tracker):
         if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
             self.connection.flush()
             self._flushed = time.monotonic()
-
-
-def _tag(name: str) -> str:
-    """Return the tag in TensorBoard of a value of `step_values` or `evaluation_values`."""
-    begins = name[: name.find("/") + 1]
-    return _TAGS.get(name) or _TAGS.get(begins, begins) + name[len(begins) :]
 
 
 def framed(record: bytes) -> bytes:
