@@ -253,22 +253,6 @@ def explain(
     return HardwareFault(f"After step {step} {named} {sentence}; {resumed}.", ranks, step)
 
 
-def explain_gradients(
-    step: int, found: Verdict, hosts: Sequence[str], newest: Path | None, agreed: int
-) -> HardwareFault:
-    """Return the error about gradients of update `step` that differ; compared ones last agreed in step `agreed`."""
-    named = _ranks(found.ranks, hosts)
-    others = f" than {_ranks(found.others)}" if found.others else ", computed twice"
-    fault = named if found.is_certain else "one of them"
-    resumed = f"--resume starts from {newest}, and gradients agreed in step {agreed} last" if newest else _NOTHING_SAVED
-    return HardwareFault(
-        f"In step {step} {named} computed other gradients of the same samples{others}, so arithmetic or memory of "
-        f"{fault} has failed; {resumed}.",
-        found.ranks,
-        step - 1,
-    )
-
-
 def _ranks(ranks: Sequence[int], hosts: Sequence[str] = ()) -> str:
     """Name ranks by number, with their hosts if there are several hosts."""
     named = [f"{rank} ({hosts[rank]})" if len(set(hosts)) > 1 else str(rank) for rank in ranks]
@@ -285,12 +269,10 @@ def _joined(names: Sequence[str]) -> str:
 
 
 class Watched(NamedTuple):
-    """Tensor that must stay unchanged between updates.
+    """Tensor that must stay unchanged between updates, with the label for a message.
 
-    Attributes:
-        label: description for a message.
-        identity: identity of the copies: ranks with equal identities hold the same bits.
-        sharing: key that is equal for tensors of this rank with copies on the same ranks.
+    Ranks with equal identities hold copies with the same bits. `sharing` is equal for tensors of this rank with copies
+    on the same ranks.
     """
 
     label: str
@@ -395,8 +377,17 @@ class CorruptionWatch(Guard):
         if self._gradients is not None and step % self._every == 0:
             if found := self._gradients.compare(step):
                 self._compare(step - 1)  # weights that differ would explain gradients that differ
-                hosts = self._engine.mesh.world.gather_objects(gethostname())
-                raise explain_gradients(step, found, hosts, self._newest(), self._gradients_agreed)
+                named = _ranks(found.ranks, self._engine.mesh.world.gather_objects(gethostname()))
+                others = f" than {_ranks(found.others)}" if found.others else ", computed twice"
+                fault = named if found.is_certain else "one of them"
+                agreed, newest = f"gradients agreed in step {self._gradients_agreed} last", self._newest()
+                resumed = f"--resume starts from {newest}, and {agreed}" if newest else _NOTHING_SAVED
+                raise HardwareFault(
+                    f"In step {step} {named} computed other gradients of the same samples{others}, so arithmetic or "
+                    f"memory of {fault} has failed; {resumed}.",
+                    found.ranks,
+                    step - 1,
+                )
             self._gradients_agreed = step
 
     def after_update(self, step: int) -> None:

@@ -118,8 +118,8 @@ class FiniteChecks:
     def _after(self, number: int, name: str, _module: nn.Module, _args: Any, output: Any) -> None:
         if self._forward is None or self._forward[0] != number:  # recomputed activations
             return
-        micro_batch, place = self._forward[1], self._ended_calls
-        self._calls[self._forward][name] = place
+        micro_batch, calls = self._forward[1], self._calls[self._forward]
+        calls[name] = place = self._ended_calls
         self._ended_calls += 1
         for tensor in _floats(output):
             known = self._seen.get(id(tensor))

@@ -71,14 +71,11 @@ class MemoryCopy:
 
     def is_whole(self) -> bool:
         """Return whether the copy is complete and unchanged, by its checksum."""
-        found = self._record()
-        if found is None:
+        if (found := self._record()) is None:
             return False
         step, data, index, checksum = found
-        size = os.fstat(self._descriptor).st_size
-        if min(step, data, index) < 0 or _START + data + index > size:
-            return False
-        return self._checksum(step, data, index) == checksum
+        fits = min(step, data, index) >= 0 and _START + data + index <= os.fstat(self._descriptor).st_size
+        return fits and self._checksum(step, data, index) == checksum
 
     def facts(self) -> dict[str, Any]:
         return dict(self._index["facts"])
@@ -120,8 +117,7 @@ class MemoryCopy:
             _RECORD.pack_into(self._mapped(), 0, _INVALID, 0, 0, b"")
 
     def _place(self, dtype: str, shape: list[int], start: int) -> Tensor:
-        kind = getattr(torch, dtype)
-        count = torch.Size(shape).numel()
+        kind, count = getattr(torch, dtype), torch.Size(shape).numel()
         if not count:
             return torch.empty(shape, dtype=kind)
         return torch.frombuffer(self._mapped(), dtype=kind, count=count, offset=_START + start).view(shape)
@@ -159,8 +155,7 @@ class KeptStates:
 
     def __init__(self, files: Sequence[Path], config: Config) -> None:
         self.copies: list[MemoryCopy] = []
-        sections = config.sections()
-        settings = [sections[name] for name in ("parallel", "model", "precision")]
+        settings = [config.sections()[name] for name in ("parallel", "model", "precision")]
         self.layout = checksum_of(json.dumps(settings, default=str).encode())
         with suppress(OSError):
             for file in files:
@@ -181,11 +176,10 @@ class KeptStates:
         filled = copy.read(_locals(engine_tensors(engine) | states))
         engine.optimizer.restored()
         restore_random_states(engine, {name: state for name, state in states.items() if name in filled})
-        facts, carried = copy.facts(), None
+        facts, is_first = copy.facts(), engine.mesh.world.is_first
         restore_loss_scale(engine, facts["loss_scale"], facts["good_steps"])
         anomalies = None if facts["anomalies"] is None else parse_facts(AnomalyFacts, facts["anomalies"])
-        if engine.mesh.world.is_first:
-            carried = newest(run_dir) or getattr(find_warm_start(config), "checkpoint", None)
+        carried = (newest(run_dir) or getattr(find_warm_start(config), "checkpoint", None)) if is_first else None
         return StartingPoint(
             step,
             ConsumedSamples(config.train.global_batch_size, step, facts["consumed_samples"]),
@@ -215,13 +209,12 @@ class StateKeeper(Callback):
         self._discard_after(start)
 
     def before_step(self, step: int, batch: Any) -> None:
-        done = step - 1
+        done, checkpoints, engine = step - 1, self._checkpoints, self._checkpoints.engine
         if not self._copies or not done or done % self._every:
             return
         self._discard_after(done)
         if any(copy.step == done for copy in self._copies):  # the run resumed from this state
             return
-        checkpoints, engine = self._checkpoints, self._checkpoints.engine
         scale, good_steps = loss_scale_facts(engine)
         facts = {
             "layout": self._layout,

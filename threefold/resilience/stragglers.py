@@ -59,18 +59,17 @@ def find_stragglers(
         return []
     busy = [max(seconds - each, 0.0) for each in map(sum, zip(waited, aside or [0.0] * len(waited), strict=True))]
     alike = [group for group in groups if len(group) > 1]
-    compared = alike or [range(len(busy))]
-    found, largest = [], 0.0
-    for group in compared:
+    found: list[tuple[float, Straggler]] = []
+    for group in alike or [range(len(busy))]:
         # The lower one of an even number, so that of two ranks the faster is the measure.
         median = median_low(busy[rank] for rank in group)
-        slow = [rank for rank in group if median > 0 and busy[rank] >= max(FACTOR * median, median + least)]
         usual = next((waited[rank] / seconds for rank in group if busy[rank] == median), 0.0)
-        for rank in slow:
-            straggler = Straggler(rank, busy[rank] / median, waited[rank] / seconds, usual, bool(alike))
-            found.append((busy[rank] - median, straggler))
-        largest = max([largest, *(busy[rank] - median for rank in slow)])
+        for rank in group:
+            if median > 0 and busy[rank] >= max(FACTOR * median, median + least):
+                straggler = Straggler(rank, busy[rank] / median, waited[rank] / seconds, usual, bool(alike))
+                found.append((busy[rank] - median, straggler))
     # A step lasts as long as its slowest rank, which may also slow others, for example on shared cores.
+    largest = max((lost for lost, _ in found), default=0.0)
     return sorted((each for lost, each in found if lost >= largest / 2), key=lambda each: -each.factor)
 
 
@@ -83,7 +82,7 @@ _MOST_NAMED: Final = 4
 
 
 class _Look(NamedTuple):
-    """Times of all ranks after a step: for each, the seconds that it had waited so far, and its `RankState.aside`."""
+    """Times after a step: for each rank, the seconds that it had waited so far, and its `RankState.aside`."""
 
     step: int
     when: float

@@ -10,6 +10,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from math import isfinite, nan
+from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -186,15 +187,11 @@ class TrainingLoop:
         self._ask_guards("after_update", step)
         hashes = None if self.engine.fingerprints is None else self.engine.fingerprints.take(step)
         ended = time.perf_counter()
-        times = {
-            "data": read - started,
-            "callbacks": begun - read,
-            "forward_backward": computed - begun,
-            "update": ended - computed,
-        }
+        times = {"data": read - started, "callbacks": begun - read}
+        times |= {"forward_backward": computed - begun, "update": ended - computed}
         record = StepRecord(
             **vars(result) | self._place(step) | {"reason": reason},
-            reader_cost=times["data"],
+            reader_cost=read - started,
             seconds=ended - started,
             phases=times,
             performance=self.meter.after_step(ended - started),
@@ -218,7 +215,6 @@ class TrainingLoop:
         return tuple(found)
 
     def _pass_over(self, step: int, reason: str, started: float) -> StepRecord:
-        """Return the record of a step whose samples are not read."""
         return StepRecord(
             loss=nan,
             grad_norm=nan,
@@ -331,7 +327,6 @@ class TrainingLoop:
         return loss / max(1, tokens)
 
     def _epoch(self, done: int) -> Epoch:
-        """Return the epoch of the step after `done` updates."""
         known, consumed = self._known_epoch, self.loader.consumed
         if known is None or known.consumed is not consumed or not known.first <= done < known.end:
             number, samples = int(self.loader.epoch(done)), len(self.loader.train)
@@ -436,7 +431,7 @@ class PerformanceMeter:
         tokens = config.train.global_batch_size * length
         self._flops = None if of_token is None else of_token * tokens / self._ranks
         self._waited = self._looked = 0.0
-        self._largest, self._largest_rank = 0, mesh.rank
+        self._largest = 0, mesh.rank  # memory, and the first rank that had it
 
     def before_step(self) -> None:
         self._waited = self._heartbeat.waited
@@ -446,21 +441,18 @@ class PerformanceMeter:
         on_gpu, now = self._mesh.device.type == "cuda", time.monotonic()
         memory = torch.cuda.max_memory_reserved(self._mesh.device) if on_gpu else peak_memory()
         self._heartbeat.memory(memory)
-        if memory > self._largest:
-            self._largest, self._largest_rank = memory, self._mesh.rank
-        others = self._ranks > 1 and self._mesh.world.is_first
-        if others and now - self._looked >= _SECONDS_A_RANK * self._ranks:
-            self._looked = now
-            for rank, place in enumerate(self._heartbeat.everyone()):
-                if place is not None and place.memory > self._largest:
-                    self._largest, self._largest_rank = place.memory, rank
+        known = [self._largest, (memory, self._mesh.rank)]
+        if self._ranks > 1 and self._mesh.world.is_first and now - self._looked >= _SECONDS_A_RANK * self._ranks:
+            self._looked, places = now, enumerate(self._heartbeat.everyone())
+            known += [(place.memory, rank) for rank, place in places if place is not None]
+        self._largest = max(known, key=itemgetter(0))
         rate = None if self._flops is None else self._flops / seconds
         return Performance(
             flops_per_second=rate,
             mfu=None if rate is None or not self._peak else rate / self._peak,
             memory=memory,
-            largest_memory=self._largest,
-            largest_rank=self._largest_rank,
+            largest_memory=self._largest[0],
+            largest_rank=self._largest[1],
             waited=self._heartbeat.waited - self._waited,
             wall_clock=time.time() - self._began,
         )

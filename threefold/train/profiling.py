@@ -52,7 +52,7 @@ class SpanRecorder:
         self._device, self._on_gpu = device, device.type == "cuda"
         self._base: tuple[Any, float] | None = None  # the same moment by `_now` and by `time.time`, while recording
         self._taken: list[tuple[tuple[str, str, int, int, int], Any, Any]] = []
-        self._activity: tuple[str, str, int, int, Any, record_function] | None = None
+        self._activity: tuple[tuple[str, str, int, int, int], Any, record_function] | None = None
         self._wait: tuple[int, record_function] | None = None
         self._section: record_function | None = None
         self._step = 0
@@ -100,9 +100,8 @@ class SpanRecorder:
             name = f"{stage}{kind}{micro_batch}"
         else:
             suffix = {Activity.CALLBACK: f" {name}", Activity.PIPELINE: " exchange"}.get(activity, "")
-            name = activity.name.lower().replace("_", " ") + suffix
-            stage = micro_batch = 0
-        self._activity = name, kind, stage, micro_batch, self._now(), _begun(name)
+            name, stage, micro_batch = activity.name.lower().replace("_", " ") + suffix, 0, 0
+        self._activity = (name, kind, stage, micro_batch, self._step), self._now(), _begun(name)
 
     def wait(self, operation: str, axis: str) -> None:
         self.resume()
@@ -119,10 +118,9 @@ class SpanRecorder:
         self.resume()
         if self._activity is None:
             return
-        (name, kind, stage, micro_batch, start, named), self._activity = self._activity, None
+        (what, start, named), self._activity = self._activity, None
         named.__exit__(None, None, None)
         if self._base is not None:
-            what = name, kind, stage, micro_batch, self._step
             self._taken.append((what, start, self._now()))
 
     def _end_section(self) -> None:
@@ -226,8 +224,7 @@ class Profiler(Callback):
     def _write_trace(self, profiled: profile) -> None:
         self._folder.mkdir(parents=True, exist_ok=True)
         self._mesh.heartbeat.progress()
-        ranks = self._mesh.layout.world_size
-        suffix = ".json.gz" if ranks >= _COMPRESSED_FROM else ".json"
+        suffix = ".json.gz" if self._mesh.layout.world_size >= _COMPRESSED_FROM else ".json"
         profiled.add_metadata("rank", str(self._mesh.rank))
         profiled.add_metadata("layout", str(self._mesh.layout))
         profiled.export_chrome_trace(str(replace_link(self._folder / f"rank-{self._mesh.rank:04}{suffix}")))
@@ -237,9 +234,8 @@ class Profiler(Callback):
         held = [{"pp_rank": place, "spans": [span._asdict() for span in spans]} for place, spans in stages]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            replace_link(path).write_text(
-                json.dumps({"layout": str(self._mesh.layout), "ranks": held}) + "\n", encoding="utf-8"
-            )
+            content = json.dumps({"layout": str(self._mesh.layout), "ranks": held}) + "\n"
+            replace_link(path).write_text(content, encoding="utf-8")
             pictures = self._request.draw(path)
         except (OSError, UserError) as error:
             say(f"Warning: {path} cannot be written ({reason_of(error)}).")

@@ -69,7 +69,6 @@ def train(
 
     Args:
         run_dir: folder of the run, shared by all ranks, for metrics, logs, curves and checkpoints.
-        resume: whether to resume from the newest checkpoint of the run; "auto" resumes if there is one.
         asked: returns the number of the signal that ends the run, 0 for none.
         reads: whether this rank checks the token files of its host in the background.
         callbacks: further callbacks, called after the built-in ones and those of `train.callbacks`.
@@ -106,7 +105,7 @@ def train(
     background = BackgroundSaver(mesh) if config.checkpoint.async_save else None
     is_first = mesh.rank == 0
     clock = RunClock(config, began, None if background is None else lambda: background.is_done)
-    stop = Stop(asked, run_dir, watches=is_first, clock=clock if is_first else None)
+    stop = Stop(asked, run_dir, clock if is_first else None)
 
     mesh.heartbeat.activity(Activity.DATA)
     dataset = open_dataset(config)
@@ -245,9 +244,8 @@ def _announce_stages(model: torch.nn.Module, plan: ModelPlan, stages: StageMap) 
         held = {parameter for name in names for parameter in model.get_submodule(name).parameters()} - counted
         counted |= held
         layers = names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
-        say(
-            f"Stage {number} on pp rank {place}: {layers}, {sum(parameter.numel() for parameter in held):,} parameters."
-        )
+        count = sum(parameter.numel() for parameter in held)
+        say(f"Stage {number} on pp rank {place}: {layers}, {count:,} parameters.")
         kinds = (type(model.get_submodule(name)).__name__ for name in names)
         say("  " + ", ".join(f"{first + n} {names[n]} ({kind})" for n, kind in enumerate(kinds)))
 

@@ -423,7 +423,6 @@ def checkpoint_tensors(engine: Engine) -> dict[str, Tensor]:
 
 
 def loss_scale_facts(engine: Engine) -> tuple[float | None, int]:
-    """Return `loss_scale` and `good_steps` for the facts of a checkpoint."""
     scale = engine.loss_scale
     return (scale.value, scale.good_steps) if scale else (None, 0)
 

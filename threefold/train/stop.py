@@ -103,8 +103,8 @@ class Stop:
 
     Args:
         asked: returns the number of the signal that asked this rank to end the run, 0 for none.
-        watches: whether this rank checks that the folder still exists.
-        clock: clock of the first rank; None on other ranks.
+        run_dir: folder of the run; None if there is none.
+        clock: clock of the first rank, which also checks that the folder still exists; None on other ranks.
 
     Attributes:
         signal: agreed number of the signal that ends the run, 0 for none.
@@ -114,20 +114,14 @@ class Stop:
     """
 
     def __init__(
-        self,
-        asked: Callable[[], int] = lambda: 0,
-        run_dir: Path | None = None,
-        watches: bool = False,
-        clock: RunClock | None = None,
+        self, asked: Callable[[], int] = lambda: 0, run_dir: Path | None = None, clock: RunClock | None = None
     ) -> None:
-        self._clock = clock
-        self.save_is_due, self.save_ended, self._limited = False, False, False
-        self._asked, self._run_dir = asked, run_dir
-        self._watched = run_dir if watches else None
-        self._identity = _identity(self._watched) if self._watched else None
-        self._reason: str | None = None
+        self._asked, self._run_dir, self._clock = asked, run_dir, clock
         self.signal = 0
-        self.is_due = False
+        self._reason: str | None = None
+        self.is_due = self.save_is_due = self.save_ended = False
+        self._watched = None if clock is None else run_dir
+        self._identity = _identity(self._watched) if self._watched else None
 
     def ask(self, reason: str) -> None:
         """Ask from this rank to end the run; the ranks agree in their next all-reduce."""
@@ -137,8 +131,8 @@ class Stop:
         """Return this rank's term of the all-reduce."""
         if self._watched is not None and _identity(self._watched) != self._identity:
             return _FOLDER_LOST
-        term, asked = 0.0, self._asked()
-        if asked:
+        term = 0.0
+        if asked := self._asked():
             term += _INTERRUPT if asked == signal.SIGINT else _TERMINATE
         if self._reason is not None:
             term += _REASON
@@ -160,10 +154,9 @@ class Stop:
         signals = requests % _REASON
         if signals:
             self.signal = signal.SIGTERM if signals >= _TERMINATE else signal.SIGINT
-        self._limited = self._limited or _holds(requests, _TIME_UP)
-        self.save_is_due = self.save_is_due or _holds(requests, _SAVE_DUE)
-        self.save_ended = self.save_ended or _holds(requests, _SAVED)
-        self.is_due = self.is_due or self._limited or requests % _FOLDER_LOST > 0
+        self.save_is_due |= _holds(requests, _SAVE_DUE)
+        self.save_ended |= _holds(requests, _SAVED)
+        self.is_due |= _holds(requests, _TIME_UP) or requests % _FOLDER_LOST > 0
 
     def agree(self, mesh: "Mesh") -> bool:
         """All-reduce the requests now, and return `is_due`. Collective over the world."""

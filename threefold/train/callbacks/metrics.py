@@ -157,11 +157,8 @@ class MetricsFile(RunFile):
         self.file.write(json.dumps(values))
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
-        values: dict[str, Any] = {
-            "step": record.step,
-            "valid_loss": _number(record.loss),
-            "valid_tokens": record.tokens,
-        }
+        values: dict[str, Any] = {"step": record.step, "valid_loss": _number(record.loss)}
+        values["valid_tokens"] = record.tokens
         if record.corpus_losses:
             values["valid_losses"] = _numbers(record.corpus_losses)
         if record.terms:

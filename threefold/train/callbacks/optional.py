@@ -1,7 +1,4 @@
-"""Callbacks that `train.callbacks` names: early stopping, CSV files, epochs, phase timers, and experiment trackers.
-
-The packages of the trackers are imported on use.
-"""
+"""Callbacks that `train.callbacks` names: early stopping, CSV files, epochs, phase timers, and experiment trackers."""
 
 import csv
 import io
@@ -199,15 +196,9 @@ class CSVLog(Table):
 class EpochRecord:
     """Results of an epoch's steps, as far as this process made them.
 
-    Attributes:
-        epoch: 0 for the first.
-        first_step, last_step: range of these steps.
-        loss: mean over the tokens of these steps that were trained on.
-        valid_loss: loss of the last evaluation after one of these steps; None without one.
-        tokens: number of tokens trained on; number of samples for a data set whose samples are not tokens.
-        seconds: duration of the steps.
-        terms: for a loss of several terms, the mean of each by name, over the steps in which it counts something,
-            weighted by their tokens.
+    The loss, and each of the `terms` over the steps in which it counts something, are means over the `tokens` that were
+    trained on (samples for a data set whose samples are not tokens). `valid_loss` is that of the last evaluation after
+    one of these steps.
     """
 
     epoch: int
@@ -221,7 +212,6 @@ class EpochRecord:
     _weights: dict[str, int] = field(default_factory=dict, init=False, repr=False)
 
     def add(self, record: StepRecord) -> None:
-        """Add a step."""
         self.last_step = record.step
         self.seconds += record.seconds
         if not record.skipped and record.tokens:
@@ -389,11 +379,12 @@ class MLflowRun(Tracker):
             found = self.connection.get_experiment_by_name(self.experiment)
             experiment = found.experiment_id if found else self.connection.create_experiment(self.experiment)
             self.run_id = self.connection.create_run(experiment, run_name=self.run_name or run.run_dir.name).info.run_id
-            settings = run.config.sections().items()
-            parameters = {f"{section}.{key}": str(value) for section, keys in settings for key, value in keys.items()}
-            self.connection.log_batch(
-                self.run_id, params=[Param(key, value[:_LONGEST_PARAMETER]) for key, value in parameters.items()]
-            )
+            parameters = [
+                Param(f"{section}.{key}", str(value)[:_LONGEST_PARAMETER])
+                for section, keys in run.config.sections().items()
+                for key, value in keys.items()
+            ]
+            self.connection.log_batch(self.run_id, params=parameters)
 
     def after_stop(self, step: int, reason: str) -> None:
         if self.connection is not None:
@@ -412,8 +403,8 @@ class MLflowRun(Tracker):
 
         now = time.time_ns() // 1_000_000
         # Only letters, digits, and _ - . are valid everywhere; a slash makes a folder in a file store.
-        names = {key: re.sub(r"[^\w\-.]", "_", key.replace("/", ".", 1)) for key in values}
-        metrics = [Metric(names[key], value, now, step) for key, value in values.items()]
+        names = (re.sub(r"[^\w\-.]", "_", key.replace("/", ".", 1)) for key in values)
+        metrics = [Metric(name, value, now, step) for name, value in zip(names, values.values(), strict=True)]
         self.connection.log_batch(self.run_id, metrics=metrics)
 
 
