@@ -351,9 +351,9 @@ class CorruptionWatch(Guard):
         self._gradients_agreed = 0
 
     def before_fit(self, start: int) -> None:
+        self._gradients_agreed, self._compared = start, -1
         if start:  # before the first step, other packages' optimizers have no state
             self._note(start, None)
-        self._gradients_agreed, self._compared = start, -1
 
     def after_rollback(self, step: int, start: int, reason: str) -> None:
         self.before_fit(start)

@@ -28,9 +28,7 @@ from threefold.train.callbacks.records import EvaluationRecord
 
 
 def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
-    """Set a derived micro-batch size to the smallest of all ranks, as each derives it from its host's memory.
-    Collective.
-    """
+    """Set a derived micro-batch size to the smallest of all ranks, as each derives it from its host's memory."""
     if not is_derived(config, "train.micro_batch_size"):
         return config
     smallest = min(_of_all_ranks(mesh, config.train.micro_batch_size))
@@ -71,20 +69,15 @@ def nested_fingerprint(batch: Any, rows: Sequence[int]) -> int:
 
 def disagreement(fingerprints: list[int], layout: Layout) -> str | None:
     """Describe the first mismatch between the ranks' fingerprints, as a clause; None if there is none."""
-    replicas: dict[int, list[int]] = {}
-    for rank in range(layout.world_size):
-        replicas.setdefault(layout.coordinates(rank).dp, []).append(rank)
     usual: dict[int, int] = {}
-    for replica, ranks in replicas.items():
+    for replica, ranks in enumerate(layout.groups("pp", "cp", "tp")):
         common, _ = Counter(fingerprints[rank] for rank in ranks).most_common(1)[0]
         for rank in ranks:
             if fingerprints[rank] != common:
                 place = layout.coordinates(rank)
                 named = f"dp {place.dp}, pp {place.pp}, tp {place.tp}" + (f", cp {place.cp}" if layout.cp > 1 else "")
-                return (
-                    f"rank {rank} ({named}) read other samples than the others "
-                    "of its replica; give every host the same files at data.path"
-                )
+                others = "the others of its replica; give every host the same files at data.path"
+                return f"rank {rank} ({named}) read other samples than {others}"
         if common in usual:
             return f"the replicas dp {usual[common]} and dp {replica} read the same samples; each must have its own"
         usual[common] = replica

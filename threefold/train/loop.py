@@ -28,7 +28,7 @@ from threefold.train.callbacks.base import BadStep, Callback, CallbackFailed, Gu
 from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
 from threefold.train.optim import learning_rate
 from threefold.train.saving import SafeSaving
-from threefold.train.step import Engine, NonFiniteStep, several
+from threefold.train.step import Engine, NonFiniteStep, StepResult, several
 from threefold.train.stop import Stopped
 
 _PATIENCE: Final = 60.0  # seconds that a failed run waits for background writes to complete
@@ -156,7 +156,10 @@ class TrainingLoop:
         self.heartbeat.section(RunSection.STEP, step)
         self.meter.before_step()
         if reason := self._ask_guards("skipped_for", step):
-            self._finish_step(self._pass_over(step, reason, started))
+            lr = learning_rate(step, self.config.optimizer)
+            passed_over = StepResult(nan, nan, lr, tokens=0, tokens_read=0, skipped=True, reason=reason)
+            seconds = time.perf_counter() - started
+            self._finish_step(StepRecord(**vars(passed_over) | self._place(step), reader_cost=0.0, seconds=seconds))
             return step
         self.heartbeat.activity(Activity.DATA)
         batch = self.loader.batch(done, self._next_step(step + 1) - 1)
@@ -213,20 +216,6 @@ class TrainingLoop:
         if found and (self.engine.mesh.rank == 0 or not is_first):
             say(unknown_calls_line(found))
         return tuple(found)
-
-    def _pass_over(self, step: int, reason: str, started: float) -> StepRecord:
-        return StepRecord(
-            loss=nan,
-            grad_norm=nan,
-            lr=learning_rate(step, self.config.optimizer),
-            tokens=0,
-            tokens_read=0,
-            reader_cost=0.0,
-            seconds=time.perf_counter() - started,
-            skipped=True,
-            reason=reason,
-            **self._place(step),
-        )
 
     def _place(self, step: int) -> dict[str, Any]:
         """Return the fields of a record that give the step's position in the data."""

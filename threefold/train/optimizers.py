@@ -10,7 +10,7 @@ in another layout, which `threefold verify` detects.
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -257,8 +257,11 @@ class OwnOptimizer(TorchRule):
     def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
         self._whole = needs_whole_matrices(config)
         super().__init__(entries, config, self._whole)
-        self._given: dict[str, dict[str, _State]] = {}
-        """State returned by `state`, by parameter; a checkpoint may fill it until the next step."""
+        self._given: dict[str, dict[str, tuple[Tensor, torch.Size, type | None]]] = {}
+        """State returned by `state`, by parameter; a checkpoint may fill it until the next step.
+
+        Each has this rank's stored tensor, and the shape and number type that the optimizer keeps.
+        """
 
     def make(self, groups: Sequence[tuple[list[Tensor], float]]) -> torch.optim.Optimizer:
         return _make(self.config, groups)
@@ -278,13 +281,14 @@ class OwnOptimizer(TorchRule):
             for name, value in values.items():
                 number = None if isinstance(value, Tensor) else type(value)
                 whole = value.detach() if number is None else torch.tensor(value, dtype=torch.float64)
-                given[name] = _State(self._updated.shard_of_state(entry, whole), whole.shape, number)
-        return {name: state.tensor for name, state in self._given[entry.name].items()}
+                given[name] = self._updated.shard_of_state(entry, whole), whole.shape, number
+        return {name: tensor for name, (tensor, _, _) in self._given[entry.name].items()}
 
     def is_replicated(self, entry: Entry, state: str, value: Tensor) -> bool:
         if not self._whole:
             return value.dim() == 0
-        return self._updated.is_replicated(entry, self._given[entry.name][state].shape)
+        _, shape, _ = self._given[entry.name][state]
+        return self._updated.is_replicated(entry, shape)
 
     def restored(self) -> None:
         self._updated.gather_again()
@@ -301,14 +305,6 @@ class OwnOptimizer(TorchRule):
     def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
         like = torch.zeros(4, 6)
         return sum(isinstance(value, Tensor) and value.shape == like.shape for value in _trial(config, like).values())
-
-
-class _State(NamedTuple):
-    """One state of a parameter: this rank's stored tensor, and the shape and number type that the optimizer keeps."""
-
-    tensor: Tensor
-    shape: torch.Size
-    number: type | None
 
 
 def needs_whole_matrices(config: OptimizerConfig) -> bool:

@@ -369,14 +369,8 @@ class Summary(Callback):
             rows.append(("weights", told))
 
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
-            parts = {
-                "steps": found.steps,
-                "repeated steps": found.repeated,
-                "evaluations": found.evaluating,
-                "saving": found.saving,
-                "starting": found.starting,
-                "lost to restarts": found.lost,
-            }
+            parts = {"steps": found.steps, "repeated steps": found.repeated, "evaluations": found.evaluating}
+            parts |= {"saving": found.saving, "starting": found.starting, "lost to restarts": found.lost}
             listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
             restarts = f", {counted(found.restarts, 'restart')}" if found.restarts else ""
             rows.append(("goodput", f"{found.share:.1%} of {found.total:,.1f} s{restarts} ({listed})"))

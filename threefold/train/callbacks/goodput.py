@@ -39,7 +39,6 @@ class Goodput:
         total: seconds of all of these, and of everything in between, such as callbacks.
         attempts, restarts: starts of all ranks, and those by a launcher after a failure.
         step, furthest: last step that the newest attempt finished (or its starting point), and that any finished.
-
         at: `time.time()` of the last event.
     """
 

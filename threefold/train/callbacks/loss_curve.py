@@ -71,20 +71,12 @@ def draw(path: Path, metrics: list[dict[str, Any]], vocab_size: int, title: str)
             middle = numbers[span // 2 : len(numbers) - span // 2]
             axes.plot(middle, means, color=BLUE, linewidth=2, label=f"training, mean over {span} steps")
     if evaluations:
-        axes.plot(
-            [line["step"] for line in evaluations],
-            [line["valid_loss"] for line in evaluations],
-            color=ORANGE,
-            linewidth=1.8,
-            marker="o",
-            markersize=4.5,
-            clip_on=False,  # the last point is on the frame
-            label="validation",
-        )
+        at, valid = [line["step"] for line in evaluations], [line["valid_loss"] for line in evaluations]
+        style: dict[str, Any] = {"marker": "o", "markersize": 4.5, "clip_on": False}  # the last point is on the frame
+        axes.plot(at, valid, color=ORANGE, linewidth=1.8, label="validation", **style)
     guess = log(vocab_size)
-    axes.axhline(
-        guess, color=GREY, linewidth=1, linestyle="--", label=f"uniform guess, ln {vocab_size:,} = {guess:.2f}"
-    )
+    label = f"uniform guess, ln {vocab_size:,} = {guess:.2f}"
+    axes.axhline(guess, color=GREY, linewidth=1, linestyle="--", label=label)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.grid(color=FAINT)

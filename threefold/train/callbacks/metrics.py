@@ -144,16 +144,14 @@ class MetricsFile(RunFile):
             values |= {"loss_scale": record.loss_scale, "skipped": record.skipped}
         if record.reason:
             values |= {"skipped": True, "reason": record.reason}
-        if record.corpus_epochs:
-            values["epochs"] = {name: round(epochs, 6) for name, epochs in record.corpus_epochs.items()}
-        if record.consumed_samples is not None:
-            values["consumed_samples"] = record.consumed_samples
-        if record.terms:
-            values["terms"] = _numbers(record.terms)
-        if record.fingerprint is not None:
-            values["fingerprint"] = record.fingerprint
-        if record.unknown_calls:
-            values["unknown_calls"] = list(record.unknown_calls)
+        rest = {
+            "epochs": {name: round(epochs, 6) for name, epochs in record.corpus_epochs.items()},
+            "consumed_samples": record.consumed_samples,
+            "terms": _numbers(record.terms),
+            "fingerprint": record.fingerprint,
+            "unknown_calls": list(record.unknown_calls),
+        }
+        values |= {name: value for name, value in rest.items() if value not in (None, {}, [])}
         self.file.write(json.dumps(values))
 
     def after_evaluation(self, record: EvaluationRecord) -> None:

@@ -95,14 +95,11 @@ class TensorBoard(Tracker):
 
     def before_fit(self, start: int) -> None:
         with self.failures_reported():
-            # Import only on the rank that writes.
-            from tensorboard.compat.proto.event_pb2 import Event
-
             self.folder.mkdir(parents=True, exist_ok=True)
             begins = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
             names = (self.folder / f"{begins}.{number}" for number in count())  # TensorBoard sorts the newest last
             self.connection = next(name for name in names if not os.path.lexists(name)).open("xb")
-            self._add(Event(wall_time=time.time(), file_version="brain.Event:2"))
+            self._add(file_version="brain.Event:2")
             self._begin_after(start)
 
     def after_rollback(self, step: int, start: int, reason: str) -> None:
@@ -112,10 +109,9 @@ class TensorBoard(Tracker):
 
     def _begin_after(self, start: int) -> None:
         """Make TensorBoard drop the values of the steps after `start`."""
-        from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+        from tensorboard.compat.proto.event_pb2 import SessionLog
 
-        session = SessionLog(status=SessionLog.START)
-        self._add(Event(wall_time=time.time(), step=start + 1, session_log=session))
+        self._add(step=start + 1, session_log=SessionLog(status=SessionLog.START))
 
     def after_step(self, record: StepRecord) -> None:
         if not record.is_read:
@@ -134,7 +130,6 @@ class TensorBoard(Tracker):
             self.connection = None
 
     def send(self, step: int, values: dict[str, float]) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         summary = Summary()
@@ -142,10 +137,12 @@ class TensorBoard(Tracker):
             begins = name[: name.find("/") + 1]
             tag = _TAGS.get(name) or _TAGS.get(begins, begins) + name[len(begins) :]
             summary.value.append(Summary.Value(tag=tag, simple_value=value))
-        self._add(Event(wall_time=time.time(), step=step, summary=summary))
+        self._add(step=step, summary=summary)
 
-    def _add(self, event: Any) -> None:
-        self.connection.write(framed(event.SerializeToString()))
+    def _add(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # only on the rank that writes
+
+        self.connection.write(framed(Event(wall_time=time.time(), **fields).SerializeToString()))
         if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
             self.connection.flush()
             self._flushed = time.monotonic()
