@@ -8,6 +8,7 @@ an import path. All ranks call it with equal values and must get the same action
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Literal
 
@@ -90,7 +91,8 @@ class AnomalyPolicy(Guard):
         self._skipped = StepRanges.of([*self._on_purpose.ranges, *facts.skipped])
         self._bad: dict[int, str] = {}
         self._skips, self._consecutive, self._rollbacks = facts.skips, facts.consecutive, facts.rollbacks
-        self._find_spikes_from(facts.recent)
+        self._detector = partial(SpikeDetector, config.train.spike_factor, config.train.spike_window)
+        self.spikes = self._detector(facts.recent)
         self._chosen: dict[Kind, FaultPolicy] = {
             "nan": ON_NAN.load(config.train.on_nan),
             "spike": ON_SPIKE.load(config.train.on_spike),
@@ -118,7 +120,6 @@ class AnomalyPolicy(Guard):
             self.updated(record.loss, record.grad_norm)
 
     def updated(self, loss: float, norm: float) -> None:
-        """Count a step that made an update."""
         self._consecutive = 0
         self.spikes.add(loss, norm)
 
@@ -137,10 +138,7 @@ class AnomalyPolicy(Guard):
         self._skipped = self._skipped.with_range(first, step)
         self._bad[step] = f"a rollback to step {start} skips {_words((first, step))}: {reason}"
         self._consecutive = 0
-        self._find_spikes_from(() if facts is None else facts.recent)
-
-    def _find_spikes_from(self, recent: Iterable[tuple[float, float]]) -> None:
-        self.spikes = SpikeDetector(self._train.spike_factor, self._train.spike_window, recent)
+        self.spikes = self._detector(() if facts is None else facts.recent)
 
     def action(self, kind: Kind, step: int, reason: str, is_reproducible: bool = True, updated: bool = False) -> Action:
         """Return the chosen policy's action for a bad step; raise a `UserError` if it is not an action."""
@@ -260,7 +258,6 @@ class SpikeDetector:
         return ""
 
     def add(self, loss: float, norm: float) -> None:
-        """Add a step that made an update."""
         if self.factor is not None:
             self.recent.append((loss, norm))
 

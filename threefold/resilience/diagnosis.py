@@ -220,20 +220,6 @@ class Diagnosis:
         return not all(found.finite for found in self.findings) or not self.differing
 
     @property
-    def ranks(self) -> list[int]:
-        """The ranks on which the first bad value appeared."""
-        known = [(found.first, rank) for rank, found in enumerate(self.findings) if found.first is not None]
-        if not known:
-            return []
-        order = min(first for first, _ in known).order
-        return [rank for first, rank in known if first.order == order]
-
-    @property
-    def first(self) -> BadValue | None:
-        """The first bad value of the step in model order; None if no module had one."""
-        return min((self.findings[rank].first for rank in self.ranks), default=None)  # type: ignore[type-var]
-
-    @property
     def differing(self) -> list[int]:
         """The ranks on which a second run of the step gave different bits."""
         return [rank for rank, found in enumerate(self.findings) if not found.same]
@@ -258,11 +244,12 @@ class Diagnosis:
         return [self._where(), bits]
 
     def _where(self) -> str:
-        first, weight = self.first, next((found.weight for found in self.findings if found.weight), None)
+        known = [(found.first, rank) for rank, found in enumerate(self.findings) if found.first is not None]
+        weight = next((found.weight for found in self.findings if found.weight), None)
         bad_weight = f"the weight {weight} was not finite before the step"
-        if first is None and weight:
+        if not known and weight:
             return bad_weight
-        if first is None:
+        if not known:
             if losses := [rank for rank, found in enumerate(self.findings) if found.bad_loss]:
                 loss = f"the loss computed of them on {self._named(losses)}"
                 return f"the outputs of all modules are finite, and {loss} is not"
@@ -271,7 +258,8 @@ class Diagnosis:
             if large := next((found.large for found in self.findings if found.large), None):
                 return f"loss and gradients are finite, and {large} overflows the norm"
             return "no module's output and no gradient was found that is not finite"
-        rank = min(rank for rank in self.ranks if self.findings[rank].first == first)
+        first, rank = min(known)  # in model order
+        ranks = [other for value, other in known if value.order == first.order]
         found, replica = self.findings[rank], self.layout.coordinates(rank).dp
         of_replica = f" of replica {replica}" if self.layout.dp > 1 else ""
         direction = "backward" if first.order[0] else "forward"
@@ -281,7 +269,7 @@ class Diagnosis:
             f"({_listed('sample', found.samples)})"
         )
         if self.layout.world_size > 1:
-            where += f" on {self._named(self.ranks)}"
+            where += f" on {self._named(ranks)}"
         if found.bad_data:
             where += ", whose data is not finite"
         return f"{where}; {bad_weight}" if weight else where

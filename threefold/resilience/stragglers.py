@@ -107,10 +107,8 @@ class StragglerReport(Callback):
         self._first: _Look | None = None
         self._before: _Look | None = None
         self._last: _Look | None = None
-        self._looks = 0
-        self._often: Counter[int] = Counter()
-        self._slow: set[int] = set()
-        self._named: set[int] = set()
+        self._looks, self._often = 0, Counter[int]()
+        self._slow, self._named = set[int](), set[int]()
 
     def after_step(self, record: StepRecord) -> None:
         if self._first is None:  # the first step is not representative

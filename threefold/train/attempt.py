@@ -17,8 +17,7 @@ class Attempt:
     """One start of all ranks of a run.
 
     Attributes:
-        number: starts by the same launcher before this one; 0 for the first attempt.
-        most: maximum number of restarts.
+        number, most: starts by the same launcher before this one, and the maximum number of restarts.
         began: `time.time()` at the beginning of the start.
         failure: what ended the previous attempt, as a clause such as `rank 3 failed: …`; empty for the first.
         layout: fallback layout that the run continues in; empty for its own layout.

@@ -54,9 +54,8 @@ class Epoch(NamedTuple):
 
 
 class TrainingLoop:
-    """Training loop of a run. Collective over the world: every rank has one; their callbacks may differ.
-
-    Callbacks are called in the given order at each moment.
+    """Training loop of a run, collective over the world: every rank has one, whose callbacks, called in order, may
+    differ.
     """
 
     def __init__(
@@ -328,7 +327,6 @@ class TrainingLoop:
         return done > 0 and self._epoch(done).number // count > self._epoch(done - 1).number // count
 
     def _next_step(self, step: int) -> int:
-        """Return the first step from `step` on that is not skipped."""
         return max([step, *(guard.next_step(step) for guard in self.guards)])
 
     def _ask_guards(self, moment: str, *arguments: Any) -> Any:

@@ -59,7 +59,6 @@ class Optimizer:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update the weights once with learning rate `lr`."""
         self.rule.step(lr)
         if self._narrow:
             publish_(self._narrow, self._gradients)

@@ -69,10 +69,8 @@ class SafeSaving:
     - when the run diverges, a checkpoint that no good step followed is renamed; a resumed run starts from the one
       before.
 
-    All ranks see the same losses and make the same decisions.
-
-    Attributes:
-        awaits_good_step: whether the next good step matters, so that `after_good_step` must be called then.
+    All ranks see the same losses and make the same decisions. While `awaits_good_step`, the next good step matters, so
+    that `after_good_step` must be called then.
     """
 
     def __init__(self, store: "Checkpoints", is_proved: Callable[[int], bool] = lambda step: True) -> None:
@@ -309,7 +307,6 @@ class Checkpoints:
         return [checkpoint.path for checkpoint in complete(self.run_dir)]
 
     def newest(self) -> Path | None:
-        """Return the folder of the newest complete checkpoint; None if there is none."""
         return next(reversed(self.whole()), None)
 
     def set_aside(self, step: int) -> tuple[Path, Path] | None:

@@ -89,7 +89,6 @@ class UpdateRule(ABC):
         return BUILT_IN[config.name].states(config, is_hidden_matrix)
 
     def weight_decay(self, entry: Entry) -> float:
-        """Return the weight decay of an entry: the setting, or 0."""
         return self.config.weight_decay if entry.decays else 0.0
 
 

@@ -153,14 +153,11 @@ class Callback:
 
 @dataclass(frozen=True)
 class BadStep:
-    """Step that made no update, as its loss or gradient norm is not finite, or a guard refused it.
+    """Step that made no update, as its loss or gradient norm is not finite (`error`), or a guard refused it
+    (`refused`).
 
-    Attributes:
-        refused: reason of the guard that refused it; empty if loss or norm are not finite.
-        error: error of a step that is not finite.
-        batch: this replica's samples.
-        loss: this rank's term of the mean loss.
-        streams: state of the random streams before the step.
+    It has this replica's samples, this rank's term of the mean loss, and the state of the random streams before the
+    step.
     """
 
     step: int

@@ -3,7 +3,7 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
@@ -75,7 +75,6 @@ class RunningLines:
         return line
 
     def evaluation(self, record: EvaluationRecord) -> str:
-        """Format an evaluation, whose loss the next steps show too."""
         self._valid = f"val {record.loss:.4f}"
         of_parts = [f"of {name} {loss:.4f}" for name, loss in record.corpus_losses.items()]
         of_parts += [f"{name} {mean:.4f}" for name, mean in record.terms.items()]
@@ -172,9 +171,7 @@ class StepLog(EventLines):
         if record.skipped and not record.reason:
             self.tell(record.step, f"skipped: the gradient overflowed at loss scale {record.loss_scale:g}", "yellow")
         if record.step % self.every == 0 or record.step == 1:
-            self._print(
-                step_line(self._since, self.world_size), None if self.lines is None else self.lines.step(self._since)
-            )
+            self._print(step_line(self._since, self.world_size), lambda lines: lines.step(self._since))
             self._since.clear()
 
     def after_evaluation(self, record: EvaluationRecord) -> None:
@@ -183,19 +180,19 @@ class StepLog(EventLines):
             f"eval_cost: {record.seconds:.5f} sec"
             + "".join(f", loss of {name}: {loss:.9f}" for name, loss in record.corpus_losses.items())
             + "".join(f", {name}: {mean:.9f}" for name, mean in record.terms.items()),
-            None if self.lines is None else self.lines.evaluation(record),
+            lambda lines: lines.evaluation(record),
         )
 
     def close(self) -> None:
         self.file.close()
 
     def tell(self, step: int, what: str, style: str) -> None:
-        self._print(f"global step {step}, {what}", None if self.lines is None else self.lines.of(step, what))
+        self._print(f"global step {step}, {what}", lambda lines: lines.of(step, what))
 
-    def _print(self, line: str, shorter: str | None) -> None:
+    def _print(self, line: str, shorter: Callable[[RunningLines], str]) -> None:
         self.file.write(line)
         if not on_terminal():
-            say(line if shorter is None else shorter)
+            say(line if self.lines is None else shorter(self.lines))
 
 
 def step_line(since: Sequence[StepRecord], ranks: int) -> str:
@@ -335,7 +332,6 @@ class Summary(Callback):
             Console(file=sys.stdout, highlight=False).print(Text("\n").join([Text(), *lines]), soft_wrap=True)
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return the name and value of each row."""
         if self._last is None:
             return []
         rows = [("training loss", f"{self._last.loss:.4f} at step {self._last.step}")]
