@@ -332,7 +332,6 @@ class Engine(GradientStep):
     """Model, gradients and optimizer of a run, sharded over a mesh. Collective over the world.
 
     Args:
-        loss: function of the last layer's output and the batch, for a model that does not compute its loss itself.
         loss_scale: loss scale of the backward pass; None for the config's, which only fp16 has.
         pieces: sizes of the pieces that work is divided into; None for the default sizes.
 

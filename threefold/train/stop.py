@@ -9,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -197,8 +198,7 @@ def _holds(requests: float, flag: float) -> bool:
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
-    try:
+    with suppress(OSError):
         found = os.stat(folder)
-    except OSError:
-        return None
-    return found.st_dev, found.st_ino
+        return found.st_dev, found.st_ino
+    return None
