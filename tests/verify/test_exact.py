@@ -20,9 +20,9 @@ from threefold.launch.worker_pool import WorkerPool
 from threefold.train.step import Engine
 from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import GRADIENT, INITIAL, NORM, WEIGHT
-from threefold.verify.exact import ExactResult, ExactVerification, ExactVerifier
-from threefold.verify.layouts import asked_for_exact, prepare_exact, select_exact, shrink_exact
-from threefold.verify.verifier import DEPARTS, EQUAL
+from threefold.verify.exact import ExactResult, ExactVerifier
+from threefold.verify.layouts import by_validity, prepare_exact, select_exact, shrink_exact
+from threefold.verify.verifier import DEPARTS, EQUAL, Verification
 
 LAYOUTS = ("dp2 full accumulation4", "dp2·tp2 sp", "pp2 zbv", "tp8")
 CONTEXT = ("dp2·cp2 zero3", "cp2 full accumulation4", "cp4·tp2 sp", "pp2·cp2 zbv")
@@ -38,7 +38,7 @@ def small(*layouts: str) -> Config:
 
 
 def trained_alone(pool: WorkerPool, folder: Path, *layouts: str) -> ExactVerifier:
-    check = ExactVerifier(ExactVerification(small(*layouts), 2, RandomBatches()), pool, folder)
+    check = ExactVerifier(Verification(small(*layouts), 2, RandomBatches()), pool, folder)
     check.run_one_process()
     return check
 
@@ -93,7 +93,7 @@ MIXTURE = given(
 def test_layouts_of_a_mixture_have_the_bits_of_one_process(pool: WorkerPool, tmp_path: Path, dtype: str) -> None:
     specs = [parse(layout) for layout in ("dp2·tp2 sp", "dp4·tp2·ep4 zero1", "dp4·pp2·ep2 zbv full accumulation2")]
     base = shrink_exact(prepare_exact(MIXTURE, dtype, vocab_size=1), specs)
-    check = ExactVerifier(ExactVerification(base, 2, RandomBatches()), pool, tmp_path)
+    check = ExactVerifier(Verification(base, 2, RandomBatches()), pool, tmp_path)
     check.run_one_process()
     for result in map(check.verify, specs):
         assert (result.verdict, result.first) == (EQUAL, None), result
@@ -104,7 +104,7 @@ def test_expert_parallelism_is_inside_the_grain() -> None:
     base = shrink_exact(prepare_exact(MIXTURE, None, vocab_size=1), [parse("dp8·ep8")])
     selection = select_exact(base, 8, everything=True)
     assert {spec.layout.ep for spec in selection.specs} == {1, 2, 4, 8}
-    outside = [each.spec for each in selection.outside]
+    outside = [each.spec for each in selection.unsupported]
     assert [str(spec) for spec in outside if spec.layout.cp == 1 and "looped-bfs" not in str(spec)] == []
 
 
@@ -211,19 +211,19 @@ def test_layouts_outside_the_grain_are_listed() -> None:
     selection = select_exact(base, 4, everything=True)
     assert {"dp2·tp2", "dp4", "tp4", "tp2·pp2"} <= {spec.axes for spec in selection.specs}
     assert {spec.setting("train.recompute") for spec in selection.specs} == {None, "selective", "full"}
-    assert not {str(spec) for spec in selection.specs} & {str(each.spec) for each in selection.outside}
-    assert all("exact" in each.reason or "grain" in each.reason for each in selection.outside)
-    chosen = asked_for_exact(base, [parse("dp2"), parse("dp16")])
+    assert not {str(spec) for spec in selection.specs} & {str(each.spec) for each in selection.unsupported}
+    assert all("exact" in each.reason or "grain" in each.reason for each in selection.unsupported)
+    chosen = by_validity(base, [parse("dp2"), parse("dp16")])
     assert [str(each) for each in chosen.specs] == ["dp2"]
-    assert "grain_samples" in chosen.outside[0].reason
+    assert "grain_samples" in chosen.unsupported[0].reason
 
 
 def test_context_axis_decides_the_context_pieces_unless_they_are_given() -> None:
     base = small("dp2", "cp2", "dp2·cp4")
     assert (base.train.grain_context, base.data.sequence_length % 8) == (4, 0)
-    chosen = asked_for_exact(base, [parse("cp4"), parse("cp4 ring"), parse("cp8")])
+    chosen = by_validity(base, [parse("cp4"), parse("cp4 ring"), parse("cp8")])
     assert [str(each) for each in chosen.specs] == ["cp4"]
-    assert ["cp_method" in each.reason or "grain_context" in each.reason for each in chosen.outside] == [True, True]
+    assert ["cp_method" in each.reason or "grain_context" in each.reason for each in chosen.unsupported] == [True, True]
     fixed = shrink_exact(prepare_exact(given(train={"grain_context": 2, "exact": True}), None, 1), [parse("cp4")])
     assert fixed.train.grain_context == 2
     assert small("dp2").train.grain_context == 1
@@ -239,7 +239,7 @@ def test_odd_vocabulary_leaves_the_tensor_axis_outside() -> None:
     assert base.train.grain_tensor == 1
     selection = select_exact(base, 2, everything=True)
     assert all(spec.layout.tp == 1 for spec in selection.specs)
-    assert "tp2" in [str(each.spec) for each in selection.outside]
+    assert "tp2" in [str(each.spec) for each in selection.unsupported]
 
 
 def test_model_that_cannot_be_exact_is_refused() -> None:

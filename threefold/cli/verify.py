@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from threefold.comm.layout import LayoutSpec
     from threefold.config import Config
     from threefold.verify.exact import ExactResult, ExactVerifier
-    from threefold.verify.layouts import Check, ExactSelection, Selection
+    from threefold.verify.layouts import Check, Selection
     from threefold.verify.verifier import LayoutResult, Verdict, Verification
 
 
@@ -387,12 +387,12 @@ def _verify_exact(
     require_room(most)
     base = layouts.prepare_exact(given, dtype, vocabulary(given) or layouts.UNKNOWN_EXACT_VOCABULARY)
     small = layouts.shrink_exact(base, specs or layouts.possible(ranks, given.model.num_experts))
-    selection = layouts.asked_for_exact(small, specs) if specs else layouts.select_exact(small, ranks, every)
+    selection = layouts.by_validity(small, specs) if specs else layouts.select_exact(small, ranks, every)
     # These import torch, and the errors above should not wait for it.
-    from threefold.verify.exact import ExactVerification, exact_verifier
-    from threefold.verify.verifier import EQUAL, choose_batches
+    from threefold.verify.exact import exact_verifier
+    from threefold.verify.verifier import EQUAL, Verification, choose_batches
 
-    task, started = ExactVerification(small, steps, choose_batches(given)), time.perf_counter()
+    task, started = Verification(small, steps, choose_batches(given)), time.perf_counter()
     results: list[ExactResult] = []
     many = len(threads) + len(selection.specs)
     with exact_verifier(task, most) as check, Steps("Verifying", shown=as_json, lines=True) as bar:
@@ -420,7 +420,7 @@ def _verify_exact(
             "fingerprint": check.fingerprint,
             "layouts": [result.to_json() for result in results],
             "unknown_calls": check.unknown_calls,
-            "outside_grain": [{"layout": str(each.spec), "reason": each.reason} for each in selection.outside],
+            "outside_grain": [{"layout": str(each.spec), "reason": each.reason} for each in selection.unsupported],
             "seconds": round(seconds, 3),
         }
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
@@ -433,7 +433,7 @@ def _verify_exact(
 class _ExactTable:
     """Table that is printed row by row: layout, verdict, hash of the weights after the last step, and seconds."""
 
-    def __init__(self, check: "ExactVerifier", selection: "ExactSelection", shown: bool, verbose: bool) -> None:
+    def __init__(self, check: "ExactVerifier", selection: "Selection", shown: bool, verbose: bool) -> None:
         from rich.console import Console
 
         self._check, self._selection, self._verbose = check, selection, verbose
@@ -488,10 +488,10 @@ class _ExactTable:
         if self._check.unknown_calls:
             self._print(f"  {unknown_calls_line(self._check.unknown_calls)}", "yellow")
         by_reason: dict[str, list[str]] = {}
-        for each in self._selection.outside:
+        for each in self._selection.unsupported:
             by_reason.setdefault(each.reason, []).append(str(each.spec))
         if by_reason:
-            self._print(f"  Outside the grain: {counted(len(self._selection.outside), 'layout')}.", "dim")
+            self._print(f"  Outside the grain: {counted(len(self._selection.unsupported), 'layout')}.", "dim")
         for reason, layouts in by_reason.items():
             named = first_of(layouts, len(layouts) if self._verbose else 6)
             self._print(f"    {named}: {reason}", "dim")

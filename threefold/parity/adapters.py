@@ -39,9 +39,7 @@ _WRAPPERS: Final = ("module.", "_orig_mod.", "_fsdp_wrapped_module.", "_checkpoi
 
 def clean_name(name: str) -> str:
     """Return a name in a model without the parts that PyTorch's wrappers add."""
-    parts = name.split(".")
-    kept = [part for part in parts if f"{part}." not in _WRAPPERS]
-    return ".".join(kept)
+    return ".".join(part for part in name.split(".") if f"{part}." not in _WRAPPERS)
 
 
 class Adapter:
@@ -83,11 +81,7 @@ class Adapter:
         return [_unwrapped(model) for model in self.models]
 
     def widen(self) -> None:
-        """Convert the models, and the optimizer's copies of their parameters, to fp64.
-
-        Raises:
-            UserError: the framework keeps further copies of a parameter.
-        """
+        """Convert the models, and the optimizer's copies of their parameters, to fp64."""
         if not self.converts:
             raise UserError(f"--wide cannot convert the weights that {self.name} keeps to fp64; leave it out.")
         for name, parameter in self.parameters():
@@ -110,11 +104,8 @@ class Adapter:
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the modules whose outputs are recorded, under their names; a root has the name `WHOLE`."""
         for model in self.models:
-            for name, module in model.named_modules():
-                cleaned = clean_name(name)
-                wrapper = cleaned == clean_name(name.rpartition(".")[0]) and name != ""
-                if type(module).forward is not nn.Module.forward and not wrapper:
-                    yield cleaned or WHOLE, module
+            for name, module in modules_of(model):
+                yield name or WHOLE, module
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the floating-point buffers on this rank that are in the state dict."""
@@ -143,10 +134,7 @@ class Adapter:
     def activation(self, kind: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
         """Return this rank's own part of a module's output, or of its gradient, and its placement.
 
-        Args:
-            kind: "output" or "output gradient".
-            name: name of the module.
-            tensor: the activation.
+        `kind` is "output" or "output gradient", and `name` that of the module.
         """
         return self.placement("activation", name, tensor)
 
@@ -172,12 +160,7 @@ class Adapter:
 
     def counters(self, name: str, parameter: nn.Parameter) -> Mapping[str, float]:
         """Return the learning rate, the weight decay and the count of updates of a parameter."""
-        found: dict[str, float] = {}
-        for group in getattr(self.optimizer, "param_groups", ()):
-            if any(each is parameter for each in group["params"]):
-                found |= {key: float(group[key]) for key in ("lr", "weight_decay") if key in group}
-        step = self._state(parameter).get("step")
-        return found if step is None else {**found, "updates": float(step)}
+        return counters_of(self._groups_with(parameter), self._state(parameter))
 
     def load(self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor]) -> None:
         """Fill a parameter from the whole one, which `read` returns by its name."""
@@ -204,13 +187,25 @@ class Adapter:
             dist.destroy_process_group()
         sys.exit(0)
 
-    def _state(self, parameter: nn.Parameter) -> Mapping[str, Any]:
-        states = getattr(self.optimizer, "state", None)
-        found = states.get(parameter) if isinstance(states, Mapping) else None
-        if found is None:
-            with suppress(AttributeError, KeyError):  # ZeroRedundancyOptimizer keeps those of its own share
-                found = self.optimizer.optim.state.get(parameter)
-        return found if isinstance(found, Mapping) else {}
+    def _optimizers(self) -> Sequence[Any]:
+        """Return the optimizers that hold the parameters."""
+        return [self.optimizer]
+
+    def _groups_with(self, parameter: Tensor) -> list[Mapping[str, Any]]:
+        """Return the optimizers' groups that hold a parameter."""
+        groups = (group for each in self._optimizers() for group in getattr(each, "param_groups", ()))
+        return [group for group in groups if any(each is parameter for each in group["params"])]
+
+    def _state(self, parameter: Tensor) -> Mapping[str, Any]:
+        for optimizer in self._optimizers():
+            states = getattr(optimizer, "state", None)
+            found = states.get(parameter) if isinstance(states, Mapping) else None
+            if found is None:
+                with suppress(AttributeError, KeyError):  # ZeroRedundancyOptimizer keeps those of its own share
+                    found = optimizer.optim.state.get(parameter)
+            if found and isinstance(found, Mapping):
+                return found
+        return {}
 
     def _like(self, name: str, parameter: nn.Parameter, value: Tensor) -> Placed:
         """Return the placements of a value that is sharded like its parameter."""
@@ -219,15 +214,33 @@ class Adapter:
         return [(value, placement) for _, placement in self.weight(name, parameter)]
 
 
+class AroundCall:
+    """Handle that calls functions before and after each call of an object's method, until removed.
+
+    `after` gets what the call returned.
+    """
+
+    def __init__(self, owner: Any, method: str, before: Callable[[], None], after: Callable[[Any], None]) -> None:
+        self._owner, self._method = owner, method
+        call = getattr(owner, method)
+
+        def around(*args: Any, **options: Any) -> Any:
+            before()
+            returned = call(*args, **options)
+            after(returned)
+            return returned
+
+        setattr(owner, method, around)
+
+    def remove(self) -> None:
+        """Restore the object's own method."""
+        delattr(self._owner, self._method)
+
+
 class ClippingHook:
-    """Calls a function before PyTorch clips gradients of a model, and keeps the norm that clipping returns.
+    """Calls a function before PyTorch clips gradients of a model, and keeps the norm that clipping returned last.
 
-    Args:
-        parameters: parameters of the model; clipping others, such as those of a second model, goes unnoticed.
-        before: function to call.
-
-    Attributes:
-        norm: the norm that was returned last; None before.
+    Clipping of other parameters, such as those of a second model, goes unnoticed.
     """
 
     def __init__(self, parameters: Iterable[Tensor], before: Callable[[], None]) -> None:
@@ -278,6 +291,22 @@ class ClippingAdapter(Adapter):
         return {} if norm is None else {"gradient norm": norm}
 
 
+def counters_of(groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> dict[str, float]:
+    """Return the learning rate and the weight decay of a parameter's groups, and the count of updates in its state."""
+    found = {key: float(group[key]) for group in groups for key in ("lr", "weight_decay") if key in group}
+    step = state.get("step")
+    return found if step is None else {**found, "updates": float(step)}
+
+
+def modules_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield a model's modules that have a forward pass under their names, without wrappers around the model's own."""
+    for name, module in model.named_modules():
+        cleaned = clean_name(name)
+        is_wrapper = cleaned == clean_name(name.rpartition(".")[0]) and name != ""
+        if type(module).forward is not nn.Module.forward and not is_wrapper:
+            yield cleaned, module
+
+
 def buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a model's floating-point buffers that are in the state dict."""
     for prefix, module in model.named_modules():
@@ -297,7 +326,6 @@ def _unwrapped(model: nn.Module) -> nn.Module:
 
 
 def is_float(value: Any) -> bool:
-    """Return whether a value is a tensor of floating-point numbers."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 

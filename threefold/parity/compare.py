@@ -5,7 +5,7 @@ forward pass, loss, output gradients in that of the backward pass, gradients, th
 optimizer states, buffers. The first quantity that departs is at the mistake, or directly after it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from threefold.errors import UserError
@@ -14,7 +14,7 @@ from threefold.parity.departure import Findings, phase_of
 from threefold.parity.measure import Quantities, Tolerances, last_places
 from threefold.parity.record import INITIAL, OUTPUT, Record, align
 from threefold.parity.reported import ReportedStep
-from threefold.parity.tensors import StepPair, TensorStep
+from threefold.parity.tensors import TensorStep
 
 PRECISIONS: Final = ("bfloat16", "float16", "float32")
 """Dtypes below fp64, the lowest first."""
@@ -31,8 +31,6 @@ def compare(
     """Compare a record with the reference.
 
     Args:
-        reference: record of the correct run, such as that of one process.
-        candidate: record of the run to check.
         noisy: records of the reference, run again with noise in the last place, to learn tolerances.
         steps: number of steps to compare; all by default.
         wide: record of the reference run again in fp64, whose first step says how large rounding is.
@@ -60,24 +58,26 @@ def compare(
         expected, got = reference.step(step), candidate.step(step)
         if step == 0:
             _check_model(reference, candidate, expected, got)
-            places = last_places(expected.values(), _weight_dtypes(reference, candidate))
+            ranks = (*reference.ranks, *candidate.ranks)
+            dtypes = (item for facts in ranks for item in facts.get("weight_dtypes", {}).items())
+            places = last_places(expected.values(), dtypes)
         repeated = [other.step(step) for other in noisy]
         if wide is not None and step == 1:
             in_fp64 = wide.step(step)
             align([expected, got, *repeated, in_fp64])
-            TensorStep(StepPair(step, reference, wide, expected, in_fp64, tolerances)).learn_wide()
+            TensorStep(step, reference, wide, expected, in_fp64, tolerances).learn(wide=True)
         align([expected, got, *repeated])
         for other, again in zip(noisy, repeated, strict=True):
             if step == 0:
                 _check_model(reference, other, expected, again)
-            learned = StepPair(step, reference, other, expected, again, tolerances)
-            TensorStep(learned, places=places).learn()
+            learned = step, reference, other, expected, again, tolerances
+            TensorStep(*learned, places=places).learn()
             if step:
-                ReportedStep(learned).learn()
-        pair = StepPair(step, reference, candidate, expected, got, tolerances)
-        found.departures += TensorStep(pair, before, places).compare(found)
+                ReportedStep(*learned).learn()
+        pair = step, reference, candidate, expected, got, tolerances
+        found.departures += TensorStep(*pair, before, places).compare(found)
         if step:
-            found.departures += ReportedStep(pair).compare(found)
+            found.departures += ReportedStep(*pair).compare(found)
         if step == 1:
             outputs = sorted({(each.order, each.name) for each in expected.values() if each.kind == OUTPUT})
             found.order = list(dict.fromkeys(name for _, name in outputs))
@@ -134,16 +134,6 @@ def _check_model(reference: Record, candidate: Record, expected: Quantities, got
                 )
 
 
-def _dtypes(fact: str, *records: Record) -> set[str]:
-    return {dtype for record in records for facts in record.ranks for dtype in facts.get(fact, ())}
-
-
-def _weight_dtypes(*records: Record) -> Iterator[tuple[str, str]]:
-    for record in records:
-        for facts in record.ranks:
-            yield from facts.get("weight_dtypes", {}).items()
-
-
 def wide_problem(reference: Record, wide: Record) -> str:
     """Return why a record cannot be the reference's in fp64, as a clause; empty if it can."""
     if not wide.facts.get("wide"):
@@ -158,12 +148,13 @@ def wide_problem(reference: Record, wide: Record) -> str:
 
 
 def _precision(*records: Record) -> str:
-    dtypes = _dtypes("dtypes", *records) | _dtypes("activation_dtypes", *records)
+    ranks = (facts for record in records for facts in record.ranks)
+    dtypes = {dtype for facts in ranks for dtype in (*facts.get("dtypes", ()), *facts.get("activation_dtypes", ()))}
     return next((name for name in PRECISIONS if name in dtypes), "float64")
 
 
 def _note(found: Findings, reference: Record, candidate: Record) -> None:
-    if found.first is not None and any(
+    if found.departures and any(
         numbers.get("drew_random_numbers") for facts in candidate.ranks for numbers in facts["numbers"].values()
     ):
         found.notes.append(
@@ -182,11 +173,9 @@ def _note(found: Findings, reference: Record, candidate: Record) -> None:
             f"Outputs of {first_of(sorted(found.skipped), 1, 'modules')} were not compared everywhere: a "
             "record lacks them, or has them in parts, in other shapes or for other samples; an adapter may place them."
         )
-    versions = [record.facts["versions"] for record in (reference, candidate)]
-    for name in sorted(set(versions[0]) & set(versions[1])):
-        if versions[0][name] != versions[1][name]:
-            found.notes.append(
-                f"The runs have different versions of {name}: {versions[0][name]} and {versions[1][name]}."
-            )
+    ours, theirs = (record.facts["versions"] for record in (reference, candidate))
+    for name in sorted(ours.keys() & theirs.keys()):
+        if ours[name] != theirs[name]:
+            found.notes.append(f"The runs have different versions of {name}: {ours[name]} and {theirs[name]}.")
     if len(reference.ranks) > 1:
         found.notes.append(f"The reference has {len(reference.ranks)} ranks itself.")

@@ -8,14 +8,14 @@ ranges of the flat partitions, without communication, so that a departure names 
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from operator import methodcaller
 from typing import Any, cast
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from threefold.errors import UserError
-from threefold.parity.adapters import Adapter, Placed
+from threefold.parity.adapters import Adapter, AroundCall, Placed, counters_of
 from threefold.parity.placement import fill, flat_range, whole
 
 
@@ -59,7 +59,7 @@ class DeepSpeedAdapter(Adapter):
                 return self._local(parameter, parameter.ds_tensor)  # type: ignore[attr-defined]
             return self._local(parameter, self.optimizer.get_local_fp32_param(parameter))
         if hasattr(parameter, "_hp_mapping"):
-            return self._fragment(parameter, lambda mapping: mapping.get_hp_fragment())
+            return self._fragment(parameter, methodcaller("get_hp_fragment"))
         return super().weight(name, self._masters.get(id(parameter), parameter))
 
     def gradient(self, name: str, parameter: nn.Parameter) -> Placed:
@@ -85,16 +85,13 @@ class DeepSpeedAdapter(Adapter):
             if hasattr(parameter, "ds_id"):
                 yield key, self._local(parameter, self.optimizer.get_local_fp32_param(parameter, key))
             else:
-                yield key, self._fragment(parameter, partial(_state_of, key))
+                yield key, self._fragment(parameter, methodcaller("get_hp_fragment", key))
 
     def counters(self, name: str, parameter: nn.Parameter) -> Mapping[str, float]:
         if id(parameter) not in self._groups:
             return super().counters(name, self._masters.get(id(parameter), parameter))
         number, flat = self._groups[id(parameter)]
-        group = self.optimizer.param_groups[number]
-        found = {key: float(group[key]) for key in ("lr", "weight_decay") if key in group}
-        step = self._inner_state(flat).get("step")
-        return found if step is None else {**found, "updates": float(step)}
+        return counters_of([self.optimizer.param_groups[number]], self._inner_state(flat))
 
     def numbers(self) -> Mapping[str, float]:
         norm = self._engine.get_global_grad_norm()
@@ -111,7 +108,7 @@ class DeepSpeedAdapter(Adapter):
             fill(parameter.detach(), whole(parameter), value, name)
 
     def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
-        return [_AroundUpdate(self._engine, before, after)]
+        return [AroundCall(self._engine, "_take_model_step", before, lambda _: after())]  # a pipeline's too
 
     # ---- parts of parameters ----------------------------------------------------------------------------------------
 
@@ -141,17 +138,10 @@ class DeepSpeedAdapter(Adapter):
         return gradient
 
     def _inner_state(self, flat: Tensor) -> Mapping[str, Any]:
-        inner = getattr(self.optimizer, "optimizer", self.optimizer)
-        found: Mapping[str, Any] = inner.state.get(flat, {})
-        return found
+        return cast(Mapping[str, Any], getattr(self.optimizer, "optimizer", self.optimizer).state.get(flat, {}))
 
     def _like(self, name: str, parameter: nn.Parameter, value: Tensor) -> Placed:
         return [(value, super().placement("parameter", name, parameter.detach())[1])]
-
-
-def _state_of(key: str, mapping: Any) -> Tensor:
-    found: Tensor = mapping.get_hp_fragment(key)
-    return found
 
 
 _PARTITIONS = (
@@ -160,22 +150,3 @@ _PARTITIONS = (
     ("fp16_groups", "fp32_partitioned_groups_flat"),
 )
 """Attributes of DeepSpeed's optimizers with the parameters of each group and the flat fp32 partition of each."""
-
-
-class _AroundUpdate:
-    """Handle that calls functions before and after each update of an engine, including a pipeline's, until removed."""
-
-    def __init__(self, engine: Any, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self._engine = engine
-        update = engine._take_model_step
-
-        def around(*args: Any, **options: Any) -> None:
-            before()
-            update(*args, **options)
-            after()
-
-        engine._take_model_step = around
-
-    def remove(self) -> None:
-        """Restore the engine's own method."""
-        del self._engine._take_model_step

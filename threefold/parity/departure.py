@@ -13,23 +13,22 @@ SUMMED: Final = 1e-5
 """The same for initial weights, whose projections are fp32 sums of different pieces."""
 LOOSE: Final = 0.5
 """Tolerance above which half of a tensor may be wrong."""
-PHASES: Final = (
-    INITIAL,
-    SAMPLES,
-    OUTPUT,
-    LOSS,
-    OUTPUT_GRADIENT,
-    GRADIENT,
-    NORM,
-    RATE,
-    UPDATE,
-    STATE,
-    BUFFER,
-    TENSOR,
-    NUMBER,
-)
-"""Kinds in the order of a step."""
-
+PHASES: Final = {
+    INITIAL: "Before the first step, initial weights depart",
+    SAMPLES: "The runs read different samples",
+    OUTPUT: "The forward pass departs",
+    LOSS: "All outputs are right and the loss departs",
+    OUTPUT_GRADIENT: "The forward pass is right and the backward pass departs",
+    GRADIENT: "Forward and backward passes are right and gradients of parameters depart",
+    NORM: "All gradients are right and their reported norm, or the clip, departs",
+    RATE: "All gradients are right and a counter of the update departs",
+    UPDATE: "All gradients are right and updates depart",
+    STATE: "Gradients and updates are right and the optimizer's state departs",
+    BUFFER: "Weights are right and a buffer departs",
+    TENSOR: "Weights are right and a recorded tensor departs",
+    NUMBER: "Weights are right and a reported number departs",
+}
+"""Kinds in the order of a step, each with the beginning of a verdict on it."""
 _COUNTERS: Final = {"lr": "learning rate", "weight_decay": "weight decay", "updates": "count of updates"}
 
 
@@ -40,7 +39,6 @@ class Departure:
     Attributes:
         step: from 1; 0 for before the first.
         kind: one of `PHASES`.
-        name: name of the parameter, module or number.
         error, tolerance: relative error, and the one that counts as rounding.
         scale: nearest factor of the reference.
         shape: shape of the mistake, a predicate; empty if none explains the difference.
@@ -64,15 +62,14 @@ class Departure:
         """Format as `the gradient of blocks.0.mlp.up.weight`."""
         kind = self.kind
         if kind == OUTPUT_GRADIENT:
-            return f"the gradient of the output of {self.name}" + (
-                f", which {self.readers} reads" if self.readers else ""
-            )
+            readers = f", which {self.readers} reads" if self.readers else ""
+            return f"the gradient of the output of {self.name}{readers}"
         if kind in (SAMPLES, LOSS, NORM):
-            return {SAMPLES: "the samples", LOSS: "the loss", NORM: "the gradient norm"}[kind]
+            return f"the {kind}"
         if kind.startswith(STATE):
             return f"{kind.removeprefix(STATE).strip()} of {self.name} in the optimizer"
         if kind in (NUMBER, TENSOR):
-            return f"{self.name}"
+            return self.name
         if kind == RATE:
             key, _, name = self.name.partition(" of ")
             return f"the {_COUNTERS.get(key, key)} of {name}"
@@ -84,9 +81,7 @@ class Findings:
     """Compared quantities and departures, in the order of a step.
 
     Attributes:
-        departures: all departures.
         compared: number of compared quantities by kind.
-        steps: number of compared steps.
         notes: sentences on quantities that could not be compared, or that explain a departure.
         order: modules in the order of the forward pass, for the tree.
         worst: largest error by step, kind and name, relative to its tolerance.
@@ -111,14 +106,10 @@ class Findings:
     def equal(self) -> bool:
         return not self.departures
 
-    @property
-    def first(self) -> Departure | None:
-        return self.departures[0] if self.departures else None
-
 
 def phase_of(departure: Departure) -> int:
     """Return the position of a departure's kind in a step."""
-    return PHASES.index(without_key(departure.kind))
+    return list(PHASES).index(without_key(departure.kind))
 
 
 def without_key(kind: str) -> str:

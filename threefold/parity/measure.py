@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from threefold.parity.record import (
+    DETAILS,
     GRADIENT,
     INITIAL,
     OUTPUT,
@@ -18,7 +19,6 @@ from threefold.parity.record import (
     IndexEntry,
     Key,
     Quantity,
-    detail_of,
 )
 from threefold.parity.sketch import Kept
 
@@ -84,13 +84,9 @@ class Measure:
 
 
 def measure(candidate: Kept, reference: Kept, least: float = 0.0, scale: float = 1.0) -> Measure:
-    """Compare a tensor with that of the reference.
+    """Compare a tensor with that of the reference, of the same shape, after a division by `scale`.
 
-    Args:
-        candidate: the tensor.
-        reference: the reference, of the same shape.
-        least: minimum mean magnitude of an element that differences are relative to.
-        scale: factor to divide the candidate by first.
+    Differences are relative to a mean magnitude of an element of at least `least`.
     """
     worst, dot, square = 0.0, 0.0, 0.0
     for index, (got, expected) in enumerate(zip(candidate.vectors, reference.vectors, strict=True)):
@@ -155,10 +151,6 @@ def last_places(quantities: Iterable[Quantity], dtypes: Iterable[tuple[str, str]
     """Return, by name, the mean distance of a weight's elements from their neighbours in its dtype.
 
     An update is the difference of two weights, each rounded to such a distance, and is measured against it at least.
-
-    Args:
-        quantities: what a record has of the initial weights.
-        dtypes: names and dtypes of the weights, those of several records.
     """
     eps: dict[str, float] = {}
     for name, dtype in dtypes:
@@ -168,7 +160,7 @@ def last_places(quantities: Iterable[Quantity], dtypes: Iterable[tuple[str, str]
 
 def copy_elements(primary: Kept, entry: IndexEntry, values: Tensor) -> tuple[Tensor, Tensor]:
     """Return the kept elements of a further copy, and the same elements of the first copy."""
-    first = primary.within(entry.piece, detail_of(entry)).flatten()
+    first = primary.within(entry.piece, DETAILS[entry.detail]).flatten()
     return values[values.numel() - first.numel() :].double(), first  # the values end with the grid
 
 
@@ -206,24 +198,18 @@ class Tolerances:
         self._eps = torch.finfo(getattr(torch, precision)).eps
         self._precision, self._narrow = precision, precision in _NARROW
         self._least_with_wide = _WIDE_EPS.get(precision, self._least)
-        self._wide: dict[tuple[str, str], tuple[float, float]] = {}
+        self._wide: dict[tuple[int, str, str], tuple[float, float]] = {}
         self._noise: dict[tuple[int, str], float] = {}
-        self._commons: dict[tuple[int, str], tuple[float, float]] = {}
+        self._commons: dict[tuple[int, str], list[float]] = {}
         self._runs = runs
 
-    def learn(self, step: int, kind: str, name: str, seen: Measure) -> None:
-        """Learn from the difference between the reference and a run of it with noise, unless one is not finite."""
-        if not isfinite(seen.error):
-            return
-        self._commons.clear()
-        error, off = self._errors.get((step, kind, name), (0.0, 0.0))
-        self._errors[step, kind, name] = max(error, seen.error), max(off, seen.off)
-
-    def learn_wide(self, kind: str, name: str, seen: Measure) -> None:
-        """Learn a difference between the reference and its run in fp64 in the first step, unless it is not finite."""
+    def learn(self, step: int, kind: str, name: str, seen: Measure, wide: bool = False) -> None:
+        """Learn a difference between the reference and a run of it with noise, or in fp64, unless it is not finite."""
         if isfinite(seen.error):
-            error, off = self._wide.get((kind, name), (0.0, 0.0))
-            self._wide[kind, name] = max(error, seen.error), max(off, seen.off)
+            self._commons.clear()
+            known = self._wide if wide else self._errors
+            error, off = known.get((step, kind, name), (0.0, 0.0))
+            known[step, kind, name] = max(error, seen.error), max(off, seen.off)
 
     @property
     def tells_factors(self) -> bool:
@@ -234,9 +220,10 @@ class Tolerances:
         """
         if not self._wide or not self._narrow:
             return False
-        seen = [error for (at, kind, _), (error, _) in self._errors.items() if (at, kind) == (1, OUTPUT)]
-        seen += [error for (kind, _), (error, _) in self._wide.items() if kind == OUTPUT]
-        return max(seen, default=inf) < _SMOOTH
+        seen = (*self._errors.items(), *self._wide.items())
+        return (
+            max((error for (step, kind, _), (error, _) in seen if (step, kind) == (1, OUTPUT)), default=inf) < _SMOOTH
+        )
 
     def learn_noise(self, step: int, name: str, gradient: Kept, reference: Kept) -> None:
         """Learn how much of a gradient changes in a run with noise."""
@@ -246,11 +233,7 @@ class Tolerances:
     def is_noise(self, step: int, name: str, gradient: Kept, largest: float) -> bool:
         """Return whether a gradient is 0 up to rounding, such as that of a key's bias in softmax attention.
 
-        Args:
-            step: the step.
-            name: name of the parameter.
-            gradient: its gradient in the reference.
-            largest: mean magnitude of the largest gradient.
+        `gradient` is the reference's, and `largest` the mean magnitude of the largest gradient.
         """
         if self._runs:
             return self._noise.get((step, name), 0.0) > _NOISE
@@ -278,16 +261,15 @@ class Tolerances:
     def _of_wide(self, kind: str, name: str, noise: tuple[float, float]) -> Tolerance:
         """Return the tolerance of a quantity of the first step, given its noise, from the run in fp64."""
         at = GRADIENT if kind == COMMON else kind
-        ours = [(each, values) for (what, each), values in self._wide.items() if what == at]
-        known = [(self._errors.get((1, at, each), (0.0, 0.0))[0], values[0]) for each, values in ours]
+        ours = {key: values for key, values in self._wide.items() if key[1] == at}
+        known = [(self._errors.get(key, (0.0, 0.0))[0], values[0]) for key, values in ours.items()]
         shares = sorted(wide / noisy for noisy, wide in known if noisy and wide)
         share = shares[len(shares) // 2] if shares else 1.0
-        own, least = self._wide.get((kind, name), (0.0, 0.0)), self._least_with_wide
+        own, least = self._wide.get((1, kind, name), (0.0, 0.0)), self._least_with_wide
         if kind == COMMON:
             off = max(_FACTOR * share * noise[1], _BIAS * own[1], least)
             return Tolerance(off, off)
-        ranked = [sorted(values) for values in zip(*(values for _, values in ours), strict=True)] or [[0.0], [0.0]]
-        common = [values[int(part * (len(values) - 1))] for values, part in zip(ranked, _SHARES, strict=True)]
+        common = _typical(ours.values())
         error, off = (_FACTOR * max(share * mine, wide) for mine, wide in zip(noise, own, strict=True))
         return Tolerance(max(error, _FACTOR * common[0], least), max(off, _COMMON_FACTOR * common[1], least))
 
@@ -300,15 +282,18 @@ class Tolerances:
         is_rounded = self._narrow and float(torch.tensor(value, dtype=torch.float64).to(dtype)) == value
         return max(tolerance, self._eps) if is_rounded else tolerance
 
-    def _common(self, step: int, kind: str) -> tuple[float, float]:
-        """Return the error that 9 of 10 tensors of a kind stay below, and the distance of the scale of half of them.
-
-        The noise of a few runs says little about one tensor: a small element, which an optimizer enlarges, may change
-        its sign in the next.
-        """
-        if (found := self._commons.get((step, kind))) is None:
+    def _common(self, step: int, kind: str) -> list[float]:
+        if (step, kind) not in self._commons:
             seen = [values for (at, what, _), values in self._errors.items() if (at, what) == (step, kind)]
-            ranked = [sorted(values) for values in zip(*seen, strict=True)] if seen else [[0.0], [0.0]]
-            error, off = (values[int(share * (len(values) - 1))] for values, share in zip(ranked, _SHARES, strict=True))
-            found = self._commons[step, kind] = error, off
-        return found
+            self._commons[step, kind] = _typical(seen)
+        return self._commons[step, kind]
+
+
+def _typical(seen: Iterable[tuple[float, float]]) -> list[float]:
+    """Return the error that 9 of 10 tensors of a kind stay below, and the distance of the scale of half of them.
+
+    The noise of a few runs says little about one tensor: a small element, which an optimizer enlarges, may change its
+    sign in the next.
+    """
+    ranked = [sorted(values) for values in zip(*seen, strict=True)] or [[0.0], [0.0]]
+    return [values[int(share * (len(values) - 1))] for values, share in zip(ranked, _SHARES, strict=True)]

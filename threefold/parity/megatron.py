@@ -9,13 +9,23 @@ optimizer's ranges of weights, gradients and states are recorded by the rank tha
 
 import importlib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from threefold.errors import UserError
-from threefold.parity.adapters import WHOLE, Adapter, Place, Placed, buffers_of, clean_name
+from threefold.parity.adapters import (
+    WHOLE,
+    Adapter,
+    AroundCall,
+    Place,
+    Placed,
+    buffers_of,
+    clean_name,
+    counters_of,
+    modules_of,
+)
 from threefold.parity.placement import Piece, Placement, fill, flat_range, shard, whole
 
 _EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -40,7 +50,6 @@ class MegatronAdapter(Adapter):
 
     def __init__(self, place: Place | None = None) -> None:
         super().__init__(place)
-        self._names: list[tuple[str, str]] = []
         self._norm: float | None = None
 
     def bind(self, models: list[nn.Module], optimizer: Any) -> None:
@@ -70,18 +79,17 @@ class MegatronAdapter(Adapter):
                 if id(parameter) not in seen:
                     seen.add(id(parameter))
                     called = _rename(clean_name(name), renamed)
-                    yield (_EMBEDDING if self._is_copy(called, parameter) else called), parameter
+                    copies = called == _OUTPUT_LAYER and bool(getattr(parameter, "shared_embedding", False))
+                    yield (_EMBEDDING if copies else called), parameter  # a copy on the last stage of a tied embedding
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         for model in self.models:
             renamed = self._renamed(model)
-            for name, module in model.named_modules():
-                cleaned = clean_name(name)
-                wrapper = cleaned == clean_name(name.rpartition(".")[0]) and name != ""
+            for name, module in modules_of(model):
                 ends = getattr(module, "post_process", True)  # else its output is only what this stage sends on
                 empty = type(module).__name__ in ("IdentityOp", "IdentityFuncOp")  # an absent part of a layer
-                if type(module).forward is not nn.Module.forward and not wrapper and ends and not empty:
-                    yield _rename(cleaned, renamed) or WHOLE, module
+                if ends and not empty:
+                    yield _rename(name, renamed) or WHOLE, module
 
     def buffers(self) -> Iterator[tuple[str, Tensor]]:
         for model in self.models:
@@ -101,10 +109,6 @@ class MegatronAdapter(Adapter):
                 count = len(list(model.get_submodule(name.rpartition(".")[0]).children()))
                 experts[f"{expert[0]}."] = f"{expert[1]}{self._expert_rank * count + int(expert[2])}."
         return experts, layers
-
-    def _is_copy(self, name: str, parameter: nn.Parameter) -> bool:
-        """Return whether a parameter is the last stage's copy of a tied embedding."""
-        return name == _OUTPUT_LAYER and bool(getattr(parameter, "shared_embedding", False))
 
     # ---- places -----------------------------------------------------------------------------------------------------
 
@@ -137,8 +141,10 @@ class MegatronAdapter(Adapter):
             if self._config.sequence_parallel and name != WHOLE and scattered:
                 return tensor, shard(tensor, 0, self._tp_rank, self._tp)
             tensor = tensor.transpose(0, 1)
-            logits = tensor.dim() == 3 and name == WHOLE
-            return tensor, self._logits(tensor) if logits else whole(tensor, self._tp_rank)
+            model: Any = next((each for each in _all_modules(self.models) if hasattr(each, "parallel_output")), None)
+            if tensor.dim() == 3 and name == WHOLE and model.parallel_output:
+                return tensor, shard(tensor, -1, self._tp_rank, self._tp)
+            return tensor, whole(tensor, self._tp_rank)
         column, row = "ColumnParallel" in type_name, "RowParallel" in type_name
         attention = name.endswith("core_attention")
         if kind == "output" and (attention or (column and not getattr(module, "gather_output", False))):
@@ -153,24 +159,16 @@ class MegatronAdapter(Adapter):
             return tensor, shard(tensor, 0, self._tp_rank, self._tp)
         return tensor, whole(tensor, self._tp_rank)
 
-    def _logits(self, tensor: Tensor) -> Placement:
-        model: Any = next(each for each in _all_modules(self.models) if hasattr(each, "parallel_output"))
-        return shard(tensor, -1, self._tp_rank, self._tp) if model.parallel_output else whole(tensor, self._tp_rank)
-
     # ---- the optimizer ----------------------------------------------------------------------------------------------
 
     def weight(self, name: str, parameter: nn.Parameter) -> Placed:
         main, span = self._main(parameter)
-        if main is None:
-            return []
-        return self._parts(name, parameter, main.detach(), span)
+        return [] if main is None else self._parts(name, parameter, main.detach(), span)
 
     def gradient(self, name: str, parameter: nn.Parameter) -> Placed:
         gradient = getattr(parameter, "main_grad", parameter.grad)
-        if gradient is None:
-            return []
         main, span = self._main(parameter)
-        if main is None:
+        if gradient is None or main is None:
             return []
         if span is not None:
             gradient = gradient.view(-1)[slice(*span)]
@@ -180,20 +178,19 @@ class MegatronAdapter(Adapter):
     def states(self, name: str, parameter: nn.Parameter) -> Iterator[tuple[str, Placed]]:
         main, span = self._main(parameter)
         if main is not None:
-            for key, value in self._state_of(main).items():
+            for key, value in self._state(main).items():
                 if isinstance(value, Tensor) and value.shape == main.shape and value.is_floating_point():
                     yield key, self._parts(name, parameter, value, span)
 
     def counters(self, name: str, parameter: nn.Parameter) -> Mapping[str, float]:
         main, _ = self._main(parameter)
-        found: dict[str, float] = {}
-        for each in self._inner:
-            for group in each.optimizer.param_groups:
-                if main is not None and any(one is main for one in group["params"]):
-                    found |= {key: float(group[key]) for key in ("lr", "weight_decay") if key in group}
-                    step = self._state_of(main).get("step", group.get("step"))
-                    if step is not None:
-                        found["updates"] = float(step)
+        if main is None:
+            return {}
+        groups = self._groups_with(main)
+        found = counters_of(groups, self._state(main))
+        for group in groups:  # some optimizers count in the group
+            if group.get("step") is not None:
+                found.setdefault("updates", float(group["step"]))
         return found
 
     def numbers(self) -> Mapping[str, float]:
@@ -206,23 +203,24 @@ class MegatronAdapter(Adapter):
         self.optimizer.reload_model_params()  # into the fp32 masters
 
     def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
-        return [_AroundStep(self, before, after)]
+        def took_step(returned: Any) -> None:
+            norm = returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None
+            self._norm = None if norm is None else float(norm)
+            after()
 
-    def took_step(self, returned: Any) -> None:
-        """Keep the norm that a step of the optimizer returned."""
-        norm = returned[1] if isinstance(returned, tuple) and len(returned) > 1 else None
-        self._norm = None if norm is None else float(norm)
+        return [AroundCall(self.optimizer, "step", before, took_step)]
 
-    def _main(self, parameter: Any) -> tuple[Tensor | None, tuple[int, int] | None]:
+    def _optimizers(self) -> Sequence[Any]:
+        return [each.optimizer for each in self._inner]
+
+    def _main(self, parameter: Any) -> tuple[Any, tuple[int, int] | None]:
         """Return the tensor that the optimizer updates for a parameter, and its range if it is one.
 
         None if another rank updates it.
         """
         for each in self._inner:
-            ranges = getattr(each, "model_param_gbuf_map", None)
-            if ranges is None:
-                continue
-            if parameter in each.model_param_group_index_map:
+            has_ranges = getattr(each, "model_param_gbuf_map", None) is not None
+            if has_ranges and parameter in each.model_param_group_index_map:
                 group, order = each.model_param_group_index_map[parameter]
                 span = each._get_model_param_range_map(parameter)["param"]
                 return each.optimizer.param_groups[group]["params"][order], (span.start, span.end)
@@ -230,13 +228,6 @@ class MegatronAdapter(Adapter):
             return None, None
         main = getattr(parameter, "main_param", None)
         return (parameter if main is None else main), None
-
-    def _state_of(self, main: Tensor) -> Mapping[str, Any]:
-        for each in self._inner:
-            if main in each.optimizer.state:
-                found: Mapping[str, Any] = each.optimizer.state[main]
-                return found
-        return {}
 
     def _parts(self, name: str, parameter: nn.Parameter, value: Tensor, span: tuple[int, int] | None) -> Placed:
         placement = self._of_parameter(name, parameter)
@@ -249,34 +240,10 @@ class MegatronAdapter(Adapter):
             for box in placement.pieces:
                 common = _common(piece, box)
                 if common is not None:
-                    local, start, size = common
                     part = piece.of(value.view(-1)) if piece.size != parameter.shape else value.view(parameter.shape)
-                    for dim, (at, extent) in enumerate(zip(local, size, strict=True)):
-                        part = part.narrow(dim, at, extent)
-                    whole_piece = Piece((0,) * len(size), start, size)
-                    found.append((part, Placement(placement.shape, (whole_piece,), copy)))
+                    local = Piece((0,) * len(common.size), common.start, common.size)
+                    found.append((common.of(part), Placement(placement.shape, (local,), copy)))
         return found
-
-
-class _AroundStep:
-    """Handle that calls functions before and after each step of a Megatron optimizer, until removed."""
-
-    def __init__(self, adapter: MegatronAdapter, before: Callable[[], None], after: Callable[[], None]) -> None:
-        self._optimizer = adapter.optimizer
-        step = self._optimizer.step
-
-        def around(*args: Any, **options: Any) -> Any:
-            before()
-            returned = step(*args, **options)
-            adapter.took_step(returned)
-            after()
-            return returned
-
-        self._optimizer.step = around
-
-    def remove(self) -> None:
-        """Restore the optimizer's own method."""
-        del self._optimizer.step
 
 
 def _all_modules(models: list[nn.Module]) -> Iterator[nn.Module]:
@@ -293,8 +260,8 @@ def _rename(name: str, renamed: tuple[dict[str, str], dict[str, str]]) -> str:
     return name
 
 
-def _common(piece: Piece, box: Piece) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]] | None:
-    """Return the overlap of a piece of a rank's tensor and a box: offset within the piece, in the whole, and size."""
+def _common(piece: Piece, box: Piece) -> Piece | None:
+    """Return the overlap of a piece of a rank's tensor and a box, as a part of the piece."""
     local, start, size = [], [], []
     for at, extent, box_at, box_start, box_size in zip(
         piece.start, piece.size, box.local, box.start, box.size, strict=True
@@ -305,4 +272,4 @@ def _common(piece: Piece, box: Piece) -> tuple[tuple[int, ...], tuple[int, ...],
         local.append(first - at)
         start.append(box_start + first - box_at)
         size.append(last - first)
-    return tuple(local), tuple(start), tuple(size)
+    return Piece(tuple(local), tuple(start), tuple(size))

@@ -26,11 +26,7 @@ _NAMED: Final = 0.01
 
 @dataclass(frozen=True)
 class Factors:
-    """Numbers of a run that a factor may come from.
-
-    Attributes:
-        values: name and value, such as `tp` and 2.
-    """
+    """Numbers of a run that a factor may come from, by name, such as 2 for `tp`."""
 
     values: Mapping[str, float]
 
@@ -55,7 +51,8 @@ class Factors:
         """Return a factor in words: `2 (tp)`, `1/4 (1 / micro-batches)` or `1.37`."""
         if abs(factor - 1) < 2 * _NAMED:
             return f"{factor:.6g}"
-        simple = [each for each in self._simple() if abs(factor / each[1] - 1) < _NAMED]
+        both = (*self.values.items(), *((f"1 / {name}", 1 / value) for name, value in self.values.items()))
+        simple = [each for each in both if abs(factor / each[1] - 1) < _NAMED]
         if simple:
             return f"{_number(simple[0][1])} ({' or '.join(text for text, _ in simple)})"
         for text, value in self._compound():
@@ -65,10 +62,6 @@ class Factors:
             if abs(factor / value - 1) < _NAMED:
                 return _number(value)
         return f"{factor:.4g}"
-
-    def _simple(self) -> Iterator[tuple[str, float]]:
-        yield from self.values.items()
-        yield from ((f"1 / {name}", 1 / value) for name, value in self.values.items())
 
     def _compound(self) -> Iterator[tuple[str, float]]:
         for (one, first), (other, second) in combinations(self.values.items(), 2):
@@ -92,12 +85,8 @@ def shape_of(
 ) -> str | None:
     """Return the shape of the mistake as a predicate, such as `is 2 (tp) times the reference`; None if unexplained.
 
-    Args:
-        candidate: the departing tensor.
-        reference: the reference's tensor.
-        factors: numbers of the run.
-        tolerance: error that counts as rounding.
-        scale_tolerance: distance of a factor from 1 that counts as rounding; by default the same.
+    `tolerance` and `scale_tolerance` are the error, and the distance of a factor from 1 (by default the same), that
+    count as rounding.
     """
     close = min(max(3 * tolerance, 1e-6), _CLOSE)
     whole_a, whole_b = _all(candidate), _all(reference)
@@ -112,11 +101,9 @@ def shape_of(
     least = tolerance if scale_tolerance is None else scale_tolerance
     if abs(scale - 1) > least and left < min(close, _LEFT * abs(scale - 1)):
         return f"is {factors.name(scale)} times the reference"
-    for text in _of_dims(candidate, reference, factors, close):
+    if text := next(_of_dims(candidate, reference, factors, close), None):
         return text
-    if _transposed(candidate, reference, close):
-        return "is the transpose of the reference"
-    return None
+    return "is the transpose of the reference" if _transposed(candidate, reference, close) else None
 
 
 def _all(kept: Kept) -> Tensor:
@@ -128,13 +115,12 @@ def _all(kept: Kept) -> Tensor:
 
 def _of_dims(candidate: Kept, reference: Kept, factors: Factors, close: float) -> Iterator[str]:
     counts = sorted({*_SHARDS, *(int(value) for value in factors.values.values() if 1 < value <= 64)})
-    for dim in range(len(reference.shape)):
-        a, b = _slices(candidate, dim), _slices(reference, dim)
+    slices = [(_slices(candidate, dim), _slices(reference, dim)) for dim in range(len(reference.shape))]
+    for dim, (a, b) in enumerate(slices):
         for count in counts:
             if len(b) % count == 0 and len(b) >= count and (text := _of_shards(a, b, dim, count, factors, close)):
                 yield text
-    for dim in range(len(reference.shape)):
-        a, b = _slices(candidate, dim), _slices(reference, dim)
+    for dim, (a, b) in enumerate(slices):
         if candidate.projections and len(b) != reference.shape[dim]:
             continue  # pooled: orders within a part do not show
         for count in counts:
@@ -145,13 +131,8 @@ def _of_dims(candidate: Kept, reference: Kept, factors: Factors, close: float) -
                 parted = b.view(len(b) // count, count, -1).transpose(0, 1).reshape(len(b), -1)
                 if _error(a, parted) < close:
                     yield f"has {count} interleaved blocks along dim {dim} one after the other"
-        for shift in (1, -1):
-            if (
-                len(b) > 2
-                and _error(a[max(shift, 0) : len(a) + min(shift, 0)], b[max(-shift, 0) : len(b) - max(shift, 0)])
-                < close
-            ):
-                yield f"is shifted by one place along dim {dim}"
+        if len(b) > 2 and min(_error(a[1:], b[:-1]), _error(a[:-1], b[1:])) < close:
+            yield f"is shifted by one place along dim {dim}"
 
 
 def _slices(kept: Kept, dim: int) -> Tensor:
@@ -164,28 +145,20 @@ def _slices(kept: Kept, dim: int) -> Tensor:
 def _of_shards(a: Tensor, b: Tensor, dim: int, count: int, factors: Factors, close: float) -> str | None:
     parts_a, parts_b = a.chunk(count), b.chunk(count)
     typical = float(b.norm()) / count**0.5
-    sources: list[int] = []
-    scales: list[float] = []
-    for number, part in enumerate(parts_a):
-        order = [number, *(other for other in range(count) if other != number)]
-        size = float(part.norm())
-        if size < close * typical:
-            sources.append(number)
-            scales.append(0.0 if float(parts_b[number].norm()) > close * typical else 1.0)
+    sources, scales = list(range(count)), [1.0] * count
+    for number, (part, expected) in enumerate(zip(parts_a, parts_b, strict=True)):
+        if float(part.norm()) < close * typical:
+            scales[number] = 0.0 if float(expected.norm()) > close * typical else 1.0
             continue
-        for other in order:
-            expected = parts_b[other]
-            if _error(part, expected) < close:
-                sources.append(other)
-                scales.append(1.0)
-                break
-        else:
-            expected = parts_b[number]
-            scale = float((part * expected).sum() / expected.square().sum().clamp_min(1e-300))
-            if not isfinite(scale) or _error(part, expected * scale) >= close:
-                return None
-            sources.append(number)
-            scales.append(scale)
+        order = [number, *(other for other in range(count) if other != number)]
+        source = next((other for other in order if _error(part, parts_b[other]) < close), None)
+        if source is not None:
+            sources[number] = source
+            continue
+        scale = float((part * expected).sum() / expected.square().sum().clamp_min(1e-300))
+        if not isfinite(scale) or _error(part, expected * scale) >= close:
+            return None
+        scales[number] = scale
     moved = [number for number in range(count) if sources[number] != number]
     changed = [number for number in range(count) if scales[number] != 1.0]
     if moved and not changed and len(set(sources)) == count:

@@ -172,11 +172,9 @@ def flat_range(shape: Sequence[int], start: int, stop: int, copy: int = 0, name:
     shape = tuple(shape)
     if not 0 <= start <= stop <= prod(shape):
         raise UserError(f"parity.flat_range got {start} to {stop} of a tensor with {prod(shape)} elements; stay in it.")
-    pieces = [
-        Piece((offset - start, *(0,) * (len(shape) - 1)), box_start, size)
-        for offset, box_start, size in _boxes(shape, start, stop)
-    ]
-    return Placement(shape, tuple(pieces), copy, name=name)
+    zeros = (0,) * (len(shape) - 1)
+    pieces = tuple(Piece((offset - start, *zeros), at, size) for offset, at, size in _boxes(shape, start, stop))
+    return Placement(shape, pieces, copy, name=name)
 
 
 def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
@@ -185,21 +183,17 @@ def _boxes(shape: tuple[int, ...], start: int, stop: int) -> list[tuple[int, tup
         return []
     if len(shape) <= 1:
         return [(start, (start,) * len(shape), (stop - start,) * len(shape))]
-    row = prod(shape[1:])
-    first, last = -(-start // row), stop // row
+    size_of_row = prod(shape[1:])
+
+    def within(row: int, start: int, stop: int) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+        base = row * size_of_row
+        boxes = _boxes(shape[1:], start - base, stop - base)
+        return [(base + offset, (row, *at), (1, *size)) for offset, at, size in boxes]
+
+    first, last = -(-start // size_of_row), stop // size_of_row
     if first > last:  # within one row
-        return _within(shape, first - 1, start, stop)
-    found = _within(shape, first - 1, start, first * row) if start < first * row else []
+        return within(first - 1, start, stop)
+    found = within(first - 1, start, first * size_of_row) if start < first * size_of_row else []
     if last > first:
-        found.append((first * row, (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
-    return found + (_within(shape, last, last * row, stop) if last * row < stop else [])
-
-
-def _within(
-    shape: tuple[int, ...], row: int, start: int, stop: int
-) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    base = row * prod(shape[1:])
-    return [
-        (base + offset, (row, *box_start), (1, *size))
-        for offset, box_start, size in _boxes(shape[1:], start - base, stop - base)
-    ]
+        found.append((first * size_of_row, (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])))
+    return found + (within(last, last * size_of_row, stop) if last * size_of_row < stop else [])

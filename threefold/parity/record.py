@@ -5,12 +5,11 @@ one vector and their index in the metadata, and `rank-00000.json` with the facts
 """
 
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +20,7 @@ from threefold.checksums import checksum, seal, unseal
 from threefold.errors import UserError
 from threefold.files import first_of, read_json, shown
 from threefold.parity.placement import Piece, Placement
-from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Detail, Kept, keep, length
+from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Kept, keep, length
 
 FORMAT: Final = "threefold-parity"
 VERSION: Final = 1
@@ -30,22 +29,20 @@ INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT = "initial weight", "buffer", "output",
 GRADIENT, UPDATE, STATE, TENSOR = "gradient", "update", "optimizer state", "tensor"
 """Kinds of recorded quantities; a state's name is `exp_avg of blocks.0.weight`."""
 KINDS: Final = (INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, TENSOR)
-_DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY, "whole": WHOLE}
+DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY, "whole": WHOLE}
+"""Amounts that are kept of a tensor, by their names in the index."""
 _SHARED: Final = (OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, STATE)
 """Kinds that have equal shares of the bytes of whole tensors; tensors of other kinds count with the states."""
 
 
-@dataclass(frozen=True)
-class IndexEntry:
-    """A line of the index: a piece of a tensor, or of one activation for several samples.
+class IndexEntry(NamedTuple):
+    """A line of the index, in the order of its fields: a piece of a tensor, or of one activation for several samples.
 
     Attributes:
-        kind: `INITIAL`, `OUTPUT`, …
         name: name in the whole model.
         order: position in the order of recording within the step.
         shape: shape of the whole tensor; for an activation, that of one sample.
-        start, size: the piece.
-        detail: `parameter`, `sample`, `copy` or `whole`.
+        detail: one of `DETAILS`.
         copy, partial: as in the placement.
         samples: for an activation, the fingerprint of each sample.
     """
@@ -57,9 +54,9 @@ class IndexEntry:
     start: tuple[int, ...]
     size: tuple[int, ...]
     detail: str
-    copy: int = 0
-    partial: bool = False
-    samples: tuple[str, ...] | None = None
+    copy: int
+    partial: bool
+    samples: tuple[str, ...] | None
 
     @property
     def piece(self) -> Piece:
@@ -68,7 +65,7 @@ class IndexEntry:
     @property
     def values(self) -> int:
         """Number of values of each sample."""
-        return length(self.shape, self.piece, detail_of(self))
+        return length(self.shape, self.piece, DETAILS[self.detail])
 
     @property
     def usual(self) -> str:
@@ -78,80 +75,64 @@ class IndexEntry:
     def lowered(self, values: Tensor) -> tuple["IndexEntry", Tensor]:
         """Return the entry of a tensor that is whole here as one of the usual detail, and its values."""
         elements = values[1:].view(1, *self.size)
-        return replace(self, detail=self.usual), keep(elements, self.shape, self.piece, _DETAILS[self.usual])[0]
-
-    def to_json(self) -> list[Any]:
-        shape, start, size = list(self.shape), list(self.start), list(self.size)
-        at = [self.kind, self.name, self.order, shape, start, size, self.detail, self.copy, self.partial]
-        return [*at, None if self.samples is None else list(self.samples)]
+        return self._replace(detail=self.usual), keep(elements, self.shape, self.piece, DETAILS[self.usual])[0]
 
     @classmethod
     def from_json(cls, values: list[Any]) -> "IndexEntry":
         kind, name, order, shape, start, size, detail, copy, partial, samples = values
         known = kind in KINDS or (isinstance(kind, str) and kind.startswith(f"{STATE} "))
-        if not known or not isinstance(name, str) or detail not in _DETAILS:
+        if not known or not isinstance(name, str) or detail not in DETAILS:
             raise ValueError(kind)
         at = tuple(shape), tuple(start), tuple(size)
         return cls(kind, name, order, *at, detail, copy, partial, None if samples is None else tuple(samples))
-
-
-def detail_of(entry: IndexEntry) -> Detail:
-    """Return how much was kept of an entry's tensor."""
-    return _DETAILS[entry.detail]
 
 
 @dataclass
 class Page:
     """Quantities that a rank has recorded in the current step.
 
-    Attributes:
-        budget: bytes of tensors that are kept whole. Each of several kinds (`_SHARED`) has the same share of it, and
-            its tensors are whole in the order of recording, as long as they fit; the size of a tensor is that in the
-            whole model, so that ranks that shard it decide alike.
+    Tensors are kept whole within a budget of bytes. Each of several kinds (`_SHARED`) has the same share of it, and its
+    tensors are whole in the order of recording, as long as they fit; the size of a tensor is that in the whole model,
+    so that ranks that shard it decide alike.
     """
 
     budget: int = 0
-    entries: list[IndexEntry] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
+    entries: list[IndexEntry] = field(default_factory=list, init=False)
+    values: list[Tensor] = field(default_factory=list, init=False)
     _taken: dict[str, int] = field(default_factory=dict, init=False)
 
     def add(self, kind: str, name: str, tensor: Tensor, placement: Placement) -> None:
         """Keep a tensor of the model or of the optimizer."""
         detail = "copy" if placement.copy else self._detail(kind, "parameter", placement.shape, tensor)
         for piece in placement.pieces:
-            kept = keep(piece.of(tensor)[None], placement.shape, piece, _DETAILS[detail])
-            self._append(kind, placement.name or name, placement, piece, detail, None, kept)
+            kept = keep(piece.of(tensor)[None], placement.shape, piece, DETAILS[detail])
+            self._append(kind, placement.name or name, placement, placement.shape, piece, detail, None, kept)
 
     def add_samples(
         self, kind: str, names: list[str], rows: Tensor, placement: Placement, samples: tuple[str, ...]
     ) -> None:
-        """Keep an activation, or the gradient of one, under each of the names.
+        """Keep an activation, or the gradient of one, under the names of all modules that it belongs to.
 
-        Args:
-            kind: `OUTPUT` or `OUTPUT_GRADIENT`.
-            names: names of the modules that it belongs to.
-            rows: (samples, …).
-            placement: placement of the rows within the whole activation, including the dim of samples.
-            samples: fingerprint of each row.
+        `rows` are (samples, …); the placement is that of the rows within the whole activation, including the dim of
+        samples.
         """
-        whole = Placement(placement.shape[1:], (), placement.copy, placement.partial)
-        count = len(samples) * len(names)
-        detail = "copy" if whole.copy else self._detail(kind, "sample", whole.shape, rows, count)
+        shape, count = placement.shape[1:], len(samples) * len(names)
+        detail = "copy" if placement.copy else self._detail(kind, "sample", shape, rows, count)
         for piece in placement.pieces:
             one = Piece(piece.local[1:], piece.start[1:], piece.size[1:])
             box = rows
             for dim, (start, size) in enumerate(zip(one.local, one.size, strict=True), 1):
                 box = box if size == box.shape[dim] else box.narrow(dim, start, size)
-            kept = keep(box, whole.shape, one, _DETAILS[detail])
+            kept = keep(box, shape, one, DETAILS[detail])
             for name in names:
-                self._append(kind, name, whole, one, detail, samples, kept)
+                self._append(kind, name, placement, shape, one, detail, samples, kept)
 
     def _detail(self, kind: str, usual: str, shape: tuple[int, ...], tensor: Tensor, count: int = 1) -> str:
         """Return the detail of `count` tensors of a shape: whole, if they fit, and the usual one does not keep all."""
-        if math.prod(shape) <= _DETAILS[usual].elements:
+        if prod(shape) <= DETAILS[usual].elements:
             return usual
         share = kind if kind in _SHARED else STATE
-        size = count * math.prod(shape) * max(tensor.element_size(), 4)
+        size = count * prod(shape) * max(tensor.element_size(), 4)
         taken = self._taken.get(share, 0) + size
         if taken > self.budget // len(_SHARED):
             return usual
@@ -162,26 +143,26 @@ class Page:
         self,
         kind: str,
         name: str,
-        whole: Placement,
+        placement: Placement,
+        shape: tuple[int, ...],
         piece: Piece,
         detail: str,
         samples: tuple[str, ...] | None,
         kept: Tensor,
     ) -> None:
-        at = whole.shape, piece.start, piece.size
-        entry = IndexEntry(kind, name, len(self.entries), *at, detail, whole.copy, whole.partial, samples)
-        self.entries.append(entry)
+        at = kind, name, len(self.entries), shape, piece.start, piece.size, detail
+        self.entries.append(IndexEntry(*at, placement.copy, placement.partial, samples))
         self.values.append(kept.reshape(-1))
 
-    def drop(self, *kinds: str) -> None:
-        """Discard the quantities of some kinds, so that they can be recorded again."""
-        kept = [at for at, entry in enumerate(self.entries) if entry.kind not in kinds]
+    def drop(self, kind: str) -> None:
+        """Discard the quantities of a kind, so that they can be recorded again."""
+        kept = [at for at, entry in enumerate(self.entries) if entry.kind != kind]
         self.entries = [self.entries[at] for at in kept]
         self.values = [self.values[at] for at in kept]
 
     def save(self, path: Path) -> None:
         """Write the page; in fp32, or in fp64 if a tensor of it is."""
-        index = json.dumps([entry.to_json() for entry in self.entries], separators=(",", ":"))
+        index = json.dumps(self.entries, separators=(",", ":"))
         values = torch.cat(self.values) if self.values else torch.zeros(0)
         save_file({"values": values.contiguous()}, path, metadata={"format": FORMAT, "index": index})
 
@@ -208,7 +189,7 @@ def _encoded(value: Any) -> Any:
         return {str(key): _encoded(each) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_encoded(each) for each in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return str(value) if isinstance(value, float) and not isfinite(value) else value
 
 
 Key = tuple[str, str, str]
@@ -220,9 +201,7 @@ class Quantity:
     """A tensor of the whole model at a step, assembled from the parts that ranks kept.
 
     Attributes:
-        kind, name, sample: its key.
         order: position in the order of recording.
-        kept: its values.
         owners: each piece, with its rank.
         copies: rank, entry and values of each further copy.
     """
@@ -238,12 +217,7 @@ class Quantity:
     @property
     def missing(self) -> int:
         """Number of elements that no rank recorded."""
-        return math.prod(self.kept.shape) - self.kept.covered
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether all elements are kept."""
-        return not self.kept.projections
+        return prod(self.kept.shape) - self.kept.covered
 
     def lowered(self) -> "Quantity":
         """Return a tensor that is whole here in the usual detail, if no element is missing."""
@@ -270,12 +244,9 @@ def align(pages: Sequence[dict[Key, Quantity]]) -> None:
 class Record:
     """Opened record of a run.
 
-    Args:
-        folder: its folder.
-
     Attributes:
-        folder: its folder.
         ranks: facts of each rank.
+        facts: facts of rank 0.
         steps: number of steps that every rank has recorded.
 
     Raises:
@@ -301,6 +272,7 @@ class Record:
                 "record into one folder."
             )
         self.ranks = [_facts(folder / facts_file(rank)) for rank in range(world)]
+        self.facts = self.ranks[0]
         self.steps = min(facts["steps"] for facts in self.ranks)
         for facts in self.ranks:
             if facts["world_size"] != world:
@@ -309,17 +281,8 @@ class Record:
                     f"{facts['world_size']} ranks and rank 0 of {world}; record each run into a folder of its own."
                 )
 
-    @property
-    def facts(self) -> dict[str, Any]:
-        """Facts of rank 0."""
-        return self.ranks[0]
-
     def step(self, step: int) -> dict[Key, Quantity]:
-        """Return the quantities recorded at a step, from 1; 0 for before the first.
-
-        Raises:
-            UserError: a file is missing, cut or damaged.
-        """
+        """Return the quantities recorded at a step, from 1; 0 for before the first."""
         parts: dict[Key, list[tuple[int, IndexEntry, Tensor]]] = {}
         for rank in range(len(self.ranks)):
             for entry, values in self._page(rank, step):
@@ -331,17 +294,13 @@ class Record:
             for rank, entry, values in entries:
                 if len(details) > 1 and entry.detail == "whole":  # other ranks had no room for their parts of it
                     entry, values = entry.lowered(values)
-                detail = entry.usual if len(details) > 1 else next(iter(details))
-                self._put(found, key, rank, entry, values, _DETAILS[detail])
+                if key not in found:
+                    detail = entry.usual if len(details) > 1 else next(iter(details))
+                    found[key] = Quantity(*key, entry.order, Kept.empty(entry.shape, DETAILS[detail]))
+                self._put(found[key], rank, entry, values)
         return found
 
-    def _put(
-        self, found: dict[Key, Quantity], key: Key, rank: int, entry: IndexEntry, values: Tensor, detail: Detail
-    ) -> None:
-        quantity = found.get(key)
-        if quantity is None:
-            kept = Kept.empty(entry.shape, detail)
-            quantity = found[key] = Quantity(*key, entry.order, kept)
+    def _put(self, quantity: Quantity, rank: int, entry: IndexEntry, values: Tensor) -> None:
         if quantity.kept.shape != entry.shape:
             raise UserError(
                 f"The record {shown(self.folder)} has {entry.kind} {entry.name} with the whole shape "
@@ -352,12 +311,10 @@ class Record:
         if entry.copy or (same and not (entry.partial and rank not in same)):
             quantity.copies.append((rank, entry, values))
             return
+        covered = quantity.kept.covered
+        quantity.kept.add(entry.piece, values, entry.partial)
         if same:  # another rank's part of a sum
-            covered = quantity.kept.covered
-            quantity.kept.add(entry.piece, values, partial=True)
             quantity.kept.covered = covered
-        else:
-            quantity.kept.add(entry.piece, values, entry.partial)
         quantity.owners.append((entry.piece, rank))
 
     def _page(self, rank: int, step: int) -> Iterator[tuple[IndexEntry, Tensor]]:
@@ -387,13 +344,11 @@ class Record:
             ) from None
 
 
-_NUMBERS: Final = ("world_size", "steps", "rank")
-
-
 def _facts(path: Path) -> dict[str, Any]:
     found = read_json(path, "the record ")
     facts = unseal(found) if isinstance(found, dict) else None
-    if facts is None or facts.get("format") != FORMAT or not all(isinstance(facts.get(at), int) for at in _NUMBERS):
+    numbers = ("world_size", "steps", "rank")
+    if facts is None or facts.get("format") != FORMAT or not all(isinstance(facts.get(at), int) for at in numbers):
         raise UserError(
             f"The record {shown(path.parent)} is damaged: {path.name} is not what a run wrote; record again."
         )

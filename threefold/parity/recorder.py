@@ -3,8 +3,9 @@
 import os
 import platform
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
@@ -99,7 +100,10 @@ class Recorder:
             return
         self._folder = Path(place)
         self._steps = steps or _number(STEPS) or DEFAULT_STEPS
-        self._rank, self._world = _rank_and_world()
+        if dist.is_available() and dist.is_initialized():
+            self._rank, self._world = dist.get_rank(), dist.get_world_size()
+        else:
+            self._rank, self._world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
         self._adapter = adapter if isinstance(adapter, Adapter) else Adapter(adapter)
         self._adapter.bind([model] if isinstance(model, nn.Module) else list(model), optimizer)
         self._is_wide = bool(os.environ.get(PARITY_WIDE))
@@ -107,7 +111,13 @@ class Recorder:
             self._adapter.widen()
         self._batch_dim = self._adapter.batch_dim if batch_dim is None else batch_dim
         self._step = 1
-        self._ahead = _updates_ahead(updates)
+        after = _number(AFTER) or 0
+        if updates > after:
+            raise UserError(
+                f"The run goes on after {updates} updates, but its record begins after {after} (--after, {AFTER}); use "
+                f"{updates}, or another checkpoint."
+            )
+        self._ahead = after - updates
         self._bytes = _number(BYTES) or 0
         self._page = Page()
         self._roots = [_Root(each) for each in self._adapter.roots()]
@@ -146,7 +156,12 @@ class Recorder:
         self._numbers = _no_numbers()
         self._random: bytes | None = None
         self._handles: list[Any] = []
-        self._prepare_folder()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if (self._folder / facts_file(self._rank)).exists():
+            raise UserError(
+                f"The folder {shown(self._folder)} has a record of rank {self._rank} already; give a new folder in "
+                f"{FOLDER}."
+            )
         if self._ahead:
             self._watch()
         else:
@@ -158,11 +173,7 @@ class Recorder:
         """Record this rank's samples of a step; call it before the forward passes, in the order of the micro-batches.
 
         Needed where the model's forward does not get the tokens (a later pipeline stage), gets parts of sequences, or
-        to have labels counted.
-
-        Args:
-            inputs: (samples, …), whole sequences.
-            labels: labels; those of -100 do not count.
+        to have labels counted. Inputs are (samples, …), whole sequences; labels of -100 do not count.
         """
         if not self._is_on:
             return
@@ -173,9 +184,7 @@ class Recorder:
     def after_backward(self, loss: Tensor | float | None = None, norm: Tensor | float | None = None) -> None:
         """Record the gradients: call it after the last backward pass of a step, before they are clipped.
 
-        Args:
-            loss: the loss that this rank reports.
-            norm: the gradient norm that this rank reports, if it is known already.
+        `loss` and `norm` are what this rank reports; the norm only if it is known already.
         """
         if not self._is_on:
             return
@@ -216,14 +225,6 @@ class Recorder:
 
     # ---- the beginning ----------------------------------------------------------------------------------------------
 
-    def _prepare_folder(self) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        if (self._folder / facts_file(self._rank)).exists():
-            raise UserError(
-                f"The folder {shown(self._folder)} has a record of rank {self._rank} already; give a new folder in "
-                f"{FOLDER}."
-            )
-
     def _begin(self) -> None:
         parameters = list(self._adapter.parameters())
         if load := os.environ.get(LOAD):
@@ -244,15 +245,22 @@ class Recorder:
             self._watch()
         for name, module in self._adapter.modules():
             # Before hooks of frameworks, which may replace the input by one that only this module's gradient reaches.
-            first = module.register_forward_pre_hook(self._input_of(name), with_kwargs=True, prepend=True)
-            self._handles += [first, module.register_forward_hook(self._output_of(name, module))]
+            entered = partial(self._enter_module, name)
+            self._handles += [
+                module.register_forward_pre_hook(entered, with_kwargs=True, prepend=True),
+                module.register_forward_hook(partial(self._leave_module, name)),
+            ]
         for root in self._roots:  # around the hooks of its modules
-            self._handles.append(
-                root.module.register_forward_pre_hook(self._enter(root), with_kwargs=True, prepend=True)
-            )
-            self._handles.append(root.module.register_forward_hook(lambda *_: self._leave()))
+            entered = partial(self._enter_root, root)
+            self._handles += [
+                root.module.register_forward_pre_hook(entered, with_kwargs=True, prepend=True),
+                root.module.register_forward_hook(self._leave_root),
+            ]
             if self._is_wide:  # behind the hook that takes fingerprints
-                self._handles.append(root.module.register_forward_pre_hook(_wide_inputs, with_kwargs=True))
+                widen = root.module.register_forward_pre_hook(
+                    lambda _, args, kwargs: _widened((args, kwargs)), with_kwargs=True
+                )
+                self._handles.append(widen)
 
     def _watch(self) -> None:
         self._handles += self._adapter.watch(self._before_update, self._end_step)
@@ -260,79 +268,69 @@ class Recorder:
 
     # ---- forward and backward passes --------------------------------------------------------------------------------
 
-    def _enter(self, root: "_Root") -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if not module.training or in_backward_pass() or self._current is not None:
-                return
-            if self._random is None:
-                self._random = _random_state()
-            first = next(_tensors((args, kwargs)), None)
-            if first is None:
-                return
-            if self._given is None:  # an input with a gradient comes from another stage and names no sample
-                samples = () if first.requires_grad else tuple(fingerprints(first))
-            else:
-                dim = self._batch_dim if first.is_floating_point() else 0
-                count = first.shape[min(dim, first.dim() - 1)]
-                given = tuple(self._given[root.at : root.at + count])
-                samples = given if len(given) == count else ()
-                root.at += count
-            root.passes += 1
-            self._numbers["micro_batches"] = max(self._numbers["micro_batches"], root.passes)
-            if root is self._roots[0]:
-                self._numbers["samples"] += samples
-            self._current = samples
-            self._calls.clear()
+    def _enter_root(self, root: "_Root", module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not module.training or in_backward_pass() or self._current is not None:
+            return
+        if self._random is None:
+            self._random = _random_state()
+        first = next(_tensors((args, kwargs)), None)
+        if first is None:
+            return
+        if self._given is None:  # an input with a gradient comes from another stage and names no sample
+            samples = () if first.requires_grad else tuple(fingerprints(first))
+        else:
+            dim = self._batch_dim if first.is_floating_point() else 0
+            count = first.shape[min(dim, first.dim() - 1)]
+            given = tuple(self._given[root.at : root.at + count])
+            samples = given if len(given) == count else ()
+            root.at += count
+        root.passes += 1
+        self._numbers["micro_batches"] = max(self._numbers["micro_batches"], root.passes)
+        if root is self._roots[0]:
+            self._numbers["samples"] += samples
+        self._current = samples
+        self._calls.clear()
 
-        return hook
-
-    def _leave(self) -> None:
+    def _leave_root(self, *_: Any) -> None:
         if not in_backward_pass():
             self._current = None
 
-    def _input_of(self, name: str) -> Callable[..., None]:
-        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self._current is None or in_backward_pass():
-                return
-            self._calls[name] = self._calls.get(name, 0) + 1
-            if self._step > 1:
-                return
-            for tensor in _tensors((args, kwargs)):
-                known = self._seen.get(id(tensor))
-                if known is not None and known[0]() is tensor:
-                    readers = self._readers.setdefault(known[1][0], [])
-                    if name not in readers:
-                        readers.append(name)
+    def _enter_module(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._current is None or in_backward_pass():
+            return
+        self._calls[name] = self._calls.get(name, 0) + 1
+        if self._step > 1:
+            return
+        for tensor in _tensors((args, kwargs)):
+            known = self._seen.get(id(tensor))
+            if known is not None and known[0]() is tensor:
+                readers = self._readers.setdefault(known[1][0], [])
+                if name not in readers:
+                    readers.append(name)
 
-        return hook
-
-    def _output_of(self, name: str, module: nn.Module) -> Callable[..., Any]:
-        leaf = next(module.children(), None) is None
-
-        def hook(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            if self._current is None or in_backward_pass():
-                return None
-            changed, tensor = self._noise.in_output(output) if leaf else (None, next(_tensors(output), None))
-            if tensor is not None and self._current:
-                called = _numbered(name, self._calls.get(name, 1))
-                self._record_activation(OUTPUT, [called], tensor.detach(), self._current)
-                self._await_gradient(called, tensor, self._current)
+    def _leave_module(self, name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        """Record a module's output, and await its gradient under the names of all modules that return it."""
+        samples = self._current
+        if samples is None or in_backward_pass():
+            return None
+        is_leaf = next(module.children(), None) is None
+        changed, tensor = self._noise.in_output(output) if is_leaf else (None, next(_tensors(output), None))
+        if tensor is None or not samples:
             return changed
-
-        return hook
-
-    def _await_gradient(self, name: str, tensor: Tensor, samples: tuple[str, ...]) -> None:
-        """Record the gradient of an output when it is computed, under the names of all modules that return it."""
+        call = self._calls.get(name, 1)
+        called = name if call == 1 else f"{name} (call {call})"
+        self._record_activation(OUTPUT, [called], samples, tensor)
         known = self._seen.get(id(tensor))
         if known is not None and known[0]() is tensor:
-            known[1].append(name)
-            return
-        names = [name]
+            known[1].append(called)
+            return changed
+        names = [called]
         self._seen[id(tensor)] = weakref.ref(tensor), names
         if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(lambda gradient: self._record_activation(OUTPUT_GRADIENT, names, gradient, samples))
+            tensor.register_hook(partial(self._record_activation, OUTPUT_GRADIENT, names, samples))
+        return changed
 
-    def _record_activation(self, kind: str, names: list[str], tensor: Tensor, samples: tuple[str, ...]) -> None:
+    def _record_activation(self, kind: str, names: list[str], samples: tuple[str, ...], tensor: Tensor) -> None:
         if not self._recording or not tensor.is_floating_point():
             return
         self._dtypes.add(str(tensor.dtype).removeprefix("torch."))
@@ -391,11 +389,9 @@ class Recorder:
         for name, parameter in self._adapter.parameters():
             weights = self._adapter.weight(name, parameter)
             for index, (tensor, placement) in enumerate(weights):
-                if self._has_before:
-                    update = self._before[name][index].neg_().add_(local(tensor))
-                    self._page.add(UPDATE, name, update, placement)
-                else:  # without a hook before the update, the new weights
-                    self._page.add(UPDATE, name, tensor, placement)
+                # Without a hook before the update, the new weights.
+                update = self._before[name][index].neg_().add_(local(tensor)) if self._has_before else tensor
+                self._page.add(UPDATE, name, update, placement)
             for key, parts in self._adapter.states(name, parameter):
                 for tensor, placement in parts:
                     self._page.add(f"{STATE} {key}", name, local(tensor), placement)
@@ -456,7 +452,7 @@ class _Noise:
         return self._generator is not None
 
     def in_output(self, output: Any) -> tuple[Any, Tensor | None]:
-        """Return an output with noise (None without), and its first tensor."""
+        """Return an output with noise (None without), and its first tensor, as the hook of a module returns it."""
         first = next(_tensors(output), None)
         if self._generator is None or first is None or isinstance(first, DTensor) or not first.is_floating_point():
             return None, first
@@ -495,21 +491,18 @@ def _rows(tensor: Tensor, placement: Placement, samples: int, batch_dim: int) ->
     if not samples:
         return None
     if tensor.dim() > batch_dim and tensor.shape[batch_dim] == samples:
-        return tensor.movedim(batch_dim, 0), _moved(placement, batch_dim)
+
+        def moved(values: Sequence[int]) -> tuple[int, ...]:
+            return (values[batch_dim], *values[:batch_dim], *values[batch_dim + 1 :])
+
+        pieces = tuple(Piece(moved(each.local), moved(each.start), moved(each.size)) for each in placement.pieces)
+        return tensor.movedim(batch_dim, 0), replace(placement, shape=moved(placement.shape), pieces=pieces)
     flattened = tensor.dim() == 2 and tensor.shape[0] % samples == 0
     if flattened and placement.shape == tuple(tensor.shape):  # (samples · positions, hidden)
         sizes = (samples, -1) if batch_dim == 0 else (-1, samples)
         parts = tensor.reshape(*sizes, tensor.shape[1]).movedim(batch_dim, 0)
         return parts, whole(parts, placement.copy, placement.partial, placement.name)
     return None
-
-
-def _moved(placement: Placement, dim: int) -> Placement:
-    def moved(values: Sequence[int]) -> tuple[int, ...]:
-        return (values[dim], *values[:dim], *values[dim + 1 :])
-
-    pieces = tuple(Piece(moved(each.local), moved(each.start), moved(each.size)) for each in placement.pieces)
-    return Placement(moved(placement.shape), pieces, placement.copy, placement.partial, placement.name)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -524,21 +517,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(each)
 
 
-def _wide_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """Return the arguments of a forward pass with their floats in fp64."""
-    return _widened(args), _widened(kwargs)
-
-
 def _widened(value: Any) -> Any:
+    """Return arguments with their floats in fp64."""
     if is_float(value):
         return value.double()
     if type(value) in (tuple, list):
         return type(value)(map(_widened, value))
     return {key: _widened(each) for key, each in value.items()} if type(value) is dict else value
-
-
-def _numbered(name: str, call: int) -> str:
-    return name if call == 1 else f"{name} (call {call})"
 
 
 def _squares(tensor: Tensor) -> float:
@@ -551,23 +536,6 @@ def _random_state() -> bytes:
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         states.append(torch.cuda.get_rng_state())
     return b"".join(state.numpy().tobytes() for state in states)
-
-
-def _rank_and_world() -> tuple[int, int]:
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-
-
-def _updates_ahead(made: int) -> int:
-    """Return the number of further updates that a run makes before its record begins, after `made` updates."""
-    after = _number(AFTER) or 0
-    if made > after:
-        raise UserError(
-            f"The run goes on after {made} updates, but its record begins after {after} (--after, {AFTER}); use "
-            f"{made}, or another checkpoint."
-        )
-    return after - made
 
 
 def _number(variable: str) -> int | None:

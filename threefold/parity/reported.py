@@ -1,6 +1,7 @@
 """Comparison of the numbers that ranks report at a step: samples, losses and other numbers, learning rates."""
 
 from collections.abc import Iterator
+from functools import cached_property
 from math import isfinite, isnan, nan, sqrt
 from typing import Any
 
@@ -10,22 +11,16 @@ from threefold.parity.record import GRADIENT, Record
 from threefold.parity.tensors import StepPair
 
 
-class ReportedStep:
+class ReportedStep(StepPair):
     """Reported numbers of one step of two records."""
 
-    def __init__(self, pair: StepPair) -> None:
-        self.step, self.reference, self.tolerances, self.factors = (
-            pair.step,
-            pair.reference,
-            pair.tolerances,
-            pair.factors,
-        )
-        self.expected, self.got = pair.expected, pair.got
-        self.mine, self.theirs = (self._numbers(record, self.step) for record in (pair.candidate, pair.reference))
+    @cached_property
+    def mine(self) -> list[dict[str, Any]]:
+        return _numbers(self.candidate, self.step)
 
-    @staticmethod
-    def _numbers(record: Record, step: int) -> list[dict[str, Any]]:
-        return [facts["numbers"].get(str(step), {}) for facts in record.ranks]
+    @cached_property
+    def theirs(self) -> list[dict[str, Any]]:
+        return _numbers(self.reference, self.step)
 
     def learn(self) -> None:
         """Learn the differences from a run with noise as rounding."""
@@ -46,7 +41,7 @@ class ReportedStep:
         lacking = [sample for sample in theirs if sample not in set(mine)]
         shape = f"differ: {len(strange)} of {len(mine)} are not those of the reference"
         for other in range(1, self.reference.steps + 1):
-            if other != self.step and mine == _samples_of(self._numbers(self.reference, other)):
+            if other != self.step and mine == _samples_of(_numbers(self.reference, other)):
                 shape = f"are those of step {other} of the reference"
         if not strange:
             shape = f"are fewer: {len(lacking)} of {len(theirs)} are missing"
@@ -116,6 +111,11 @@ class ReportedStep:
                     break
             where = "" if len(ranks) == len(self.mine) else f"on rank {rank}"
             yield Departure(self.step, RATE, f"{key} of {name}", _off(value, expected), SAME, nan, shape, where)
+
+
+def _numbers(record: Record, step: int) -> list[dict[str, Any]]:
+    """Return the numbers of each rank."""
+    return [facts["numbers"].get(str(step), {}) for facts in record.ranks]
 
 
 def _samples_of(ranks: list[dict[str, Any]]) -> list[str]:

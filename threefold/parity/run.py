@@ -27,7 +27,6 @@ class RecordedRuns:
     """Records of the runs.
 
     Attributes:
-        reference, candidate: the records.
         noisy: records of the reference with noise in the last place.
         wide: record of the reference in fp64; None without.
         note: reason for its absence, although the reference offers it; else empty.
@@ -57,10 +56,8 @@ def run_both(
     """Run both commands, one after the other, with the same initial weights unless records begin later.
 
     Args:
-        reference: command line of the correct run; `{run}` in it is replaced by a folder for that run's files.
-        candidate: command line of the run to check.
+        reference, candidate: command lines; `{run}` in one is replaced by a folder for that run's files.
         folder: folder for the records, logs and weights, empty or missing.
-        steps: steps to record.
         noise: number of further runs of the reference with noise, to learn tolerances.
         after: number of updates after which records begin; above 0, each run has its own weights.
         whole: bytes of tensors that each rank keeps whole.
@@ -96,7 +93,7 @@ def run_both(
                 raise
             raise UserError(
                 f"The command of {option} ended without a record: its script must make a parity.Recorder of the model "
-                f"and train a step (its output is in {shown(_log(place))})."
+                f"and train a step (its output is in {shown(place.with_suffix('.log'))})."
             ) from error
 
     first = one("--reference", REFERENCE, **({} if after else {SAVE: weights}))
@@ -128,12 +125,8 @@ def _split(option: str, command: str) -> list[str]:
     return words
 
 
-def _log(place: Path) -> Path:
-    return place.with_suffix(".log")
-
-
 def _run(option: str, words: list[str], place: Path, variables: Mapping[str, str], timeout: float | None) -> None:
-    log = _log(place)
+    log = place.with_suffix(".log")
     with log.open("wb") as output:
         try:
             process = subprocess.Popen(
@@ -149,7 +142,12 @@ def _run(option: str, words: list[str], place: Path, variables: Mapping[str, str
         try:
             status = process.wait(timeout)
         except BaseException as error:
-            _end(process)
+            for number in (signal.SIGTERM, signal.SIGKILL):  # to the run and all its processes
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, number)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(5)
+                    break
             if isinstance(error, subprocess.TimeoutExpired):
                 raise UserError(
                     f"The command of {option} did not end within {timeout:g} s (--timeout); its output is in "
@@ -163,13 +161,3 @@ def _run(option: str, words: list[str], place: Path, variables: Mapping[str, str
         raise UserError(
             f"The command of {option} ended with {how}; its last line was: {shown(said)} (all is in {shown(log)})."
         )
-
-
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End a run with all its processes."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(5)
-            return

@@ -108,15 +108,8 @@ def length(shape: tuple[int, ...], piece: Piece, detail: Detail) -> int:
 def keep(box: Tensor, shape: tuple[int, ...], piece: Piece, detail: Detail) -> Tensor:
     """Return the values that are kept of a piece of a tensor, for `samples` tensors of one shape at once.
 
-    Args:
-        box: (samples, *piece.size); floating.
-        shape: shape of the whole tensor.
-        piece: position of the box.
-        detail: how much to keep.
-
-    Returns:
-        (samples, length): the sum of squares, the projection's elements along each dim, the elements of the grid; in
-        the box's precision, in fp32 if that is lower.
+    The box is (samples, *piece.size), floating; the result (samples, length): the sum of squares, the projection's
+    elements along each dim, the elements of the grid; in the box's precision, in fp32 if that is lower.
     """
     wide = box.detach().to(torch.promote_types(box.dtype, torch.float32))
     samples = wide.shape[0]
@@ -192,8 +185,6 @@ class Kept:
     """Values that are kept of a whole tensor, assembled from its pieces.
 
     Attributes:
-        shape: shape of the tensor.
-        detail: how much was kept.
         squares: sum of squares; NaN if it is unknown, as for a tensor whose values ranks sum.
         projections: along each dim; none if all elements are in the grid.
         elements: the grid; NaN where no piece had it.
@@ -219,13 +210,7 @@ class Kept:
         return cls(shape, detail, 0.0, projections, torch.full(counts, torch.nan, dtype=torch.float64), 0)
 
     def add(self, piece: Piece, values: Tensor, partial: bool = False) -> None:
-        """Add the values of a piece, as `keep` returns them for one sample.
-
-        Args:
-            piece: the piece.
-            values: (length,).
-            partial: whether other ranks' values of the piece must be added to these.
-        """
+        """Add the values of a piece, as `keep` returns them for one sample; `partial` ones add to those there."""
         values = values.double()
         at = 1
         self.squares = torch.nan if partial else self.squares + float(values[0])

@@ -1,8 +1,10 @@
 """Comparison of the tensors of a step: their tolerances, the shapes of departures, and the ranks that hold them."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import isfinite, nan, sqrt
+from operator import itemgetter
 from statistics import median
 from typing import Final
 
@@ -33,11 +35,9 @@ most of a tensor, as in updates of bf16; it is not 0, since some kernels add in 
 
 @dataclass(frozen=True)
 class StepPair:
-    """A step of two records.
+    """A step of two records, from 1; 0 for before the first.
 
     Attributes:
-        step: from 1; 0 for before the first.
-        reference, candidate: the records.
         expected, got: quantities of the step in each.
         tolerances: what counts as rounding.
     """
@@ -49,45 +49,34 @@ class StepPair:
     got: Quantities
     tolerances: Tolerances
 
-    @property
+    @cached_property
     def factors(self) -> Factors:
         return Factors.of_run(self.candidate.facts, max(self.step, 1), self.reference.facts)
 
 
-class TensorStep:
+@dataclass(frozen=True)
+class TensorStep(StepPair):
     """Tensors of one step of two records.
 
-    Args:
-        pair: the step.
+    Attributes:
         before: the reference's quantities of the previous step, to recognize a tensor that is one step late.
         places: distance of a weight from its neighbours, by name (`last_places`).
     """
 
-    def __init__(
-        self, pair: StepPair, before: Quantities | None = None, places: Mapping[str, float] | None = None
-    ) -> None:
-        self.step, self.reference, self.tolerances, self.factors = (
-            pair.step,
-            pair.reference,
-            pair.tolerances,
-            pair.factors,
-        )
-        self.expected, self.got, self.before, self.places = pair.expected, pair.got, before, places or {}
-        self.least = least_magnitudes(pair.expected.values())
+    before: Quantities | None = None
+    places: Mapping[str, float] = field(default_factory=dict)
 
-    def learn(self) -> None:
-        """Learn the differences from a run with noise as rounding."""
+    @cached_property
+    def least(self) -> dict[str, float]:
+        return least_magnitudes(self.expected.values())
+
+    def learn(self, wide: bool = False) -> None:
+        """Learn the differences from a run with noise, or from the first step of one in fp64, as rounding."""
         for reference, other, seen in self._measured():
-            self.tolerances.learn(self.step, reference.kind, reference.name, seen)
-            if reference.kind == GRADIENT:
+            self.tolerances.learn(self.step, reference.kind, reference.name, seen, wide)
+            if reference.kind == GRADIENT and not wide:
                 self.tolerances.learn_noise(self.step, reference.name, other.kept, reference.kept)
-        self.tolerances.learn(self.step, COMMON, "", Measure(0.0, self._common_scale()))
-
-    def learn_wide(self) -> None:
-        """Learn the differences from a run in fp64, in the first step, as rounding."""
-        for reference, _, seen in self._measured():
-            self.tolerances.learn_wide(reference.kind, reference.name, seen)
-        self.tolerances.learn_wide(COMMON, "", Measure(0.0, self._common_scale()))
+        self.tolerances.learn(self.step, COMMON, "", Measure(0.0, self._common_scale()), wide)
 
     def _measured(self) -> Iterator[tuple[Quantity, Quantity, Measure]]:
         """Yield each tensor of the reference with the other one and their difference."""
@@ -134,13 +123,12 @@ class TensorStep:
     def compare(self, found: Findings) -> Iterator[Departure]:
         """Yield the departures, and count the compared quantities in `found`."""
         factors = self._sample_factors()
-        ordered = sorted(self.expected.items(), key=lambda item: item[1].order)
         groups: dict[tuple[str, str], list[tuple[Quantity, Quantity | None]]] = {}
-        for key, reference in ordered:
+        for key, reference in sorted(self.expected.items(), key=lambda item: item[1].order):
             groups.setdefault((reference.kind, reference.name), []).append((reference, self.got.get(key)))
-        for (kind, name, sample), got in self.got.items():
-            if kind == GRADIENT and (kind, name, sample) not in self.expected and bool(got.kept.elements.any()):
-                yield Departure(self.step, kind, name, 1.0, 0.0, nan, "is there, and the reference has none")
+        for key, got in self.got.items():
+            if got.kind == GRADIENT and key not in self.expected and bool(got.kept.elements.any()):
+                yield Departure(self.step, GRADIENT, got.name, 1.0, 0.0, nan, "is there, and the reference has none")
         noise, departed = self._noise(), False
         for (kind, name), pairs in groups.items():
             missing = list(self._missing(kind, name, pairs))
@@ -160,14 +148,13 @@ class TensorStep:
                 tolerance = Tolerance(max(tolerance.error, least), max(tolerance.scale, least))
             if kind == INITIAL:
                 tolerance = Tolerance(SUMMED, SUMMED)
+            allowed = max(tolerance.error, 1e-6)
             if name not in noise:
+                allowed = min(allowed, _COPIES)
                 if not missing:
                     self._count(found, kind)
                 if tolerance.error > LOOSE:
                     found.loose.add(name)
-            allowed = max(tolerance.error, 1e-6)
-            if name not in noise:
-                allowed = min(allowed, _COPIES)
             departures = list(self._group(found, kind, name, compared, tolerance, factors, allowed))
             departed |= kind == GRADIENT and bool(departures)
             yield from departures
@@ -224,19 +211,15 @@ class TensorStep:
         factors: dict[str, float],
         allowed: float,
     ) -> Iterator[Departure]:
-        worst: tuple[float, Measure, Quantity, Quantity] | None = None
-        departing = 0
+        measured: list[tuple[float, Measure, Quantity, Quantity]] = []
         for reference, other in pairs:
             found.compared[kind] = found.compared.get(kind, 0) + 1
-            whole = other.is_whole and reference.is_whole
+            whole = not other.kept.projections and not reference.kept.projections
             found.whole[kind, name] = found.whole.get((kind, name), True) and whole
             seen = self._measure(other, reference, factors)
             ratio = max(seen.error / tolerance.error, seen.off / tolerance.scale)
-            departing += ratio > 1
-            if worst is None or ratio > worst[0]:
-                worst = ratio, seen, reference, other
-        assert worst is not None
-        ratio, seen, reference, other = worst
+            measured.append((ratio, seen, reference, other))
+        ratio, seen, reference, other = max(measured, key=itemgetter(0))
         key = self.step, kind, name
         found.worst[key] = max(found.worst.get(key, 0.0), ratio)
         copies = self._copies(other, allowed)
@@ -247,19 +230,10 @@ class TensorStep:
                 shape = self._shape(other, reference, tolerance, factors)
             if not shape and seen.error <= tolerance.error:
                 shape = f"is about {self.factors.name(round(seen.scale, 4))} times the reference"
-            where = self._where(other, reference, tolerance, departing, len(pairs))
-            yield Departure(
-                self.step,
-                kind,
-                name,
-                seen.error,
-                tolerance.error,
-                seen.scale,
-                shape,
-                where,
-                copies is not None,
-                self._readers(name) if kind == OUTPUT_GRADIENT else "",
-            )
+            where = self._where(other, reference, tolerance, sum(each[0] > 1 for each in measured), len(pairs))
+            readers = self._readers(name) if kind == OUTPUT_GRADIENT else ""
+            at = self.step, kind, name, seen.error, tolerance.error, seen.scale
+            yield Departure(*at, shape, where, copies is not None, readers)
         elif copies:
             found.worst[key] = max(found.worst[key], copies[0] / allowed)
             yield Departure(self.step, kind, name, copies[0], allowed, nan, copies[1], copies[2], True)
@@ -274,25 +248,24 @@ class TensorStep:
         kept = got.kept
         if scale != 1.0:
             projections = [each / scale for each in kept.projections]
-            kept = type(kept)(kept.shape, kept.detail, kept.squares, projections, kept.elements / scale, kept.covered)
+            kept = replace(kept, projections=projections, elements=kept.elements / scale)
         if text := shape_of(kept, reference.kept, self.factors, tolerance.error, tolerance.scale):
             return text
         if copies := self._reduced(got, reference, tolerance):
             return copies
         if other := self._another(kept, reference, tolerance):
             return f"is {other} of the reference"
-        if self.before is not None and reference.kind in (GRADIENT, UPDATE):
-            last = self.before.get((reference.kind, reference.name, reference.sample))
-            if last is not None and last.kept.detail != kept.detail:
-                return ""
-            if last is not None and measure(kept, last.kept).error < _near(tolerance):
-                return f"is the one of step {self.step - 1}"
-            if last is not None:
-                both = [a + b for a, b in zip(reference.kept.projections, last.kept.projections, strict=True)]
-                elements = reference.kept.elements + last.kept.elements
-                total = type(kept)(kept.shape, kept.detail, nan, both, elements, kept.covered)
-                if measure(kept, total).error < _near(tolerance):
-                    return f"has the one of step {self.step - 1} added"
+        if self.before is None or reference.kind not in (GRADIENT, UPDATE):
+            return ""
+        last = self.before.get((reference.kind, reference.name, reference.sample))
+        if last is None or last.kept.detail != kept.detail:
+            return ""
+        if measure(kept, last.kept).error < _near(tolerance):
+            return f"is the one of step {self.step - 1}"
+        both = [a + b for a, b in zip(reference.kept.projections, last.kept.projections, strict=True)]
+        total = replace(kept, squares=nan, projections=both, elements=reference.kept.elements + last.kept.elements)
+        if measure(kept, total).error < _near(tolerance):
+            return f"has the one of step {self.step - 1} added"
         return ""
 
     def _another(self, kept: Kept, reference: Quantity, tolerance: Tolerance) -> str:
@@ -312,15 +285,10 @@ class TensorStep:
         whole = [(entry, values) for _, entry, values in got.copies if entry.size == reference.kept.shape]
         if not whole:
             return ""
-        shares = []
-        first = None
-        for entry, values in whole:
-            copy, mine = copy_elements(got.kept, entry, values)
-            _, expected = copy_elements(reference.kept, entry, values)
-            shares.append(copy)
-            first = first if first is not None else (mine, expected)
-        assert first is not None
-        mine, expected = first
+        (entry, values), *_ = whole
+        _, mine = copy_elements(got.kept, entry, values)
+        _, expected = copy_elements(reference.kept, entry, values)
+        shares = [copy_elements(got.kept, entry, values)[0] for entry, values in whole]
         if any(len(each) != len(mine) for each in shares):
             return ""
         close, size = max(10 * tolerance.error, 1e-6), float(expected.norm())
@@ -358,16 +326,14 @@ class TensorStep:
             return f"{departing} of {count} samples"
         if len(got.owners) < 2:
             return ""
-        wrong = []
-        typical = float(reference.kept.elements.norm()) / sqrt(len(got.owners))
+        typical, wrong = float(reference.kept.elements.norm()) / sqrt(len(got.owners)), set()
         for piece, rank in got.owners:
             a, b = (each.kept.within(piece, each.kept.detail) for each in (got, reference))
             if a.numel() and float((a - b).norm()) > tolerance.error * max(float(b.norm()), 0.1 * typical):
-                wrong.append(rank)
-        ranks = sorted(set(wrong))
-        if not ranks or len(ranks) == len({rank for _, rank in got.owners}):
+                wrong.add(rank)
+        if not wrong or len(wrong) == len({rank for _, rank in got.owners}):
             return ""
-        return f"in the shard{'s' if ranks[1:] else ''} of {_named(ranks)}"
+        return f"in the shard{'s' if len(wrong) > 1 else ''} of {_named(sorted(wrong))}"
 
 
 def _named(ranks: list[int]) -> str:
@@ -375,7 +341,6 @@ def _named(ranks: list[int]) -> str:
 
 
 def _comparable(got: Quantity, reference: Quantity) -> bool:
-    """Return whether both are whole and of one shape."""
     return got.missing == reference.missing == 0 and got.kept.shape == reference.kept.shape
 
 

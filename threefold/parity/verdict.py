@@ -1,5 +1,6 @@
 """Verdict on two records: a sentence on where the departure begins and its shape, a table, and a page."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
@@ -8,38 +9,16 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.files import first_of
-from threefold.parity.departure import LOSS, NORM, NUMBER, RATE, SAMPLES, Departure, Findings, phase_of, without_key
-from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, STATE, TENSOR, UPDATE, Record
+from threefold.parity.departure import LOSS, NORM, NUMBER, PHASES, SAMPLES, Departure, Findings, phase_of, without_key
+from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, UPDATE, Record
 
-_BEFORE: Final = {
-    INITIAL: "Before the first step, initial weights depart",
-    SAMPLES: "The runs read different samples",
-    OUTPUT: "The forward pass departs",
-    LOSS: "All outputs are right and the loss departs",
-    OUTPUT_GRADIENT: "The forward pass is right and the backward pass departs",
-    GRADIENT: "Forward and backward passes are right and gradients of parameters depart",
-    NORM: "All gradients are right and their reported norm, or the clip, departs",
-    RATE: "All gradients are right and a counter of the update departs",
-    UPDATE: "All gradients are right and updates depart",
-    STATE: "Gradients and updates are right and the optimizer's state departs",
-    BUFFER: "Weights are right and a buffer departs",
-    TENSOR: "Weights are right and a recorded tensor departs",
-    NUMBER: "Weights are right and a reported number departs",
-}
 _LISTED: Final = 8
 _PLURALS: Final = {"is": "are", "has": "have", "lacks": "lack", "differs": "differ"}
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """Verdict of a comparison.
-
-    Attributes:
-        equal: whether nothing departs by more than rounding.
-        sentence: the verdict in a sentence.
-        first: where the departure begins, or None.
-        together: departures of the same step and kind as the first, including it.
-    """
+    """Verdict of a comparison: where the departure begins, if any, and all departures of its step and kind."""
 
     equal: bool
     sentence: str
@@ -48,12 +27,15 @@ class Judgement:
 
     def document(self, found: Findings) -> dict[str, Any]:
         """Return the verdict as the members of a JSON document."""
+        whole: dict[str, list[str]] = {kind: [] for kind, _ in found.whole}
+        for (kind, name), is_whole in found.whole.items():
+            whole[kind] += [name] if is_whole else []
         return {
             "equal": self.equal,
             "sentence": self.sentence,
             "steps": found.steps,
             "compared": found.compared,
-            "whole": _whole(found),
+            "whole": whole,
             "notes": found.notes,
             "departures": [
                 {
@@ -75,63 +57,37 @@ def compared_whole(found: Findings) -> str:
     """Return which tensors were compared element by element, in a sentence."""
     parts = []
     for kind in (OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE):
-        names = _whole(found).get(kind, [])
-        others = [name for at, name in found.whole if at == kind and name not in set(names)]
+        names = [name for (at, name), is_whole in found.whole.items() if at == kind and is_whole]
+        others = [name for (at, name), is_whole in found.whole.items() if at == kind and not is_whole]
         lacking = f" (not {first_of(others, 1)})" if others else ""
         parts.append(f"{len(names)} of {len(names) + len(others)} {kind}s{lacking}")
     return f"Compared whole: {', '.join(parts)}."
 
 
-def _whole(found: Findings) -> dict[str, list[str]]:
-    """Return, by kind, the names of tensors whose elements were all compared."""
-    names: dict[str, list[str]] = {}
-    for (kind, name), whole in found.whole.items():
-        at = names.setdefault(kind, [])
-        if whole:
-            at.append(name)
-    return names
-
-
 def judge(found: Findings) -> Judgement:
-    """Return the verdict on a comparison."""
-    if found.equal:
-        return Judgement(True, _equal(found))
-    first = found.departures[0]
-    together = [each for each in found.departures if each.step == first.step and phase_of(each) == phase_of(first)]
-    lead = _lead_of(together)
-    rest = [each for each in together if each is not lead]
-    return Judgement(False, _sentence(lead, together, found), lead, (lead, *rest))
-
-
-def _lead_of(together: Sequence[Departure]) -> Departure:
-    """Return the departure to name among those of one step and kind.
+    """Return the verdict on a comparison, led by the departure to name among those of the first step and kind.
 
     One that ranks disagree about is named before others. Of gradients it is the one that the backward pass computes
     first, because a departure there may propagate to gradients that are computed later.
     """
-    disagreed = [each for each in together if each.copies]
-    if disagreed and len(disagreed) < len(together):
-        together = disagreed
-    return together[-1] if together[0].kind == GRADIENT else together[0]
-
-
-def _equal(found: Findings) -> str:
-    kinds = [f"{count:,} {kind}s" for kind, count in _totals(found).items()]
-    steps = f"{found.steps} step{'s' if found.steps > 1 else ''}"
-    return f"Equal up to rounding in {steps}: {', '.join(kinds)}."
-
-
-def _totals(found: Findings) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for kind, count in found.compared.items():
-        totals[without_key(kind)] = totals.get(without_key(kind), 0) + count
-    return totals
+    if found.equal:
+        totals: Counter[str] = Counter()
+        for kind, count in found.compared.items():
+            totals[without_key(kind)] += count
+        kinds = ", ".join(f"{count:,} {kind}s" for kind, count in totals.items())
+        return Judgement(True, f"Equal up to rounding in {found.steps} step{'s' if found.steps > 1 else ''}: {kinds}.")
+    first = found.departures[0]
+    together = [each for each in found.departures if each.step == first.step and phase_of(each) == phase_of(first)]
+    leading = [each for each in together if each.copies] or together
+    lead = leading[-1] if leading[0].kind == GRADIENT else leading[0]
+    rest = [each for each in together if each is not lead]
+    return Judgement(False, _sentence(lead, together, found), lead, (lead, *rest))
 
 
 def _sentence(lead: Departure, together: Sequence[Departure], found: Findings) -> str:
     when = f" at step {lead.step}" if lead.step else ""
     kind = without_key(lead.kind)
-    begin = f"{_BEFORE[kind]}{when}"
+    begin = f"{PHASES[kind]}{when}"
     shape = lead.shape or f"differs by {lead.error:.2g} of its size (rounding: {lead.tolerance:.1g})"
     where = f", {lead.where}" if lead.where and lead.where not in shape else ""
     total = found.totals.get((lead.step, kind), 0)
@@ -159,38 +115,28 @@ def rows(verdict: Judgement, found: Findings) -> list[tuple[str, str, str, str, 
 
     Later departures are counted.
     """
-    made = [_row(each) for each in verdict.together[:_LISTED]]
+    made = []
+    for each in verdict.together[:_LISTED]:
+        shape = ", ".join(part for part in (each.shape, each.where) if part)
+        what = str(each).removeprefix("the ")
+        made.append((str(each.step), what, f"{each.error:.2g}", f"{each.tolerance:.1g}", shape))
     if len(verdict.together) > _LISTED:
         made.append(("", f"and {len(verdict.together) - _LISTED} more of this kind", "", "", ""))
-    counted: dict[int, dict[str, int]] = {}
+    later: dict[int, Counter[str]] = {}
     for each in found.departures:
         if each not in verdict.together:
-            kind = without_key(each.kind)
-            at = counted.setdefault(each.step, {})
-            at[kind] = at.get(kind, 0) + 1
-    for step, kinds in counted.items():
+            later.setdefault(each.step, Counter())[without_key(each.kind)] += 1
+    for step, kinds in later.items():
         what = ", ".join(f"{count} {kind}{'s' if count > 1 else ''}" for kind, count in kinds.items())
         made.append((str(step), f"then {what}", "", "", ""))
     return made
-
-
-def _row(each: Departure) -> tuple[str, str, str, str, str]:
-    shape = ", ".join(part for part in (each.shape, each.where) if part)
-    return str(each.step), str(each).removeprefix("the "), f"{each.error:.2g}", f"{each.tolerance:.1g}", shape
 
 
 def _number(value: float) -> float | None:
     return value if isfinite(value) else None
 
 
-_COLUMNS: Final = (
-    (INITIAL, "initial"),
-    (OUTPUT, "output"),
-    (OUTPUT_GRADIENT, "output gradient"),
-    (GRADIENT, "gradient"),
-    (UPDATE, "update"),
-    (BUFFER, "buffer"),
-)
+_COLUMNS: Final = (INITIAL, OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, BUFFER)
 _STYLE: Final = """
 body { font: 14px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 1100px; color: #1d2733; padding: 0 1rem }
 h1 { font-size: 1.3rem } .verdict { font-size: 1.1rem; padding: .8rem 1rem; border-left: 5px solid #1f9d61;
@@ -227,37 +173,32 @@ def write_page(path: Path, verdict: Judgement, found: Findings, reference: Recor
 
 
 def _tree(step: int, verdict: Judgement, found: Findings) -> list[str]:
-    columns = [(kind, name) for kind, name in _COLUMNS if any(key[:2] == (step, kind) for key in found.worst)]
+    columns = [kind for kind in _COLUMNS if any(key[:2] == (step, kind) for key in found.worst)]
     if not columns:
         return []
-    shown = {kind for kind, _ in columns}
-    names = list(
-        dict.fromkeys([*found.order, *(name for at, kind, name in found.worst if at == step and kind in shown)])
-    )
+    names = dict.fromkeys([*found.order, *(name for at, kind, name in found.worst if at == step and kind in columns)])
     first = verdict.first
     heading = f"Step {step}" if step else "Before the first step"
     made = [f"<h2>{heading}</h2><table><tr><th>module or parameter"]
-    made += [f"<th>{escape(name)}" for _, name in columns]
+    made += [f"<th>{'initial' if kind == INITIAL else kind}" for kind in columns]
     made.append("</tr>")
-    for name in sorted(names, key=lambda each: _place(each, found.order)):
-        values = [found.worst.get((step, kind, name)) for kind, _ in columns]
+
+    def place(name: str) -> tuple[int, str]:
+        """Return the position of a name in the tree: a parameter follows its module."""
+        while name and name not in found.order:
+            name = name.rpartition(".")[0]
+        return found.order.index(name) if name else len(found.order), name
+
+    for name in sorted(names, key=place):
+        values = [found.worst.get((step, kind, name)) for kind in columns]
         if all(value is None for value in values):
             continue
         begins = first is not None and (first.step, first.name) == (step, name)
         label = "&nbsp;" * 4 * name.count(".") + escape(name)
-        cells = "".join(_cell(value) for value in values)
+        cells = "".join(map(_cell, values))
         made.append(f"<tr{' class=first' if begins else ''}><td><code>{label}</code></td>{cells}</tr>")
     made.append("</table>")
     return made
-
-
-def _place(name: str, order: list[str]) -> tuple[int, str]:
-    """Return the position of a name in the tree: a parameter follows its module."""
-    while name:
-        if name in order:
-            return order.index(name), name
-        name = name.rpartition(".")[0]
-    return len(order), name
 
 
 def _cell(value: float | None) -> str:

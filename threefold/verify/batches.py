@@ -80,9 +80,6 @@ class DataBatches(BatchSource):
     """Training samples of the data of config `given`, read by the training loader.
 
     Token ids are taken modulo the vocabulary size, for a model shrunk from `given` to a smaller vocabulary.
-
-    Attributes:
-        is_nested: whether samples are nested tensors for a user's own model instead of tokens.
     """
 
     given: Config

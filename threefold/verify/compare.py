@@ -25,13 +25,7 @@ EVALUATED, CONSUMED, UPDATES, EXPORTED = "evaluated tokens", "samples consumed",
 
 @dataclass(frozen=True)
 class Held:
-    """Part of a parameter that a rank holds.
-
-    Attributes:
-        name: name of the parameter in the whole model.
-        stage: pipeline stage of the parameter.
-        start, shape: offset and shape of the part within the whole, per dim.
-    """
+    """Part of a parameter that a rank holds: its pipeline stage, and its offset and shape within the whole, per dim."""
 
     name: str
     stage: int
@@ -54,8 +48,7 @@ class Error:
         parameter: name of the parameter or buffer; empty for a number of the step.
         step: from 1; 0 for the initial weights.
         relative: difference relative to the largest magnitude in the whole tensor.
-        rank: rank that computed it.
-        dp, tp, pp, cp: coordinates of the rank, once `report.judge` has located it.
+        dp, tp, pp, cp: coordinates of the rank, once `verifier.judge` has located it.
         stage: pipeline stage of the parameter; for a loss or norm, the rank's pp coordinate.
         check: check of the second run that saw it (`rank_worker.CHECKS`); empty for the first run.
     """

@@ -3,7 +3,6 @@
 `ExactVerifier` starts the ranks; on each, `run_exact_rank` trains and compares every bit with the trace of one process.
 """
 
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,9 +17,8 @@ from torch import Tensor
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
-from threefold.models.source import ConfigSource, ModelSource
+from threefold.models.source import ModelSource
 from threefold.parallel.parallelize import PieceSizes
 from threefold.parallel.parameter import offset
 from threefold.parallel.plan_check import check_source
@@ -31,7 +29,7 @@ from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Held
 from threefold.verify.layouts import compose
 from threefold.verify.rank_worker import PIECES, tiny_mesh
 from threefold.verify.reference import CLIP_SHARE, Trace
-from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, PATIENCE, Verdict, told
+from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, Verdict, Verification, told, user_errors, workers
 
 FINGERPRINT: Final = "fingerprint"
 ORDER: Final = (INITIAL, GRADIENT, LOSS, NORM, WEIGHT, FINGERPRINT)
@@ -46,7 +44,6 @@ class Difference:
         what: one of `ORDER`.
         step: from 1; 0 for the initial weights.
         parameter: name of the parameter; empty for loss, norm and the fingerprint of all weights.
-        rank: rank that computed it.
         values: the values of one process and of the rank; for a parameter, the number of elements that differ.
     """
 
@@ -81,32 +78,16 @@ class ExactReport:
 
 
 @dataclass(frozen=True)
-class ExactVerification:
-    """Task of a verification of bits.
-
-    Attributes:
-        config: exact config of the single process.
-    """
-
-    config: Config
-    steps: int
-    rows: BatchSource
-    source: ModelSource = field(default_factory=ConfigSource)
-
-
-@dataclass(frozen=True)
 class ExactResult:
     """Result of comparing the bits of a layout with those of one process.
 
     Attributes:
         label: the layout, or the number of threads of one process.
         verdict: `equal`, `departs` or `error` (did not run to the end).
-        seconds: wall-clock time.
         fingerprint: fingerprint of the weights after the last step; empty if the run failed.
         first: first difference: the earliest step, then the earliest of initial weights, gradients, loss, norm, weights
             and their fingerprint, then the first parameter in the order of the model, and the lowest rank.
         ranks: ranks that have this difference.
-        message: message of an error.
         details: traceback of an error.
     """
 
@@ -142,7 +123,7 @@ class ExactVerifier:
         unknown_calls: functions that a user's own model calls and that are not known to be exact.
     """
 
-    def __init__(self, task: ExactVerification, pool: WorkerPool, folder: Path) -> None:
+    def __init__(self, task: Verification, pool: WorkerPool, folder: Path) -> None:
         self.task, self.pool, self.folder = task, pool, folder
         self.fingerprints: list[str] = []
         self.unknown_calls: list[str] = []
@@ -152,13 +133,9 @@ class ExactVerifier:
     def run_one_process(self) -> None:
         """Check the model, and train it in one process; raises like `Verifier.run_one_process`."""
         task, alone = self.task, compose(self.task.config, LayoutSpec(Layout()))
-        try:
+        with user_errors():
             self.pool.run(1, check_source, task.source, alone)
             [report] = self.pool.run(1, write_exact_trace, task.source, alone, task.rows, task.steps, str(self.folder))
-        except WorkerError as error:
-            if isinstance(error.error, UserError):
-                raise error.error from None
-            raise
         self._places = {name: place for place, name in enumerate(report.names)}
         self.fingerprints, self.unknown_calls = report.fingerprints, report.unknown_calls
         self.parameters = sum(prod(weight.shape) for weight in Trace.load(self.folder).initial.values())
@@ -202,21 +179,14 @@ class ExactVerifier:
 
 
 @contextmanager
-def exact_verifier(task: ExactVerification, ranks: int) -> Iterator[ExactVerifier]:
+def exact_verifier(task: Verification, ranks: int) -> Iterator[ExactVerifier]:
     """Yield a verifier with workers for up to `ranks` ranks, which end with the block."""
-    with (
-        WorkerPool(ranks, PATIENCE[False]) as pool,
-        tempfile.TemporaryDirectory(prefix="threefold-verify-") as folder,
-    ):
-        yield ExactVerifier(task, pool, Path(folder))
+    with workers(ranks) as (pool, folder):
+        yield ExactVerifier(task, pool, folder)
 
 
 class _Training:
-    """Training of an exact run on this rank, step by step.
-
-    Args:
-        limit: norm to clip the gradients to; 0 for no clip.
-    """
+    """Training of an exact run on this rank, step by step, clipped to the norm `limit`; 0 for no clip."""
 
     def __init__(
         self, source: ModelSource, config: Config, rows: BatchSource, mesh: Mesh, limit: float, pieces: PieceSizes
@@ -287,36 +257,26 @@ def run_exact_rank(
 ) -> ExactReport:
     """Train as a rank of the config's layout, in tiny pieces, and compare every bit with the trace in `folder`.
 
-    Args:
-        hashes: fingerprints of one process after each step, the initial ones first.
-        threads: threads of torch; None to leave their number as it is.
+    `hashes` are the fingerprints of one process after each step, the initial ones first.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        return _compared(source, config, rows, steps, Path(folder), hashes)
+        mesh, expected = tiny_mesh(config), Trace.load(Path(folder))
+        run = _Training(source, config, rows, mesh, expected.limit, PIECES)
+        compared = _Comparison({weight.name: weight.parameter for weight in run.engine.model.weights}, mesh.rank)
+        compared.tensors(INITIAL, 0, run.weights, expected.initial)
+        compared.number(FINGERPRINT, 0, run.hashes[0], hashes[0])
+        for step in range(steps):
+            run.step(step)
+            compared.tensors(GRADIENT, step + 1, run.gradients, expected.gradients[step])
+            compared.number(LOSS, step + 1, run.loss, expected.losses[step])
+            compared.number(NORM, step + 1, run.norm, expected.norms[step])
+            compared.tensors(WEIGHT, step + 1, run.weights, expected.weights[step])
+            compared.number(FINGERPRINT, step + 1, run.hashes[-1], hashes[step + 1])
+        return ExactReport(run.hashes, compared.differences)
     finally:
         torch.set_num_threads(before)
-
-
-def _compared(
-    source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: Path, hashes: list[str]
-) -> ExactReport:
-    expected = Trace.load(folder)
-    mesh = tiny_mesh(config)
-    run = _Training(source, config, rows, mesh, expected.limit, PIECES)
-    parts = {weight.name: weight.parameter for weight in run.engine.model.weights}
-    comparison = _Comparison(parts, mesh.rank)
-    comparison.tensors(INITIAL, 0, run.weights, expected.initial)
-    comparison.number(FINGERPRINT, 0, run.hashes[0], hashes[0])
-    for step in range(steps):
-        run.step(step)
-        comparison.tensors(GRADIENT, step + 1, run.gradients, expected.gradients[step])
-        comparison.number(LOSS, step + 1, run.loss, expected.losses[step])
-        comparison.number(NORM, step + 1, run.norm, expected.norms[step])
-        comparison.tensors(WEIGHT, step + 1, run.weights, expected.weights[step])
-        comparison.number(FINGERPRINT, step + 1, run.hashes[-1], hashes[step + 1])
-    return ExactReport(run.hashes, comparison.differences)
 
 
 class _Comparison:
@@ -324,17 +284,15 @@ class _Comparison:
 
     def __init__(self, parts: Mapping[str, Tensor], rank: int) -> None:
         self.differences: list[Difference] = []
-        self._rank = rank
-        self._parts = parts
+        self._parts, self._rank = parts, rank
 
     def tensors(self, what: str, step: int, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
         """Compare this rank's parts of tensors with the whole ones, by the hashes of both."""
         if not self._goes_on(step):
             return
         for name, part in got.items():
-            parameter = self._parts[name]
-            start = offset(parameter)
-            of_part = PartHash(part.shape, start, parameter.shape)
+            start = offset(self._parts[name])
+            of_part = PartHash(part.shape, start, self._parts[name].shape)
             right = Held(name, 0, start, tuple(part.shape)).of(expected[name])
             if int(of_part(part)) != int(of_part(right)):
                 values = f"{int((part != right).sum()):,} of {part.numel():,} elements differ"

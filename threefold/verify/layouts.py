@@ -3,7 +3,7 @@
 Exact runs come at the end: the layouts inside the grain, and the layouts outside it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, cycle, product
 from math import gcd, lcm
@@ -36,9 +36,6 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
     """Return the config of the single process: resolved, on the CPU, in `dtype`, not compiled.
 
     The eps of Adam and Muon is at least `LEAST_EPS`. The data's `vocab_size` applies if the config sets none.
-
-    Raises:
-        UserError: its settings cannot be combined.
     """
     settings = _settings(config)
     partition = settings["parallel"].get("partition")
@@ -134,9 +131,7 @@ def compose(base: Config, spec: LayoutSpec) -> Config:
     """Return the resolved config of `base` in a layout.
 
     It has two micro-batches per pipeline stage, or two without a pipeline; fewer if the batch size is not divisible.
-
-    Raises:
-        UserError: the layout is unsupported.
+    Raises a `UserError` for an unsupported layout.
     """
     settings = _settings(base)
     layout = spec.layout
@@ -228,12 +223,7 @@ class UnsupportedLayout:
 
 @dataclass(frozen=True)
 class Selection:
-    """Layouts to verify, and the unsupported ones.
-
-    Attributes:
-        unsupported: layouts that were left out.
-        second_every: every n-th of `specs` makes the second run too.
-    """
+    """Layouts to verify, and those that were left out; every n-th of `specs` makes the second run too."""
 
     specs: tuple[LayoutSpec, ...]
     unsupported: tuple[UnsupportedLayout, ...] = ()
@@ -272,7 +262,12 @@ def possible(ranks: int, experts: int = 0) -> list[LayoutSpec]:
 
 def every(base: Config, ranks: int, check: Check = suits) -> Selection:
     """Select all valid candidates of all factorizations of `ranks`."""
-    reasons = {spec: unsupported_because(base, spec, check) for spec in possible(ranks, base.model.num_experts)}
+    return by_validity(base, possible(ranks, base.model.num_experts), check)
+
+
+def by_validity(base: Config, specs: Sequence[LayoutSpec], check: Check = suits) -> Selection:
+    """Select the valid ones of some layouts, and list the others with the error of the checks."""
+    reasons = {spec: unsupported_because(base, spec, check) for spec in specs}
     unsupported = tuple(UnsupportedLayout(spec, reason) for spec, reason in reasons.items() if reason is not None)
     return Selection(tuple(spec for spec, reason in reasons.items() if reason is None), unsupported)
 
@@ -328,31 +323,19 @@ def _with_extras(base: Config, spec: LayoutSpec, number: int, check: Check) -> L
         ("train.recompute", ("none", "selective", "full")[number % 3]): number % 3,
         ("parallel.zero_shards", 2): spec.setting("parallel.zero") and spec.layout.dp > 2,
     }
-    for extra in (extra for extra, is_wanted in extras.items() if is_wanted):
+    return _with_valid(base, spec, [extra for extra, is_wanted in extras.items() if is_wanted], check)
+
+
+def _with_valid(base: Config, spec: LayoutSpec, extras: Iterable[tuple[str, Any]], check: Check) -> LayoutSpec:
+    """Return the layout with those of further settings that are valid, tried one after the other."""
+    for extra in extras:
         more = replace(spec, settings=(*spec.settings, extra))
         spec = spec if unsupported_because(base, more, check) else more
     return spec
 
 
-@dataclass(frozen=True)
-class ExactSelection:
-    """Layouts to verify.
-
-    Attributes:
-        specs: layouts inside the grain.
-        outside: layouts outside it, valid without `train.exact`, each with the error of the config checks.
-    """
-
-    specs: tuple[LayoutSpec, ...]
-    outside: tuple[UnsupportedLayout, ...]
-
-
 def prepare_exact(given: Config, dtype: str | None, vocab_size: int) -> Config:
-    """Return the exact config of one process, like `prepare`, with its own dtype unless `dtype` is given.
-
-    Raises:
-        UserError: its settings cannot be combined with `train.exact`.
-    """
+    """Return the exact config of one process, like `prepare`, with its own dtype unless `dtype` is given."""
     settings = given.sections()
     settings["train"]["exact"] = True
     return prepare(config_of(settings), dtype or given.precision.dtype, vocab_size)
@@ -374,31 +357,36 @@ def shrink_exact(base: Config, specs: Sequence[LayoutSpec]) -> Config:
     settings["train"] |= {"grain_context": pieces, "grain_leaf": leaf}
     base = resolve(config_of(settings), vocab_size=1)
     widest = LayoutSpec(Layout(dp=train.grain_samples, cp=pieces, tp=train.grain_tensor))
-    small = shrink(base, [*(spec for spec in specs if _is_valid(base, spec)), widest])
+    # Sizes may be chosen for layouts whose axes within a sample are inside the grain.
+    inside = [s for s in specs if base.train.grain_tensor % s.layout.tp == 0 == pieces % s.layout.cp]
+    small = shrink(base, [*inside, widest])
     return with_further_features(small, attention_dropout=True, documents=True)
 
 
-def select_exact(small: Config, ranks: int, everything: bool, check: Check = suits) -> ExactSelection:
+def select_exact(small: Config, ranks: int, everything: bool, check: Check = suits) -> Selection:
     """Select layouts of `ranks` ranks: all candidates, each with another recompute mode and micro-batch size, or some.
 
-    Args:
-        everything: whether to take all, not only those that cover each factorization once.
+    Unless `everything`, they are those that cover each factorization once.
     """
-    plain = _without_exact(small)
-    candidates = possible(ranks, small.model.num_experts)
-    outside = tuple(_outside(small, plain, candidates, check))
+    settings = small.sections()
+    for key in ("exact", *GRAIN, "micro_batch_size", "gradient_accumulation_steps"):
+        settings["train"].pop(key, None)
+    plain = resolve(config_of(settings), vocab_size=1)
+    reasons = {spec: unsupported_because(small, spec, check) for spec in possible(ranks, small.model.num_experts)}
+    outside = tuple(
+        UnsupportedLayout(spec, reason)
+        for spec, reason in reasons.items()
+        if reason is not None and unsupported_because(plain, spec, check) is None
+    )
     if not everything:
-        return ExactSelection(covering(small, ranks, check).specs, outside)
-    inside = (spec for spec in candidates if unsupported_because(small, spec, check) is None)
-    specs = (_varied(small, spec, extras, check) for spec, extras in zip(inside, cycle(_EXTRAS), strict=False))
-    return ExactSelection(tuple(specs), outside)
-
-
-def asked_for_exact(small: Config, specs: Sequence[LayoutSpec], check: Check = suits) -> ExactSelection:
-    """Select the given layouts; those that are not inside the grain, or not valid at all, are listed as outside it."""
-    reasons = {spec: unsupported_because(small, spec, check) for spec in specs}
-    outside = tuple(UnsupportedLayout(spec, reason) for spec, reason in reasons.items() if reason is not None)
-    return ExactSelection(tuple(spec for spec, reason in reasons.items() if reason is None), outside)
+        return Selection(covering(small, ranks, check).specs, outside)
+    share, specs = small.train.global_batch_size, []
+    inside = (spec for spec, reason in reasons.items() if reason is None)
+    for spec, extras in zip(inside, cycle(_EXTRAS), strict=False):
+        most = share // spec.layout.dp
+        given = [(key, most if value == "most" else value) for key, value in extras.items()]
+        specs.append(_with_valid(small, spec, given, check))
+    return Selection(tuple(specs), outside)
 
 
 _EXTRAS: tuple[dict[str, Any], ...] = (
@@ -409,32 +397,3 @@ _EXTRAS: tuple[dict[str, Any], ...] = (
     {"train.recompute": "full"},
 )
 """Settings that must not change a bit, given to the layouts in turn; `most` makes micro-batches of one sample."""
-
-
-def _varied(base: Config, spec: LayoutSpec, extras: dict[str, Any], check: Check) -> LayoutSpec:
-    share = base.train.global_batch_size // spec.layout.dp
-    for key, value in extras.items():
-        more = replace(spec, settings=(*spec.settings, (key, share if value == "most" else value)))
-        spec = spec if unsupported_because(base, more, check) else more
-    return spec
-
-
-def _outside(
-    small: Config, plain: Config, candidates: Sequence[LayoutSpec], check: Check
-) -> Iterator[UnsupportedLayout]:
-    for spec in candidates:
-        reason = unsupported_because(small, spec, check)
-        if reason is not None and unsupported_because(plain, spec, check) is None:
-            yield UnsupportedLayout(spec, reason)
-
-
-def _without_exact(config: Config) -> Config:
-    settings = config.sections()
-    for key in ("exact", *GRAIN, "micro_batch_size", "gradient_accumulation_steps"):
-        settings["train"].pop(key, None)
-    return resolve(config_of(settings), vocab_size=1)
-
-
-def _is_valid(base: Config, spec: LayoutSpec) -> bool:
-    """Return whether a layout's axes within a sample are inside the grain, so that the sizes may be chosen for it."""
-    return base.train.grain_tensor % spec.layout.tp == 0 and base.train.grain_context % spec.layout.cp == 0

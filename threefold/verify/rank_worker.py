@@ -67,12 +67,7 @@ _OF_ONE_PROCESS, _OF_LAYOUT = "one-process", "layout"
 
 @dataclass(frozen=True)
 class SecondRun:
-    """Second training run of a verification, with further features.
-
-    Attributes:
-        config: config of the single process.
-        steps: steps of the first run; only their batches are used, as the user may have no others.
-    """
+    """Second training run of a verification, with further features, on the batches of the first run's `steps`."""
 
     config: Config
     rows: BatchSource
@@ -90,7 +85,6 @@ class RankReport:
 
     Attributes:
         errors: errors of all comparisons, in the order of computation.
-        held: shards of the parameters on this rank.
         sent: axis → bytes of this rank's tensors in the collectives of one step.
         cut: axes that shard any of its parameters.
     """
@@ -139,11 +133,9 @@ class _Training:
         return {weight.name: weight.master.detach() for weight in self.engine.model.weights}
 
     def step(self, place: int, check: str = "") -> list[Event]:
-        """Make the step with this index in the trace and compare it; return its collectives.
+        """Make the step at an index of the trace, compare it, and return its collectives.
 
-        Args:
-            place: index of the step in the trace.
-            check: check of the second run that the step belongs to; empty in the first run.
+        `check` is that of the second run which the step belongs to; empty in the first run.
         """
         engine, comparison, expected = self.engine, self.comparison, self.expected
         step, comparison.check = _STEPS[place] if check else place, check
@@ -242,14 +234,7 @@ def run_rank(
 ) -> RankReport:
     """Train for `steps` steps as a rank of the config's layout, and compare with the trace in `folder`.
 
-    Args:
-        source: source of the model.
-        config: config of the layout.
-        rows: source of the batches.
-        steps: optimizer steps.
-        folder: folder with the traces of one process.
-        second: the second run, preceded by the layout's config in it; None for the first run only.
-        mesh: mesh of the layout; None to make it here.
+    The second run, if any, is preceded by the layout's config in it. Without a mesh, it is made here.
     """
     mesh, expected = mesh or tiny_mesh(config), Trace.load(Path(folder))
     training = _Training(source, config, rows, mesh, expected, steps)

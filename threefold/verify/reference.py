@@ -7,7 +7,7 @@ schedule, and the update rule of another package's optimizer.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -85,19 +85,15 @@ class Trace:
 
 
 class OneProcess:
-    """Training on one device, step by step.
+    """Training on one device, step by step, with a trace; the config's layout is ignored.
 
     Args:
         make_model: constructs a model whose `forward(tokens, labels, samples)` returns the summed loss of the valid
             labels; with `loss`, its `forward` takes the inputs of a batch, or its layers are called one by one.
         plan: plan of the initial values, and of the layers of a model without a `forward`.
-        config: resolved config; its layout is ignored.
         loss: function of the model's output and the batch.
         clip_share: share of the first gradient norm to clip to, if the config clips at all, so that the clip is active;
             None for the config's limit.
-
-    Attributes:
-        trace: trace of the steps made so far.
     """
 
     def __init__(
@@ -130,13 +126,9 @@ class OneProcess:
         self.trace = Trace(initial=self._weights(), leverage=leverage, limit=limit)
 
     def step(self, batch: Any, step: int, updates: bool = True, evaluates: bool = False) -> None:
-        """Make one step.
+        """Make a step on the global batch; its number, from 0, determines dropout masks and learning rate.
 
-        Args:
-            batch: global batch.
-            step: number of the step, from 0, for the dropout masks and the learning rate.
-            updates: whether to update the weights.
-            evaluates: whether to evaluate the loss of the batch before the update.
+        Without `updates`, weights and buffers stay. With `evaluates`, evaluate the batch before the update.
         """
         trace, before = self.trace, self._buffers()
         self.model.zero_grad()
@@ -159,13 +151,12 @@ class OneProcess:
             trace.coefficients.append(1.0)
             self._put_back(before)
         trace.weights.append(self._weights())
-        trace.buffers.append(
-            {
-                self.plan.whole_name(f"{prefix}.{name}" if prefix else name): buffer.clone()
-                for prefix, module in self.model.named_modules()
-                for name, buffer in persistent_buffers(module)
-            }
+        persistent = (
+            (f"{prefix}.{name}" if prefix else name, buffer)
+            for prefix, module in self.model.named_modules()
+            for name, buffer in persistent_buffers(module)
         )
+        trace.buffers.append({self.plan.whole_name(name): buffer.clone() for name, buffer in persistent})
 
     @torch.no_grad()
     def _evaluate(self, batch: Any) -> float:
@@ -229,9 +220,8 @@ def reference_loss(
 ) -> Tensor:
     """Return the mean loss of a global batch, in one pass of the plain model; other arguments as for `one_process`.
 
-    Args:
-        step: number of the step, from 0, for the dropout masks; None to drop nothing.
-        by_layers: call the layers one by one, as training does, even if the model has a `forward`.
+    Nothing is dropped if `step` is None. `by_layers` calls the layers one by one, as training does, even if the model
+    has a `forward`.
     """
     seed = config.train.seed
     if loss is None:
@@ -258,13 +248,7 @@ def reference_loss(
     return TermSums(loss, count_terms(loss, batch, size))(output, batch, size)
 
 
-def write_trace(
-    source: ModelSource,
-    config: Config,
-    rows: BatchSource,
-    steps: int,
-    folder: str,
-) -> list[float]:
+def write_trace(source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: str) -> list[float]:
     """Train in one process with an active clip, write the trace to `folder`, and return the losses."""
     make_model, plan = source.load(config)
     with explaining_passes(()) if plan.constructed else nullcontext():
@@ -298,11 +282,17 @@ def _gradient(parameter: nn.Parameter) -> Tensor:
     return parameter.grad
 
 
+@dataclass
 class ReferenceOptimizer(ABC):
     """Reference optimizer over the parameters of the whole model, by name."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan) -> None:
-        self.parameters, self.config, self.plan = dict(parameters), config, plan
+    parameters: dict[str, nn.Parameter]
+    config: OptimizerConfig
+    plan: ModelPlan
+
+    @abstractmethod
+    def __post_init__(self) -> None:
+        """Make the optimizer's state."""
 
     @abstractmethod
     def step(self, lr: float) -> None:
@@ -325,16 +315,15 @@ class ReferenceOptimizer(ABC):
 class _Torch(ReferenceOptimizer):
     """Reference for AdamW, Adam and SGD: `torch.optim`."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan) -> None:
-        super().__init__(parameters, config, plan)
-        decayed = [parameter for parameter in parameters.values() if parameter.dim() >= 2]
-        others = [parameter for parameter in parameters.values() if parameter.dim() < 2]
+    def __post_init__(self) -> None:
+        parameters, config = self.parameters.values(), self.config
+        decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
+        others = [parameter for parameter in parameters if parameter.dim() < 2]
         parts = ((decayed, config.weight_decay), (others, 0.0))
         groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
+        self._optimizer: torch.optim.Optimizer
         if config.name == "sgd":
-            self._optimizer: torch.optim.Optimizer = torch.optim.SGD(
-                groups, momentum=config.momentum, nesterov=config.nesterov
-            )
+            self._optimizer = torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.nesterov)
         else:
             make = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
             self._optimizer = make(groups, betas=config.betas, eps=config.eps)
@@ -360,9 +349,8 @@ class _Torch(ReferenceOptimizer):
 class _Lion(ReferenceOptimizer):
     """Reference for Lion: algorithm 2 of arXiv 2302.06675."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan) -> None:
-        super().__init__(parameters, config, plan)
-        self._momentum = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+    def __post_init__(self) -> None:
+        self._momentum = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
         self._signed: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -383,16 +371,15 @@ class _Lion(ReferenceOptimizer):
 class _Muon(ReferenceOptimizer):
     """Reference for Muon: weights of two or more dims between the first and the last layer; AdamW for the others."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan) -> None:
-        super().__init__(parameters, config, plan)
-        outside = (f"{plan.layers[0]}.", f"{plan.layers[-1]}.")
+    def __post_init__(self) -> None:
+        outside = (f"{self.plan.layers[0]}.", f"{self.plan.layers[-1]}.")
         others = {
             name: parameter
-            for name, parameter in parameters.items()
-            if parameter.dim() < 2 or plan.whole_name(name).startswith(outside)
+            for name, parameter in self.parameters.items()
+            if parameter.dim() < 2 or self.plan.whole_name(name).startswith(outside)
         }
-        self._others = _Torch(others, config, plan)
-        self._momentum = {name: torch.zeros_like(p) for name, p in parameters.items() if name not in others}
+        self._others = _Torch(others, self.config, self.plan)
+        self._momentum = {name: torch.zeros_like(p) for name, p in self.parameters.items() if name not in others}
         self._norms: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -439,9 +426,7 @@ class _Muon(ReferenceOptimizer):
 
 
 _OPTIMIZERS: dict[str, type[ReferenceOptimizer]] = {
-    "adamw": _Torch,
-    "adam": _Torch,
-    "sgd": _Torch,
+    **dict.fromkeys(("adamw", "adam", "sgd"), _Torch),
     "lion": _Lion,
     "muon": _Muon,
 }
@@ -460,8 +445,6 @@ class _WholeGradients(Gradients):
     def is_in_norm(self, leaf: Tensor) -> bool:
         return True
 
-    def weights_changed(self) -> None: ...
-
     def scale_(self, factor: float) -> None: ...
 
     def observe(self, observer: Observer | None) -> None: ...
@@ -470,21 +453,14 @@ class _WholeGradients(Gradients):
 class _Added(ReferenceOptimizer):
     """Reference for another package's update rule, run a second time on slightly wrong gradients."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan) -> None:
-        super().__init__(parameters, config, plan)
-        self._disturbed = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
+    def __post_init__(self) -> None:
+        self._disturbed = {name: nn.Parameter(each.detach().clone()) for name, each in self.parameters.items()}
         self._generator = torch.Generator().manual_seed(0)
         self._leverage: dict[str, Tensor] = {}
+        rule, dtype = update_rule(self.config), next(iter(self.parameters.values())).dtype
         self._optimizers = [
-            Optimizer(
-                update_rule(config),
-                make_weights(weights.items(), next(iter(weights.values())).dtype),
-                _WholeGradients(),
-                config,
-                plan,
-                axes=(),
-            )
-            for weights in (self.parameters, self._disturbed)
+            Optimizer(rule, make_weights(each.items(), dtype), _WholeGradients(), self.config, self.plan, axes=())
+            for each in (self.parameters, self._disturbed)
         ]
 
     @torch.no_grad()

@@ -81,12 +81,8 @@ def find_hidden_state(
     """Run a model's passes three times, and the passes of a newly made copy of it once, and compare them.
 
     All begin with equal parameters, buffers and generators. The first passes fill caches that a model computes once;
-    the others are compared.
-
-    Args:
-        model: model in training mode; its parameters, persistent buffers and the generators are restored at the end.
-        make: makes another model as `model` was made.
-        loss: returns a model's loss on some samples, by running the forward pass.
+    the others are compared. `loss` returns a loss on some samples. The model, in training mode, and the generators
+    are restored at the end.
     """
     names = model.state_dict().keys()
     with state_preserved(model):
@@ -137,17 +133,17 @@ def _told(model: nn.Module, changed: Sequence[tuple[str, str]]) -> str:
             "would compute the same; have forward depend on its inputs, parameters and buffers alone"
         )
     name, attribute = changed[0]
-    if attribute in dict(model.get_submodule(name).named_buffers(recurse=False)):
+    module = model.get_submodule(name)
+    if attribute in dict(module.named_buffers(recurse=False)):
         return (
             f"The buffer {attribute!r} of {name!r} is not persistent, forward changes it and the loss depends on it, "
             "so that a resumed run would compute something else; register it without persistent=False"
         )
-    register = f"self.register_buffer({attribute!r}, torch.zeros(()))"
-    if isinstance(getattr(model.get_submodule(name), attribute), Tensor):
-        register = f"self.register_buffer({attribute!r}, …)"
+    initial = "…" if isinstance(getattr(module, attribute), Tensor) else "torch.zeros(())"
     return (
         f"{_place(name, attribute)} is not a buffer, forward changes it and the loss depends on it, so that a resumed "
-        f"run would compute something else; make it one in the constructor, {register}"
+        f"run would compute something else; make it one in the constructor, "
+        f"self.register_buffer({attribute!r}, {initial})"
     )
 
 
@@ -299,19 +295,9 @@ _KEPT: Final = 32
 """Number of results that a run's folder keeps."""
 
 
-@dataclass(frozen=True)
-class _Prepared:
-    """Findings of rank 0 before the ranks compare.
-
-    Attributes:
-        lines: lines to print.
-        key: checksum of everything that the result depends on; empty if the result is not to be kept.
-        compares: whether one process has computed its part and the ranks follow.
-    """
-
-    lines: tuple[str, ...] = ()
-    key: str = ""
-    compares: bool = False
+_Prepared = tuple[tuple[str, ...], str, bool]
+"""Findings of rank 0 before the ranks compare: lines to print; a checksum of everything that the result depends on,
+empty if the result is not to be kept; whether one process has computed its part and the ranks follow."""
 
 
 def self_check(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -> None:
@@ -320,12 +306,6 @@ def self_check(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -
     Nothing is checked if `train.verify` is false, for a built-in model, or for a model that was found equal before. A
     model that is too large, or does not run in one process, is skipped with a line that says so. Generators are
     unchanged.
-
-    Args:
-        config: resolved config of the run.
-        run_dir: folder of the run, shared by all ranks.
-        source: source of the model.
-        mesh: mesh of the run.
 
     Raises:
         UserError: on every rank, if the results differ, or the model keeps state that no checkpoint stores.
@@ -341,18 +321,18 @@ def self_check(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -
                 say(f"Not verified against one process: a few samples do not go with the settings ({error})")
             return
         try:
-            found = from_first(mesh.world, lambda: _prepare(config, small, run_dir, source, rows))
-            line = _compare(config, small, source, rows, mesh, folder) if found.compares else ""
+            lines, key, compares = from_first(mesh.world, lambda: _prepare(config, small, run_dir, source, rows))
+            line = _compare(config, small, source, rows, mesh, folder) if compares else ""
         finally:
             if mesh.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
     if mesh.rank == 0:
-        for each in found.lines:
+        for each in lines:
             say(each)
         if line:
             say(f"{line}; {time.monotonic() - began:.1f} s.")
-        if found.key:
-            known = [*_remembered(run_dir)[-_KEPT + 1 :], found.key]
+        if key:
+            known = [*_remembered(run_dir)[-_KEPT + 1 :], key]
             with suppress(OSError):  # otherwise the next run verifies again
                 write_durably(run_dir / FILE, json.dumps(known, indent=2) + "\n")
 
@@ -364,19 +344,18 @@ def _small(config: Config) -> Config:
     """
     sections = {name: dict(values) for name, values in config.sections().items()}
     parallel, train = config.parallel, config.train
-    share = train.global_batch_size // parallel.dp
-    count, schedule = share // train.micro_batch_size, find_schedule(parallel.schedule)
+    count = train.global_batch_size // parallel.dp // train.micro_batch_size
     if count > 1:
+        schedule = find_schedule(parallel.schedule)
         accepted = (n for n in range(2, count) if parallel.pp == 1 or schedule.accepts(parallel.pp, n))
         count = next(accepted, count)
     size = min(train.micro_batch_size, _SAMPLES)
-    for key in ("micro_batch_size", "callbacks", "epochs", "max_seconds", "spike_factor"):
+    # Bits are not compared here, and the samples are few.
+    for key in ("micro_batch_size", "callbacks", "epochs", "max_seconds", "spike_factor", "exact", *GRAIN):
         sections["train"].pop(key, None)
     batch = {"global_batch_size": parallel.dp * count * size, "gradient_accumulation_steps": count}
-    for key in ("exact", *GRAIN):  # bits are not compared here, and the samples are few
-        sections["train"].pop(key, None)
     sections["train"] |= {**batch, "device": "cpu", "compile": False}
-    sections["parallel"] |= {"gradient_compression": "none"}
+    sections["parallel"]["gradient_compression"] = "none"
     sections["parallel"].pop("fallbacks", None)
     sections["precision"] = {"dtype": "fp32"}
     sections["optimizer"] = {"name": "sgd", "lr": 0.01, "warmup_steps": 0, "clip_grad_norm": 1.0}
@@ -390,48 +369,45 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
     """
     key = _key(config, small, source)
     if key and key in _remembered(run_dir):
-        return _Prepared()
-    is_split = Layout.from_config(config.parallel).world_size > 1 or small.train.gradient_accumulation_steps > 1
+        return (), "", False
+    skipped = "Not verified against one process"
     try:
-        reason, found, other = "", HiddenState(), ""
         make_model, plan = source.load(small)
-        reason = _too_large(config, small, make_model, rows)
-        if not reason:
-            model = construct(make_model, small.train.seed)
-            batch, loss = rows.batch(small, 0), source.loss(small)
-            of_batch = partial(reference_loss, plan=plan, batch=batch, step=0, config=small, loss=loss)
-            found = find_hidden_state(model, partial(construct, make_model, small.train.seed), of_batch)
-            if loss is not None and not found.refusal and not found.drawing:
-                other = _other_forward(model, plan, batch, small, loss)
-            if not (found.refusal or found.drawing or other):
-                trace = one_process(make_model, plan, small, rows, STEPS, loss)
-                (run_dir / _PARTIAL).mkdir(exist_ok=True)
-                trace.save(run_dir / _PARTIAL)
+        if reason := _too_large(config, small, make_model, rows):
+            return (f"{skipped}: {reason}.",), "", False
+        model = construct(make_model, small.train.seed)
+        batch, loss, other = rows.batch(small, 0), source.loss(small), ""
+        of_batch = partial(reference_loss, plan=plan, batch=batch, step=0, config=small, loss=loss)
+        found = find_hidden_state(model, partial(construct, make_model, small.train.seed), of_batch)
+        if loss is not None and not found.refusal and not found.drawing:
+            other = _other_forward(model, plan, batch, small, loss)
+        if not (found.refusal or found.drawing or other):
+            trace = one_process(make_model, plan, small, rows, STEPS, loss)
+            (run_dir / _PARTIAL).mkdir(exist_ok=True)
+            trace.save(run_dir / _PARTIAL)
     except Exception as error:  # for example of a model that runs only layer by layer
-        reason = f"one process does not run it ({error_line(error)})"
-    if reason:
-        return _Prepared((f"Not verified against one process: {reason}.",))
+        return (f"{skipped}: one process does not run it ({error_line(error)}).",), "", False
     name = source.describe(config)
     if refusal := found.refusal or other:
         raise UserError(f"{name}: {refusal}; or set train.verify to false to train all the same.")
+    is_split = Layout.from_config(config.parallel).world_size > 1 or small.train.gradient_accumulation_steps > 1
     if found.drawing and (is_split or config.train.recompute != "none"):
         raise UserError(
             f"{name}: {found.drawing}, whose numbers depend on the layout, its micro-batches and "
             "recomputation; use threefold.Dropout with samples.keys, samples being a parameter of the layer's forward; "
             "or set train.verify to false to train all the same."
         )
-    return _Prepared(found.notes, key, compares=not found.drawing)
+    return found.notes, key, not found.drawing
 
 
 def _other_forward(model: nn.Module, plan: ModelPlan, batch: Any, small: Config, loss: LossFunction) -> str:
     """Return a clause about a model whose forward computes something else than its layers; empty if it does not."""
     if not has_forward(model):
         return ""
-    losses = []
-    for by_layers in (False, True):
-        with torch.no_grad(), state_preserved(model):
-            losses.append(reference_loss(model, plan, batch, 0, small, loss, by_layers).item())
-    whole, in_layers = losses
+    with torch.no_grad(), state_preserved(model):
+        whole = reference_loss(model, plan, batch, 0, small, loss).item()
+    with torch.no_grad(), state_preserved(model):
+        in_layers = reference_loss(model, plan, batch, 0, small, loss, by_layers=True).item()
     if abs(whole - in_layers) <= TOLERANCE * abs(whole):
         return ""
     return (

@@ -1,6 +1,5 @@
 """Verification of layouts: one process first, then each layout, with a verdict and where it first departs."""
 
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from datetime import timedelta
 from functools import cached_property
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Final, Literal
 
 from threefold.comm.layout import LayoutSpec
@@ -130,8 +130,8 @@ def judge(
     wrong = [place for place in places if not place.relative <= tolerance]
 
     def time_of(place: Error) -> tuple[int, ...]:
-        kind = place.step, _FIRST.index(place.what)
-        return _ORDER.index(place.check), *kind, number.get(place.parameter, 0), place.rank
+        order_in_step = _FIRST.index(place.what), number.get(place.parameter, 0), place.rank
+        return _ORDER.index(place.check), place.step, *order_in_step
 
     first = min(wrong, key=time_of, default=None)
     together = [place for place in wrong if first and (place.check, place.step) == (first.check, first.step)]
@@ -184,7 +184,7 @@ class Verification:
     """Task of a verification.
 
     Attributes:
-        config: config of the single process (`layouts.prepare`, and `shrink` unless `full`).
+        config: config of the single process (`layouts.prepare`, and `shrink` unless `full`; exact for bits).
         full: whether the model keeps the full size of the config file; there is no second run then.
         thorough: whether attention drops in the second run too.
     """
@@ -234,30 +234,20 @@ class Verifier:
         self.shapes: dict[str, tuple[int, ...]] = {}
 
     def run_one_process(self) -> None:
-        """Check the model, and compute the single-process trace that all layouts are compared with.
-
-        Raises:
-            UserError: the model or its sharding plan is wrong, or the data cannot be read.
-            WorkerError: the process failed.
-        """
+        """Check the model, and compute the single-process trace that all layouts are compared with."""
         task = self.task
-        try:
+        with user_errors():
             self.pool.run(1, check_source, task.source, task.config)
             self.pool.run(1, write_trace, task.source, task.config, task.rows, task.steps, str(self.folder))
             if task.second is not None:
                 self.pool.run(1, write_second_trace, task.source, task.second, str(self.folder))
-        except WorkerError as error:
-            if isinstance(error.error, UserError):
-                raise error.error from None
-            raise
         self.shapes = {name: tuple(weight.shape) for name, weight in Trace.load(self.folder).initial.items()}
 
     def verify(self, spec: LayoutSpec, second_run: bool = True) -> LayoutResult:
         """Run one layout, and its second run if asked for, and compare it with the single process."""
         task, started = self.task, time.perf_counter()
-        config = compose(task.config, spec)
+        config, second = compose(task.config, spec), None
         try:
-            second = None
             if task.second is not None and second_run:
                 second = compose(task.second.config, spec), task.second
             reports = self.pool.run(
@@ -273,12 +263,26 @@ class Verifier:
 @contextmanager
 def verifier(task: Verification, selection: Selection) -> Iterator[Verifier]:
     """Yield a verifier with workers for a selection, which end with the block."""
-    ranks = max((spec.world_size for spec in selection.specs), default=1)
-    with (
-        WorkerPool(ranks, PATIENCE[task.full]) as pool,
-        tempfile.TemporaryDirectory(prefix="threefold-verify-") as folder,
-    ):
-        yield Verifier(task, pool, Path(folder))
+    with workers(max((spec.world_size for spec in selection.specs), default=1), task.full) as (pool, folder):
+        yield Verifier(task, pool, folder)
+
+
+@contextmanager
+def workers(ranks: int, full: bool = False) -> Iterator[tuple[WorkerPool, Path]]:
+    """Yield workers for up to `ranks` ranks and a folder for traces, which end with the block."""
+    with WorkerPool(ranks, PATIENCE[full]) as pool, TemporaryDirectory(prefix="threefold-verify-") as folder:
+        yield pool, Path(folder)
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Raise the `UserError` of a worker in the block as itself, instead of the `WorkerError`."""
+    try:
+        yield
+    except WorkerError as error:
+        if isinstance(error.error, UserError):
+            raise error.error from None
+        raise
 
 
 def told(failure: WorkerError) -> str:
