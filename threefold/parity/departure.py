@@ -1,5 +1,6 @@
 """Departures of a record from the reference, in the order in which a step computes the quantities."""
 
+from collections import Counter
 from dataclasses import dataclass, field
 from math import nan
 from typing import Final
@@ -92,12 +93,12 @@ class Findings:
     """
 
     departures: list[Departure] = field(default_factory=list)
-    compared: dict[str, int] = field(default_factory=dict)
+    compared: Counter[str] = field(default_factory=Counter)
     steps: int = 0
     notes: list[str] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     worst: dict[tuple[int, str, str], float] = field(default_factory=dict)
-    totals: dict[tuple[int, str], int] = field(default_factory=dict)
+    totals: Counter[tuple[int, str]] = field(default_factory=Counter)
     loose: set[str] = field(default_factory=set)
     whole: dict[tuple[str, str], bool] = field(default_factory=dict)
     skipped: set[str] = field(default_factory=set)

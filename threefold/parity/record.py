@@ -103,10 +103,8 @@ class Page:
 
     def add(self, kind: str, name: str, tensor: Tensor, placement: Placement) -> None:
         """Keep a tensor of the model or of the optimizer."""
-        detail = "copy" if placement.copy else self._detail(kind, "parameter", placement.shape, tensor)
-        for piece in placement.pieces:
-            kept = keep(piece.of(tensor)[None], placement.shape, piece, DETAILS[detail])
-            self._append(kind, placement.name or name, placement, placement.shape, piece, detail, None, kept)
+        boxes = [(piece, piece.of(tensor)[None]) for piece in placement.pieces]
+        self._add(kind, [placement.name or name], placement, placement.shape, boxes, tensor.element_size(), None)
 
     def add_samples(
         self, kind: str, names: list[str], rows: Tensor, placement: Placement, samples: tuple[str, ...]
@@ -116,43 +114,35 @@ class Page:
         `rows` are (samples, …); the placement is that of the rows within the whole activation, including the dim of
         samples.
         """
-        shape, count = placement.shape[1:], len(samples) * len(names)
-        detail = "copy" if placement.copy else self._detail(kind, "sample", shape, rows, count)
+        boxes = []
         for piece in placement.pieces:
-            one = Piece(piece.local[1:], piece.start[1:], piece.size[1:])
-            box = rows
-            for dim, (start, size) in enumerate(zip(one.local, one.size, strict=True), 1):
-                box = box if size == box.shape[dim] else box.narrow(dim, start, size)
-            kept = keep(box, shape, one, DETAILS[detail])
-            for name in names:
-                self._append(kind, name, placement, shape, one, detail, samples, kept)
+            of_rows = Piece((0, *piece.local[1:]), piece.start, (len(rows), *piece.size[1:]))
+            boxes.append((Piece(piece.local[1:], piece.start[1:], piece.size[1:]), of_rows.of(rows)))
+        self._add(kind, names, placement, placement.shape[1:], boxes, rows.element_size(), samples)
 
-    def _detail(self, kind: str, usual: str, shape: tuple[int, ...], tensor: Tensor, count: int = 1) -> str:
-        """Return the detail of `count` tensors of a shape: whole, if they fit, and the usual one does not keep all."""
-        if prod(shape) <= DETAILS[usual].elements:
-            return usual
-        share = kind if kind in _SHARED else STATE
-        size = count * prod(shape) * max(tensor.element_size(), 4)
-        taken = self._taken.get(share, 0) + size
-        if taken > self.budget // len(_SHARED):
-            return usual
-        self._taken[share] = taken
-        return "whole"
-
-    def _append(
+    def _add(
         self,
         kind: str,
-        name: str,
+        names: list[str],
         placement: Placement,
         shape: tuple[int, ...],
-        piece: Piece,
-        detail: str,
+        boxes: list[tuple[Piece, Tensor]],
+        element_size: int,
         samples: tuple[str, ...] | None,
-        kept: Tensor,
     ) -> None:
-        at = kind, name, len(self.entries), shape, piece.start, piece.size, detail
-        self.entries.append(IndexEntry(*at, placement.copy, placement.partial, samples))
-        self.values.append(kept.reshape(-1))
+        usual, count = ("parameter", 1) if samples is None else ("sample", len(samples) * len(names))
+        detail = "copy" if placement.copy else usual
+        if not placement.copy and prod(shape) > DETAILS[usual].elements:  # whole, if that fits
+            share = kind if kind in _SHARED else STATE
+            taken = self._taken.get(share, 0) + count * prod(shape) * max(element_size, 4)
+            if taken <= self.budget // len(_SHARED):
+                self._taken[share], detail = taken, "whole"
+        for piece, box in boxes:
+            kept = keep(box, shape, piece, DETAILS[detail]).reshape(-1)
+            for name in names:
+                at = kind, name, len(self.entries), shape, piece.start, piece.size, detail
+                self.entries.append(IndexEntry(*at, placement.copy, placement.partial, samples))
+                self.values.append(kept)
 
     def drop(self, kind: str) -> None:
         """Discard the quantities of a kind, so that they can be recorded again."""
@@ -410,12 +400,11 @@ def read_weights(folder: Path) -> Callable[[str], Tensor]:
                 f"The reference has no parameter {name}; it has {', '.join(sorted(parts)[:3])}, …: give both runs one "
                 "model, or let the adapter return the reference's names."
             )
-        found: list[Tensor] = []
-        for path, key, _, _ in parts[name]:
+        value = torch.empty(0)
+        for path, key, shape, piece in parts[name]:
             with safe_open(path, "pt") as file:
-                found.append(file.get_tensor(key))
-        value = torch.empty(parts[name][0][2], dtype=found[0].dtype)
-        for (_, _, _, piece), part in zip(parts[name], found, strict=True):
+                part = file.get_tensor(key)
+            value = torch.empty(shape, dtype=part.dtype) if piece is parts[name][0][3] else value
             value[piece.box] = part
         lacking = value.numel() - sum(prod(piece.size) for piece in {piece for *_, piece in parts[name]})
         if lacking > 0:

@@ -509,11 +509,8 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     """Yield the tensors in arguments or in a result, however nested."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
+    elif isinstance(value, Mapping | list | tuple):
+        for each in value.values() if isinstance(value, Mapping) else value:
             yield from _tensors(each)
 
 

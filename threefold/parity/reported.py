@@ -37,29 +37,24 @@ class ReportedStep(StepPair):
         theirs, mine = _samples_of(self.theirs), _samples_of(self.mine)
         if not theirs or not mine or theirs == mine:
             return
-        strange = [sample for sample in mine if sample not in set(theirs)]
-        lacking = [sample for sample in theirs if sample not in set(mine)]
+        strange, lacking = set(mine) - set(theirs), set(theirs) - set(mine)
         shape = f"differ: {len(strange)} of {len(mine)} are not those of the reference"
         for other in range(1, self.reference.steps + 1):
             if other != self.step and mine == _samples_of(_numbers(self.reference, other)):
                 shape = f"are those of step {other} of the reference"
         if not strange:
             shape = f"are fewer: {len(lacking)} of {len(theirs)} are missing"
-        yield Departure(self.step, SAMPLES, "", len(strange) / max(len(mine), 1), 0.0, nan, shape)
+        yield Departure(self.step, SAMPLES, "", len(strange) / len(mine), 0.0, nan, shape)
 
     def _pairs_of_numbers(self) -> Iterator[tuple[str, float, float]]:
         """Yield name, value in the reference and value on each rank, for numbers that every rank must report alike."""
-        scalars = [each.get("scalars", {}) for each in self.mine]
         for name, text in (self.theirs[0].get("scalars", {}) if self.theirs else {}).items():
             if name == "loss":
                 yield name, float(text), _nearest_loss(float(text), self.mine)
                 continue
-            for each in scalars:
-                if name in each:
-                    yield name, float(text), float(each[name])
-        yield from self._norm()
-
-    def _norm(self) -> Iterator[tuple[str, float, float]]:
+            for each in self.mine:
+                if name in each.get("scalars", {}):
+                    yield name, float(text), float(each["scalars"][name])
         norms = []
         for quantities in (self.expected, self.got):
             squares = [each.kept.squares for each in quantities.values() if each.kind == GRADIENT and not each.missing]
@@ -70,7 +65,7 @@ class ReportedStep(StepPair):
     def _scalars(self, found: Findings) -> Iterator[Departure]:
         worst: dict[str, tuple[float, float, float]] = {}
         for name, value, got in self._pairs_of_numbers():
-            found.compared[NUMBER] = found.compared.get(NUMBER, 0) + 1
+            found.compared[NUMBER] += 1
             off = _off(got, value)
             if name not in worst or off > worst[name][0]:
                 worst[name] = off, value, got
@@ -96,7 +91,7 @@ class ReportedStep(StepPair):
                     held = departing.setdefault((key, name), {})
                     if _off(float(counters[key]), float(theirs[name][key])) > SAME:
                         held[rank] = float(counters[key])
-        found.compared[RATE] = found.compared.get(RATE, 0) + len(departing)
+        found.compared[RATE] += len(departing)
         found.totals[self.step, RATE] = len(departing)
         for (key, name), ranks in departing.items():
             if not ranks:
@@ -134,11 +129,8 @@ def _nearest_loss(expected: float, ranks: list[dict[str, Any]]) -> float:
     Ranks may report the mean over all samples, over their own, or their share of a sum; a rank without a loss, as on an
     early pipeline stage, reports none.
     """
-    reported = [
-        (float(each["scalars"]["loss"]), each.get("valid_tokens", 0))
-        for each in ranks
-        if "loss" in each.get("scalars", {})
-    ]
+    ranks = [each for each in ranks if "loss" in each.get("scalars", {})]
+    reported = [(float(each["scalars"]["loss"]), each.get("valid_tokens", 0)) for each in ranks]
     if not reported:
         return nan
     losses = [loss for loss, _ in reported]

@@ -23,7 +23,18 @@ from threefold.parity.measure import (
     measure,
 )
 from threefold.parity.mistake import Factors, shape_of
-from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, STATE, TENSOR, UPDATE, Quantity, Record
+from threefold.parity.record import (
+    GRADIENT,
+    INITIAL,
+    OUTPUT,
+    OUTPUT_GRADIENT,
+    STATE,
+    TENSOR,
+    UPDATE,
+    Key,
+    Quantity,
+    Record,
+)
 from threefold.parity.sketch import Kept
 
 _SAME: Final = 0.1
@@ -70,77 +81,86 @@ class TensorStep(StepPair):
     def least(self) -> dict[str, float]:
         return least_magnitudes(self.expected.values())
 
-    def learn(self, wide: bool = False) -> None:
-        """Learn the differences from a run with noise, or from the first step of one in fp64, as rounding."""
-        for reference, other, seen in self._measured():
-            self.tolerances.learn(self.step, reference.kind, reference.name, seen, wide)
-            if reference.kind == GRADIENT and not wide:
-                self.tolerances.learn_noise(self.step, reference.name, other.kept, reference.kept)
-        self.tolerances.learn(self.step, COMMON, "", Measure(0.0, self._common_scale()), wide)
+    @cached_property
+    def ordered(self) -> list[tuple[Key, Quantity]]:
+        """Quantities of the reference in the order of recording."""
+        return sorted(self.expected.items(), key=lambda item: item[1].order)
 
-    def _measured(self) -> Iterator[tuple[Quantity, Quantity, Measure]]:
-        """Yield each tensor of the reference with the other one and their difference."""
-        factors = self._sample_factors()
-        for key, reference in self.expected.items():
-            other = self.got.get(key)
-            if other is not None and _comparable(other, reference):
-                yield reference, other, self._measure(other, reference, factors)
-
-    def _common_scale(self) -> float:
-        """Return the median of the factors that are nearest for the gradients; NaN without any."""
-        scales = [
-            seen.scale for reference, _, seen in self._measured() if reference.kind == GRADIENT and isfinite(seen.scale)
-        ]
-        return median(scales) if scales else nan
-
-    def _measure(self, got: Quantity, reference: Quantity, factors: dict[str, float]) -> Measure:
-        scale = factors.get(reference.sample, 1.0) if reference.kind == OUTPUT_GRADIENT else 1.0
-        least = self.least.get(reference.kind, 0.0)
-        if reference.kind == UPDATE:
-            least = max(least, self.places.get(reference.name, 0.0))
-        return measure(got.kept, reference.kept, least, scale)
-
-    def _sample_factors(self) -> dict[str, float]:
-        """Return, by sample, the factor of the gradient where the backward pass begins.
+    @cached_property
+    def factors_of_samples(self) -> dict[str, float]:
+        """Factor, by sample, of the gradient where the backward pass begins.
 
         Ranks and micro-batches scale their losses differently, and compensate for it when they sum gradients, so
         gradients of outputs are compared relative to the first. The gradients of parameters show whether the sum is
         right.
         """
-        found: dict[str, tuple[int, float]] = {}
-        for key, reference in self.expected.items():
-            if reference.kind != OUTPUT_GRADIENT or (got := self.got.get(key)) is None:
+        found: dict[str, float] = {}
+        for key, reference in self.ordered:
+            got = self.got.get(key)
+            if reference.kind != OUTPUT_GRADIENT or reference.sample in found:
                 continue
-            if reference.sample in found and found[reference.sample][0] <= reference.order:
-                continue
-            if not _comparable(got, reference):
-                continue
-            scale = measure(got.kept, reference.kept, 0.0).scale
-            if isfinite(scale) and scale:
-                found[reference.sample] = reference.order, scale
-        return {sample: scale for sample, (_, scale) in found.items()}
+            if got is not None and _comparable(got, reference):
+                scale = measure(got.kept, reference.kept, 0.0).scale
+                if isfinite(scale) and scale:
+                    found[reference.sample] = scale
+        return found
+
+    @cached_property
+    def measured(self) -> dict[Key, Measure]:
+        """Differences of the tensors that both records have whole."""
+        both = ((key, reference, self.got.get(key)) for key, reference in self.expected.items())
+        return {
+            key: self._measure(other, reference)
+            for key, reference, other in both
+            if other is not None and _comparable(other, reference)
+        }
+
+    @cached_property
+    def common_scale(self) -> float:
+        """Median of the factors that are nearest for the gradients; NaN without any."""
+        scales = [seen.scale for key, seen in self.measured.items() if key[0] == GRADIENT and isfinite(seen.scale)]
+        return median(scales) if scales else nan
+
+    def learn(self, wide: bool = False) -> None:
+        """Learn the differences from a run with noise, or from the first step of one in fp64, as rounding."""
+        for key, seen in self.measured.items():
+            kind, name, _ = key
+            self.tolerances.learn(self.step, kind, name, seen, wide)
+            if kind == GRADIENT and not wide:
+                self.tolerances.learn_noise(self.step, name, self.got[key].kept, self.expected[key].kept)
+        self.tolerances.learn(self.step, COMMON, "", Measure(0.0, self.common_scale), wide)
+
+    def _scale(self, reference: Quantity) -> float:
+        """Return the factor to divide the other tensor by."""
+        return self.factors_of_samples.get(reference.sample, 1.0) if reference.kind == OUTPUT_GRADIENT else 1.0
+
+    def _measure(self, got: Quantity, reference: Quantity) -> Measure:
+        least = self.least.get(reference.kind, 0.0)
+        if reference.kind == UPDATE:
+            least = max(least, self.places.get(reference.name, 0.0))
+        return measure(got.kept, reference.kept, least, self._scale(reference))
 
     def compare(self, found: Findings) -> Iterator[Departure]:
         """Yield the departures, and count the compared quantities in `found`."""
-        factors = self._sample_factors()
         groups: dict[tuple[str, str], list[tuple[Quantity, Quantity | None]]] = {}
-        for key, reference in sorted(self.expected.items(), key=lambda item: item[1].order):
+        for key, reference in self.ordered:
             groups.setdefault((reference.kind, reference.name), []).append((reference, self.got.get(key)))
         for key, got in self.got.items():
             if got.kind == GRADIENT and key not in self.expected and bool(got.kept.elements.any()):
                 yield Departure(self.step, GRADIENT, got.name, 1.0, 0.0, nan, "is there, and the reference has none")
-        noise, departed = self._noise(), False
+        largest, departed = self.least.get(GRADIENT, 0.0) / SMALL, False
+        gradients = [each for each in self.expected.values() if each.kind == GRADIENT]
+        noise = {each.name for each in gradients if self.tolerances.is_noise(self.step, each.name, each.kept, largest)}
         for (kind, name), pairs in groups.items():
             missing = list(self._missing(kind, name, pairs))
-            if missing:
-                self._count(found, kind)
             yield from missing
             compared = [(ours, other) for ours, other in pairs if other is not None and _comparable(other, ours)]
             if kind in (OUTPUT, OUTPUT_GRADIENT) and len(compared) < len(pairs):
                 found.skipped.add(name)
-            if name in noise and (kind == UPDATE or kind.startswith(STATE)):
-                continue  # an optimizer makes whole updates of it
-            if not compared:
+            is_update = kind == UPDATE or kind.startswith(STATE)  # an optimizer makes whole updates of noise
+            if missing or (compared and name not in noise):
+                found.totals[self.step, without_key(kind)] += 1
+            if not compared or (name in noise and is_update):
                 continue
             tolerance = self.tolerances.of(self.step, kind, name)
             if kind == UPDATE and (place := self.places.get(name, 0.0)):
@@ -151,37 +171,20 @@ class TensorStep(StepPair):
             allowed = max(tolerance.error, 1e-6)
             if name not in noise:
                 allowed = min(allowed, _COPIES)
-                if not missing:
-                    self._count(found, kind)
                 if tolerance.error > LOOSE:
                     found.loose.add(name)
-            departures = list(self._group(found, kind, name, compared, tolerance, factors, allowed))
+            departures = list(self._group(found, kind, name, compared, tolerance, allowed))
             departed |= kind == GRADIENT and bool(departures)
             yield from departures
-        if self.step == 1 and self.tolerances.tells_factors and not departed:
-            yield from self._common_factor([name for kind, name in groups if kind == GRADIENT and name not in noise])
-
-    def _common_factor(self, names: list[str]) -> Iterator[Departure]:
-        """Yield all gradients if they differ by a factor that would hide in the rounding of each."""
-        scale, tolerance = self._common_scale(), self.tolerances.of(self.step, COMMON, "").scale
-        if not abs(scale - 1) > tolerance:
+        if self.step != 1 or departed or not self.tolerances.tells_factors:
             return
-        shape = f"is {self.factors.name(round(scale, 4))} times the reference"
-        for name in names:
-            yield Departure(self.step, GRADIENT, name, abs(scale - 1), tolerance, scale, shape)
-
-    def _count(self, found: Findings, kind: str) -> None:
-        total = self.step, without_key(kind)
-        found.totals[total] = found.totals.get(total, 0) + 1
-
-    def _noise(self) -> set[str]:
-        """Return the names of parameters whose gradient is 0 up to rounding."""
-        largest = self.least.get(GRADIENT, 0.0) / SMALL
-        return {
-            each.name
-            for each in self.expected.values()
-            if each.kind == GRADIENT and self.tolerances.is_noise(self.step, each.name, each.kept, largest)
-        }
+        # A factor that all gradients have in common would hide in the rounding of each.
+        scale, least = self.common_scale, self.tolerances.of(self.step, COMMON, "").scale
+        if abs(scale - 1) > least:
+            shape = f"is {self.factors.name(round(scale, 4))} times the reference"
+            for kind, name in groups:
+                if kind == GRADIENT and name not in noise:
+                    yield Departure(self.step, GRADIENT, name, abs(scale - 1), least, scale, shape)
 
     def _missing(self, kind: str, name: str, pairs: list[tuple[Quantity, Quantity | None]]) -> Iterator[Departure]:
         """Yield a departure if the candidate lacks a tensor of a parameter, or elements of it, that the reference has.
@@ -208,15 +211,14 @@ class TensorStep(StepPair):
         name: str,
         pairs: list[tuple[Quantity, Quantity]],
         tolerance: Tolerance,
-        factors: dict[str, float],
         allowed: float,
     ) -> Iterator[Departure]:
         measured: list[tuple[float, Measure, Quantity, Quantity]] = []
         for reference, other in pairs:
-            found.compared[kind] = found.compared.get(kind, 0) + 1
+            found.compared[kind] += 1
             whole = not other.kept.projections and not reference.kept.projections
             found.whole[kind, name] = found.whole.get((kind, name), True) and whole
-            seen = self._measure(other, reference, factors)
+            seen = self._measure(other, reference)
             ratio = max(seen.error / tolerance.error, seen.off / tolerance.scale)
             measured.append((ratio, seen, reference, other))
         ratio, seen, reference, other = max(measured, key=itemgetter(0))
@@ -227,7 +229,7 @@ class TensorStep(StepPair):
             if copies:  # before a factor, which would be that of the first copy alone
                 shape = self._reduced(other, reference, tolerance) or copies[1]
             else:
-                shape = self._shape(other, reference, tolerance, factors)
+                shape = self._shape(other, reference, tolerance)
             if not shape and seen.error <= tolerance.error:
                 shape = f"is about {self.factors.name(round(seen.scale, 4))} times the reference"
             where = self._where(other, reference, tolerance, sum(each[0] > 1 for each in measured), len(pairs))
@@ -243,9 +245,8 @@ class TensorStep(StepPair):
         leaves = [each for each in readers if not any(other.startswith(f"{each}.") for other in readers)]
         return leaves[0] if len(leaves) == 1 else f"{', '.join(leaves[:-1])} or {leaves[-1]}" if leaves else ""
 
-    def _shape(self, got: Quantity, reference: Quantity, tolerance: Tolerance, factors: dict[str, float]) -> str:
-        scale = factors.get(reference.sample, 1.0) if reference.kind == OUTPUT_GRADIENT else 1.0
-        kept = got.kept
+    def _shape(self, got: Quantity, reference: Quantity, tolerance: Tolerance) -> str:
+        kept, scale = got.kept, self._scale(reference)
         if scale != 1.0:
             projections = [each / scale for each in kept.projections]
             kept = replace(kept, projections=projections, elements=kept.elements / scale)
