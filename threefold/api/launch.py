@@ -210,9 +210,8 @@ def _call(info: RankInfo, fn: Callable[..., Any], args: tuple[Any, ...], one_thr
 
 def join_launched(launched: LaunchedRank, device: DeviceSetting) -> None:
     """Initialise the process group of launched ranks; raise UserError if there are fewer GPUs than ranks."""
-    chosen = device_of(device, launched.local_world_size)
-    info = RankInfo(launched.rank, launched.world_size, launched.local_rank, launched.local_world_size, chosen)
-    join(info, meet(launched))
+    sizes = launched.rank, launched.world_size, launched.local_rank, launched.local_world_size
+    join(RankInfo(*sizes, device_of(device, launched.local_world_size)), meet(launched))
 
 
 def device_of(setting: DeviceSetting, local_world_size: int) -> Device:

@@ -253,22 +253,12 @@ _RULES = (Column, Row, Vocab, PerHead, Replicated)
 
 
 def shard_by_patterns(model: nn.Module, table: Mapping[str, Split], mesh: Mesh) -> list[str]:
-    """Replace the modules that a table names by parallel ones, in place.
+    """Replace the modules that a table names by parallel ones, in place; return the `PerHead` parameters' names.
 
-    A module that infers its number of heads from its projections' outputs (`view(…, -1, head_dim)`, as in
-    `transformers`) then works on the heads of its rank.
-
-    Args:
-        model: model with its weights, equal on every tensor rank.
-        table: pattern → `Column` or `Row` (of `nn.Linear`), `Vocab` (of `nn.Embedding`, or of an `nn.Linear` that
-            computes logits, which are gathered), `PerHead` or `Replicated`.
-        mesh: mesh whose tp axis shards the modules.
-
-    Returns:
-        the names of the `PerHead` parameters: each tensor rank holds the whole parameter and a partial gradient.
-
-    Raises:
-        UserError: the table does not fit the model, or the axis does not divide the heads.
+    The weights are equal on every tensor rank. A module that infers its number of heads from its projections' outputs
+    (`view(…, -1, head_dim)`, as in `transformers`) then works on the heads of its rank. Each tensor rank holds a whole
+    `PerHead` parameter and a partial gradient. The table has `Column` or `Row` for an `nn.Linear`, and `Vocab` for an
+    `nn.Embedding` or an `nn.Linear` that computes logits, which are gathered.
     """
     for pattern, rule in table.items():
         if not isinstance(rule, _RULES):
@@ -354,10 +344,8 @@ _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 class GlobalBatchNorm(nn.Module):
     """`nn.BatchNorm1d`, `2d` or `3d` with the statistics of the global batch in training.
 
-    Args:
-        module: the original, whose parameters and buffers are reused under their names.
-        axis: axis of the replicas, with its own process group, because gradients may be in flight on another.
-        current: current batch, whose row on this replica may be a filler that must not count.
+    The axis of the replicas has its own process group, because gradients may be in flight on another. The current
+    batch's row on this replica may be a filler, which must not count.
     """
 
     running_mean: Tensor | None
@@ -388,8 +376,14 @@ class GlobalBatchNorm(nn.Module):
         mean = totals[:-1] / number
         offset = wide - mean.view(shape)
         variance = self._over_replicas(offset.square().sum(dims) * counts) / number
-        if self.training:
-            self._track(mean.detach(), variance.detach(), number)
+        if self.training and self.running_mean is not None and self.running_var is not None:
+            assert self.num_batches_tracked is not None  # the three are made together
+            with torch.no_grad():
+                self.num_batches_tracked.add_(1)
+                factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+                unbiased = variance * (number / (number - 1))
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+                self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
         out = offset * (variance + self.eps).rsqrt().view(shape)
         if self.weight is not None:
             out = out * self.weight.view(shape)
@@ -400,13 +394,3 @@ class GlobalBatchNorm(nn.Module):
     def _over_replicas(self, x: Tensor) -> Tensor:
         """Sum over the replicas; the backward pass sums too, since every replica's loss depends on the result."""
         return copy_to(reduce_from(x, self.axis), self.axis)
-
-    @torch.no_grad()
-    def _track(self, mean: Tensor, variance: Tensor, number: Tensor) -> None:
-        if self.running_mean is None or self.running_var is None or self.num_batches_tracked is None:
-            return
-        self.num_batches_tracked.add_(1)
-        factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        unbiased = variance * (number / (number - 1))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)

@@ -55,13 +55,10 @@ _BATCHES_AT_ONCE = 4096
 
 
 class BatchRows(NamedTuple):
-    """One replica's rows of a global batch.
+    """One replica's rows of a global batch, and whether it is the loader's last.
 
-    Attributes:
-        own: number of this replica's rows; 0 if the batch has fewer rows than there are replicas and this one repeats
-            another's row as a filler, which is ignored.
-        total: number of rows of the global batch.
-        last: whether the batch is the loader's last.
+    A batch may have fewer rows than there are replicas: one with 0 rows of its `own` repeats another's row as a filler,
+    which is ignored.
     """
 
     own: int

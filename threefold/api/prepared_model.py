@@ -36,17 +36,11 @@ class GradSync:
     Args:
         parameters: parameters of the model by name, as it stores them; those that require gradients are trained.
         partial_names: parameters that are whole on every tensor rank, which uses them only for its own heads.
-        gradients: buffers that accumulate the gradients.
-        mesh: mesh of the replicas.
         accumulate: backward passes per update.
-        loss_scale: loss scale of fp16; None for no scaling.
-        current: batch in progress.
         sharded: the model if the replicas shard its parameters, so that whole ones get the gradients; else None.
         from_first: buffers that every replica takes from the first after each update.
 
     Attributes:
-        all_parameters: all parameters, including frozen ones.
-        parameters: trained parameters.
         leaves: trained tensors by name.
         updates: number of sets of complete gradients so far.
         overflowed: whether the complete gradients are not finite, so the update is skipped.
@@ -226,11 +220,7 @@ class GradSync:
                 parameter.grad = None if gradient is None else like(parameter, gradient)
 
     def note(self, name: str) -> None:
-        """Record a parameter's gradient from autograd.
-
-        Raises:
-            UserError: it is the second one in a backward pass; the sum over the replicas may already have started.
-        """
+        """Record a parameter's gradient from autograd; raise a `UserError` if it is the second in a backward pass."""
         if name in self._arrived:
             raise UserError(
                 f"The parameter {name!r} got two gradients in one backward pass, as with reentrant activation "
@@ -343,10 +333,8 @@ class PreparedModule(nn.Module):
 
     def __init__(self, module: nn.Module, sync: GradSync, mesh: Mesh, autocast: torch.dtype | None) -> None:
         super().__init__()
-        self.module = module
-        self.sync, self.mesh, self._autocast = sync, mesh, autocast
-        self._forwards = 0
-        self._dropout_seed = 0
+        self.module, self.sync, self.mesh, self._autocast = module, sync, mesh, autocast
+        self._forwards = self._dropout_seed = 0
         if mesh.tp.size > 1:
             # Derived from the generator's seed: drawing would make the order of a shuffling loader depend on tp.
             seed = torch.tensor([stream_key("prepared", torch.initial_seed(), mesh.dp.index)], device=mesh.device)
@@ -427,8 +415,7 @@ class PreparedModule(nn.Module):
             yield
             return
         self._forwards += 1
-        device = self.mesh.device
-        on_cpu = device.type == "cpu"
+        device, on_cpu = self.mesh.device, self.mesh.device.type == "cpu"
         with torch.random.fork_rng([] if on_cpu else [device], device_type="cuda" if on_cpu else device.type):
             torch.manual_seed(signed(stream_key("prepared", self._dropout_seed, self._forwards), 63))
             yield

@@ -16,11 +16,7 @@ from threefold.parallel.parameter import slice_of, whole
 
 
 class WrappedOptimizer(Optimizer):
-    """Optimizer that delegates everything it does not implement itself to another optimizer.
-
-    It is not initialised as an `Optimizer`: parameters, state and hooks are the original's (`optimizer`). Subclasses
-    define `step` and `zero_grad`.
-    """
+    """Optimizer that delegates all but `step` and `zero_grad` to another one, which has the state and the hooks."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -35,14 +31,10 @@ class WrappedOptimizer(Optimizer):
 
 
 class OwnedWeights:
-    """Weights of an optimizer, each owned and updated by one of the ranks that shard them.
+    """Weights of an optimizer, each owned and updated by one of the `ranks` that shard them.
 
-    The groups of the optimizer contain the whole weights that this rank owns.
-
-    Args:
-        optimizer: optimizer that updates each weight independently of the others.
-        groups: weights of each of its groups, as they are stored.
-        ranks: axis of the ranks that update.
+    The groups of the optimizer, which updates each weight independently of the others, contain the whole weights that
+    this rank owns; `groups` are its weights as they are stored.
     """
 
     def __init__(self, optimizer: Optimizer, groups: Sequence[Sequence[Tensor]], ranks: Axis) -> None:
@@ -248,15 +240,7 @@ class PreparedScheduler:
 
 
 def require_matches(optimizer: Optimizer, parameters: Mapping[str, nn.Parameter], sharded: bool) -> None:
-    """Check that an optimizer updates only parameters of a model.
-
-    Args:
-        parameters: parameters of the model before sharding.
-        sharded: whether they will be sharded, so that the optimizer must not have a state yet.
-
-    Raises:
-        UserError: it has other parameters, a state that does not fit, or computes the loss itself (LBFGS).
-    """
+    """Check that an optimizer updates only parameters of a model, and has no state yet if they will be sharded."""
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError("The optimizer is LBFGS, which computes the loss again by itself; use AdamW.")
     known = {id(parameter) for parameter in parameters.values()}

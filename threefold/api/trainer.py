@@ -267,11 +267,7 @@ def own_run(
     optimizer: Any = None,
     dataset: Any = None,
 ) -> tuple[Config, ModelSource]:
-    """Return the unresolved config of a run, and the source of its model; arguments as in `Trainer`.
-
-    Raises:
-        UserError: an argument is not of a supported kind.
-    """
+    """Return the unresolved config of a run, and the source of its model; arguments as in `Trainer`."""
     changes: dict[str, Any] = {}
     if dataset is not None:
         changes |= {"data.path": _dataset_path(dataset), "data.mixture": None}
@@ -322,11 +318,7 @@ def read_config(config: Any, changes: Mapping[str, Any]) -> Config:
 
 
 def changed(config: Config, section: str, changes: Mapping[str, Any]) -> Config:
-    """Return the config with changed settings in one section, removing those that are None.
-
-    Raises:
-        UserError: a value is of the wrong type.
-    """
+    """Return the config with changed settings in one section, removing those that are None."""
     given = config.given()
     given[section] = {key: value for key, value in {**given[section], **changes}.items() if value is not None}
     origins = {key: where for key, where in config.origins.items() if key.partition(".")[2] not in changes}
@@ -356,8 +348,7 @@ def _optimizer_settings(optimizer: Any) -> dict[str, Any]:
     while isinstance(made, partial):
         if made.args:
             raise UserError(f"optimizer is {shown(repr(optimizer))}; give its arguments by their names.")
-        arguments = {**made.keywords, **arguments}
-        made = made.func
+        made, arguments = made.func, {**made.keywords, **arguments}
     if isinstance(made, str):
         return {"optimizer.name": made}
     if not callable(made):

@@ -137,7 +137,10 @@ class Splitter(nn.Module):
         if name not in self.layers:
             with x.device:
                 layer = self._make(call, name, weight_init, bias_init)
-            _fill_(layer, call, weight_attr, bias_attr)
+            if weight_attr is not None:  # in Paddle's order, [in, out]
+                keep_shard_(layer.get_parameter("weight"), weight_attr if operation == "embedding" else weight_attr.T)
+            if isinstance(bias_attr, Tensor) and bias:
+                keep_shard_(layer.get_parameter("bias"), bias_attr)
             self.layers[name] = layer
             self._calls[name] = call
         elif self._calls[name] != call:
@@ -243,11 +246,3 @@ def split(
     arguments = (x, size, operation, axis, num_partitions, gather_out, weight_attr, bias_attr, called)
     out: Tensor = splitter(*arguments, weight_init=weight_init, bias_init=bias_init)
     return out
-
-
-def _fill_(layer: nn.Module, call: _Call, weight: Tensor | None, bias: bool | Tensor | None) -> None:
-    """Set this rank's part of given initial values; `weight` is in Paddle's order, [in, out]."""
-    if weight is not None:
-        keep_shard_(layer.get_parameter("weight"), weight if call.operation == "embedding" else weight.T)
-    if isinstance(bias, Tensor) and call.has_bias:
-        keep_shard_(layer.get_parameter("bias"), bias)

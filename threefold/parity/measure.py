@@ -99,26 +99,20 @@ def measure(candidate: Kept, reference: Kept, least: float = 0.0, scale: float =
             if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
                 worst = inf
             a, b = a.where(finite, 0.0), b.where(finite, 0.0)
-        worst = max(worst, _worst(a, b, floor))
         dot += float(a @ b) / terms
         square += float(b @ b) / terms
+        if not len(b):
+            continue
+        difference, size = a - b, float(b.norm())
+        worst = max(worst, _relative(float(difference.norm()), max(size, floor * sqrt(len(b)))))
+        if len(b) >= 2 * _BLOCKS:
+            block, lengths = _blocks(len(b))
+            zeros = torch.zeros(2, _BLOCKS, dtype=torch.float64)
+            norms = zeros.index_add_(1, block, torch.stack([difference, b]).double().square()).sqrt()
+            against = norms[1].clamp(min=max(_LEAST_BLOCK * size / sqrt(len(b)), floor) * lengths)
+            ratios = torch.where(against > 0, norms[0] / against, torch.where(norms[0] > 0, inf, 0.0))
+            worst = max(worst, float(ratios.max()))
     return Measure(worst, dot / square if square > 0 and magnitude(reference) > least else torch.nan)
-
-
-def _worst(a: Tensor, b: Tensor, floor: float) -> float:
-    if not len(b):
-        return 0.0
-    difference, size = a - b, float(b.norm())
-    mean = size / sqrt(len(b))
-    worst = _relative(float(difference.norm()), max(size, floor * sqrt(len(b))))
-    if len(b) >= 2 * _BLOCKS:
-        block, lengths = _blocks(len(b))
-        zeros = torch.zeros(2, _BLOCKS, dtype=torch.float64)
-        norms = zeros.index_add_(1, block, torch.stack([difference, b]).double().square()).sqrt()
-        against = norms[1].clamp(min=max(_LEAST_BLOCK * mean, floor) * lengths)
-        ratios = torch.where(against > 0, norms[0] / against, torch.where(norms[0] > 0, inf, 0.0))
-        worst = max(worst, float(ratios.max()))
-    return worst
 
 
 @cache

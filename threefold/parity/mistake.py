@@ -103,7 +103,13 @@ def shape_of(
         return f"is {factors.name(scale)} times the reference"
     if text := next(_of_dims(candidate, reference, factors, close), None):
         return text
-    return "is the transpose of the reference" if _transposed(candidate, reference, close) else None
+    if len(reference.shape) != 2 or reference.shape[0] != reference.shape[1]:
+        return None
+    if reference.projections:  # signs depend on the size alone, so that both dims have the same
+        pairs = list(zip(candidate.projections, reversed(reference.projections), strict=True))
+    else:
+        pairs = [(candidate.elements, reference.elements.T)]
+    return "is the transpose of the reference" if all(_error(a, b) < close for a, b in pairs) else None
 
 
 def _all(kept: Kept) -> Tensor:
@@ -173,15 +179,6 @@ def _of_shards(a: Tensor, b: Tensor, dim: int, count: int, factors: Factors, clo
         factor = factors.name(scales[changed[0]])
         return f"has shard{plural} {shards} of {count} along dim {dim} at {factor} times the reference"
     return None
-
-
-def _transposed(candidate: Kept, reference: Kept, close: float) -> bool:
-    if len(reference.shape) != 2 or reference.shape[0] != reference.shape[1]:
-        return False
-    if reference.projections:  # signs depend on the size alone, so that both dims have the same
-        pairs = zip(candidate.projections, reversed(reference.projections), strict=True)
-        return all(_error(a, b) < close for a, b in pairs)
-    return _error(candidate.elements, reference.elements.T) < close
 
 
 def _error(a: Tensor, b: Tensor) -> float:

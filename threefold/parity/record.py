@@ -287,25 +287,23 @@ class Record:
                 if key not in found:
                     detail = entry.usual if len(details) > 1 else next(iter(details))
                     found[key] = Quantity(*key, entry.order, Kept.empty(entry.shape, DETAILS[detail]))
-                self._put(found[key], rank, entry, values)
+                quantity, place = found[key], (entry.start, entry.size)
+                if quantity.kept.shape != entry.shape:
+                    raise UserError(
+                        f"The record {shown(self.folder)} has {entry.kind} {entry.name} with the whole shape "
+                        f"{quantity.kept.shape} on one rank and {entry.shape} on rank {rank}; let the adapter give "
+                        "both the shape in the whole model."
+                    )
+                same = [owner for piece, owner in quantity.owners if (piece.start, piece.size) == place]
+                if entry.copy or (same and not (entry.partial and rank not in same)):
+                    quantity.copies.append((rank, entry, values))
+                    continue
+                covered = quantity.kept.covered
+                quantity.kept.add(entry.piece, values, entry.partial)
+                if same:  # another rank's part of a sum
+                    quantity.kept.covered = covered
+                quantity.owners.append((entry.piece, rank))
         return found
-
-    def _put(self, quantity: Quantity, rank: int, entry: IndexEntry, values: Tensor) -> None:
-        if quantity.kept.shape != entry.shape:
-            raise UserError(
-                f"The record {shown(self.folder)} has {entry.kind} {entry.name} with the whole shape "
-                f"{quantity.kept.shape} on one rank and {entry.shape} on rank {rank}; let the adapter give both the "
-                "shape in the whole model."
-            )
-        same = [owner for piece, owner in quantity.owners if (piece.start, piece.size) == (entry.start, entry.size)]
-        if entry.copy or (same and not (entry.partial and rank not in same)):
-            quantity.copies.append((rank, entry, values))
-            return
-        covered = quantity.kept.covered
-        quantity.kept.add(entry.piece, values, entry.partial)
-        if same:  # another rank's part of a sum
-            quantity.kept.covered = covered
-        quantity.owners.append((entry.piece, rank))
 
     def _page(self, rank: int, step: int) -> Iterator[tuple[IndexEntry, Tensor]]:
         path = self.folder / page_file(rank, step)
@@ -400,11 +398,12 @@ def read_weights(folder: Path) -> Callable[[str], Tensor]:
                 f"The reference has no parameter {name}; it has {', '.join(sorted(parts)[:3])}, …: give both runs one "
                 "model, or let the adapter return the reference's names."
             )
-        value = torch.empty(0)
-        for path, key, shape, piece in parts[name]:
+        found: list[Tensor] = []
+        for path, key, _, _ in parts[name]:
             with safe_open(path, "pt") as file:
-                part = file.get_tensor(key)
-            value = torch.empty(shape, dtype=part.dtype) if piece is parts[name][0][3] else value
+                found.append(file.get_tensor(key))
+        value = torch.empty(parts[name][0][2], dtype=found[0].dtype)
+        for (*_, piece), part in zip(parts[name], found, strict=True):
             value[piece.box] = part
         lacking = value.numel() - sum(prod(piece.size) for piece in {piece for *_, piece in parts[name]})
         if lacking > 0:

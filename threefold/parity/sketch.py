@@ -122,7 +122,12 @@ def keep(box: Tensor, shape: tuple[int, ...], piece: Piece, detail: Detail) -> T
             for other in reversed(range(len(shape))):
                 if other != dim:
                     along = _summed(along, 1 + other, weights[other])
-            parts.append(_pooled(along, size, start, extent, detail))
+            if buckets(size, detail) != size:
+                own = bucket_of(size, detail)[start : start + extent]
+                first = int(own[0]) if extent else 0
+                pooled = along.new_zeros(samples, int(own[-1]) - first + 1 if extent else 0)
+                along = pooled.index_add_(1, (own - first).to(along.device), along * weights[dim])
+            parts.append(along)
     chosen = wide
     for dim, index in enumerate(inside(shape, piece, detail)):
         if len(index) != chosen.shape[1 + dim]:
@@ -140,15 +145,6 @@ def _summed(tensor: Tensor, dim: int, weights: Tensor) -> Tensor:
     else:
         summed = torch.matmul(weights, tensor.reshape(outer, shape[dim], inner))
     return summed.reshape(*shape[:dim], *shape[dim + 1 :])
-
-
-def _pooled(along: Tensor, size: int, start: int, extent: int, detail: Detail) -> Tensor:
-    if buckets(size, detail) == size:
-        return along
-    own = bucket_of(size, detail)[start : start + extent]
-    signed = along * signs(size)[start : start + extent].to(along)
-    pooled = along.new_zeros(along.shape[0], int(own[-1] - own[0]) + 1 if extent else 0)
-    return pooled.index_add_(1, (own - own[0]).to(along.device), signed)
 
 
 def _spans(shape: tuple[int, ...], piece: Piece) -> list[tuple[int, int, int]]:

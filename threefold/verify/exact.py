@@ -27,7 +27,7 @@ from threefold.train.step import Engine
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Held
 from threefold.verify.layouts import compose
-from threefold.verify.rank_worker import PIECES, tiny_mesh
+from threefold.verify.rank_worker import PIECES, make_engine, master_weights, tiny_mesh
 from threefold.verify.reference import CLIP_SHARE, Trace
 from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, Verdict, Verification, told, user_errors, workers
 
@@ -185,61 +185,40 @@ def exact_verifier(task: Verification, ranks: int) -> Iterator[ExactVerifier]:
         yield ExactVerifier(task, pool, folder)
 
 
-class _Training:
-    """Training of an exact run on this rank, step by step, clipped to the norm `limit`; 0 for no clip."""
-
-    def __init__(
-        self, source: ModelSource, config: Config, rows: BatchSource, mesh: Mesh, limit: float, pieces: PieceSizes
-    ) -> None:
-        clipped = config.optimizer.model_copy(update={"clip_grad_norm": limit})
-        self.config, self.rows, self.mesh = config.model_copy(update={"optimizer": clipped}), rows, mesh
-        make_model, plan = source.load(self.config)
-        self.engine = Engine(make_model, plan, mesh, self.config, loss=source.loss(self.config), pieces=pieces)
-        self.hashes: list[str] = []
-        self.loss = self.norm = 0.0
-        self.gradients: dict[str, Tensor] = {}
-        self._take()
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        return {weight.name: weight.master.detach() for weight in self.engine.model.weights}
-
-    def step(self, step: int) -> None:
-        """Make one step."""
-        engine, dp = self.engine, self.mesh.dp
-        batch = self.rows.batch(self.config, step, dp.index, dp.size)
-        loss, tokens = engine.compute_gradients(batch, step)
-        self.gradients = {entry.name: entry.gradient.detach().clone() for entry in engine.optimizer.entries}
+def _steps(
+    engine: Engine, config: Config, rows: BatchSource, steps: int
+) -> Iterator[tuple[dict[str, Tensor], float, float, str]]:
+    """Make steps, and yield the unclipped gradients, loss, gradient norm and fingerprint of the weights of each."""
+    dp = engine.mesh.dp
+    for step in range(steps):
+        loss, tokens = engine.compute_gradients(rows.batch(config, step, dp.index, dp.size), step)
+        gradients = {entry.name: entry.gradient.detach().clone() for entry in engine.optimizer.entries}
         result = engine.update(loss, tokens, step)
-        self.loss, self.norm = result.loss, result.grad_norm
-        self._take()
+        yield gradients, result.loss, result.grad_norm, _fingerprint(engine, step + 1)
 
-    def _take(self) -> None:
-        assert self.engine.fingerprints is not None  # the run is exact
-        self.hashes.append(self.engine.fingerprints.take(len(self.hashes)).fingerprint)
+
+def _fingerprint(engine: Engine, step: int) -> str:
+    assert engine.fingerprints is not None  # the run is exact
+    return engine.fingerprints.take(step).fingerprint
 
 
 def write_exact_trace(source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: str) -> ExactReport:
     """Train in one process with an active clip, and write the trace to `folder`."""
-
-    def training(limit: float) -> _Training:
-        return _Training(source, config, rows, Mesh(Layout(), exact=True), limit, PieceSizes())
-
     limit = 0.0
     if config.optimizer.clip_grad_norm:
-        trial = training(0.0)
-        trial.step(0)
-        limit = trial.norm * CLIP_SHARE
-    run = training(limit)
-    trace = Trace(initial=_copies(run.weights), limit=limit)
-    for step in range(steps):
-        run.step(step)
-        trace.losses.append(run.loss)
-        trace.norms.append(run.norm)
-        trace.gradients.append(run.gradients)
-        trace.weights.append(_copies(run.weights))
+        trial = make_engine(source, config, Mesh(Layout(), exact=True), 0.0, PieceSizes())
+        [(_, _, norm, _)] = _steps(trial, config, rows, 1)
+        limit = norm * CLIP_SHARE
+    engine = make_engine(source, config, Mesh(Layout(), exact=True), limit, PieceSizes())
+    trace, hashes = Trace(initial=_copies(master_weights(engine)), limit=limit), [_fingerprint(engine, 0)]
+    for gradients, loss, norm, fingerprint in _steps(engine, config, rows, steps):
+        trace.losses.append(loss)
+        trace.norms.append(norm)
+        trace.gradients.append(gradients)
+        trace.weights.append(_copies(master_weights(engine)))
+        hashes.append(fingerprint)
     trace.save(Path(folder))
-    return ExactReport(run.hashes, [], list(trace.initial), run.engine.unknown_calls())
+    return ExactReport(hashes, [], list(trace.initial), engine.unknown_calls())
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -263,18 +242,19 @@ def run_exact_rank(
     torch.set_num_threads(threads or before)
     try:
         mesh, expected = tiny_mesh(config), Trace.load(Path(folder))
-        run = _Training(source, config, rows, mesh, expected.limit, PIECES)
-        compared = _Comparison({weight.name: weight.parameter for weight in run.engine.model.weights}, mesh.rank)
-        compared.tensors(INITIAL, 0, run.weights, expected.initial)
-        compared.number(FINGERPRINT, 0, run.hashes[0], hashes[0])
-        for step in range(steps):
-            run.step(step)
-            compared.tensors(GRADIENT, step + 1, run.gradients, expected.gradients[step])
-            compared.number(LOSS, step + 1, run.loss, expected.losses[step])
-            compared.number(NORM, step + 1, run.norm, expected.norms[step])
-            compared.tensors(WEIGHT, step + 1, run.weights, expected.weights[step])
-            compared.number(FINGERPRINT, step + 1, run.hashes[-1], hashes[step + 1])
-        return ExactReport(run.hashes, compared.differences)
+        engine = make_engine(source, config, mesh, expected.limit, PIECES)
+        compared = _Comparison({weight.name: weight.parameter for weight in engine.model.weights}, mesh.rank)
+        found = [_fingerprint(engine, 0)]
+        compared.tensors(INITIAL, 0, master_weights(engine), expected.initial)
+        compared.number(FINGERPRINT, 0, found[0], hashes[0])
+        for step, (gradients, loss, norm, fingerprint) in enumerate(_steps(engine, config, rows, steps), 1):
+            compared.tensors(GRADIENT, step, gradients, expected.gradients[step - 1])
+            compared.number(LOSS, step, loss, expected.losses[step - 1])
+            compared.number(NORM, step, norm, expected.norms[step - 1])
+            compared.tensors(WEIGHT, step, master_weights(engine), expected.weights[step - 1])
+            compared.number(FINGERPRINT, step, fingerprint, hashes[step])
+            found.append(fingerprint)
+        return ExactReport(found, compared.differences)
     finally:
         torch.set_num_threads(before)
 

@@ -95,6 +95,26 @@ class RankReport:
     cut: frozenset[str] = frozenset()
 
 
+def make_engine(
+    source: ModelSource,
+    config: Config,
+    mesh: Mesh,
+    limit: float,
+    pieces: PieceSizes,
+    loss_scale: LossScale | None = None,
+) -> Engine:
+    """Return the engine of a config that clips gradients to the norm `limit`; 0 for no clip."""
+    clipped = config.optimizer.model_copy(update={"clip_grad_norm": limit})
+    config = config.model_copy(update={"optimizer": clipped})
+    make_model, plan = source.load(config)
+    return Engine(make_model, plan, mesh, config, loss=source.loss(config), loss_scale=loss_scale, pieces=pieces)
+
+
+def master_weights(engine: Engine) -> dict[str, Tensor]:
+    """Return this rank's part of each master weight."""
+    return {weight.name: weight.master.detach() for weight in engine.model.weights}
+
+
 class _Training:
     """Training on this rank in the config's layout, in tiny pieces, compared with a trace step by step.
 
@@ -112,11 +132,7 @@ class _Training:
         loss_scale: LossScale | None = None,
     ) -> None:
         self.config, self.rows, self.mesh, self.expected, self.batches = config, rows, mesh, expected, batches
-        clipped = config.optimizer.model_copy(update={"clip_grad_norm": expected.limit})
-        config = config.model_copy(update={"optimizer": clipped})
-        make_model, plan = source.load(config)
-        loss = source.loss(config)
-        self.engine = engine = Engine(make_model, plan, mesh, config, loss=loss, loss_scale=loss_scale, pieces=PIECES)
+        self.engine = engine = make_engine(source, config, mesh, expected.limit, PIECES, loss_scale)
         stages: dict[str, int] = {}
         for number, stage in zip(engine.parallelism.stages.held_by(mesh.pp.index), engine.stages, strict=True):
             for name, _ in stage.named_parameters():
@@ -126,11 +142,6 @@ class _Training:
             for weight in engine.model.weights
         }
         self.comparison = Comparison(expected, self.held, mesh.rank)
-
-    @property
-    def weights(self) -> dict[str, Tensor]:
-        """This rank's part of each master weight."""
-        return {weight.name: weight.master.detach() for weight in self.engine.model.weights}
 
     def step(self, place: int, check: str = "") -> list[Event]:
         """Make the step at an index of the trace, compare it, and return its collectives.
@@ -165,23 +176,18 @@ class _Training:
         comparison.reported(place, {RATE: result.lr, **counts})
         if not check and self.config.optimizer.name in BUILT_IN:  # other packages' may change the gradients they get
             comparison.clipped(place, {entry.name: entry.gradient.detach() for entry in entries})
-        comparison.weights(place, self.weights)
-        self._compare_counts(place)
-        if check:
-            self._compare_scale(place)
-            if result.skipped != overflows:
-                comparison.number(SCALE, place, inf, 1.0)
-        else:
+        self._compare_state(place)
+        if not check:
             comparison.buffers(place, stored_buffers(engine.stages))
+        elif result.skipped != overflows:
+            comparison.number(SCALE, place, inf, 1.0)
         return events
 
     def resume(self, checkpoint: Checkpoint, check: str) -> None:
         """Load a checkpoint, and run the step after it."""
         restore_engine(self.engine, checkpoint)
         self.comparison.check = check
-        self.comparison.weights(_SAVED, self.weights)
-        self._compare_counts(_SAVED)
-        self._compare_scale(_SAVED)
+        self._compare_state(_SAVED)
         step = _STEPS[_SAVED] + 1
         consumed = step * self.expected.reported[_SAVED][SAMPLES]
         self.comparison.number(CONSUMED, _SAVED, consumed_by(checkpoint, self.config).before(step), consumed)
@@ -211,16 +217,15 @@ class _Training:
             weights = {name.removeprefix(MODEL): tensor for name, tensor in read.items()}
             self.comparison.exported(_SAVED, weights)
 
-    def _compare_counts(self, place: int) -> None:
-        """Compare the counts of updates in the optimizer state, where it has them."""
-        optimizer = self.engine.optimizer
+    def _compare_state(self, place: int) -> None:
+        """Compare weights, counts of updates in the optimizer state, where it has them, and the loss scale, if any."""
+        comparison, optimizer = self.comparison, self.engine.optimizer
+        comparison.weights(place, master_weights(self.engine))
         if self.config.optimizer.name in BUILT_IN:
             states = {entry.name: optimizer.rule.state(entry) for entry in optimizer.entries}
-            self.comparison.updates(place, {name: each["step"] for name, each in states.items() if "step" in each})
-
-    def _compare_scale(self, place: int) -> None:
-        assert self.engine.loss_scale is not None  # the second run has one
-        self.comparison.number(SCALE, place, self.engine.loss_scale.value, _SCALES[place])
+            comparison.updates(place, {name: each["step"] for name, each in states.items() if "step" in each})
+        if self.engine.loss_scale is not None:
+            comparison.number(SCALE, place, self.engine.loss_scale.value, _SCALES[place])
 
 
 def run_rank(
@@ -238,7 +243,7 @@ def run_rank(
     """
     mesh, expected = mesh or tiny_mesh(config), Trace.load(Path(folder))
     training = _Training(source, config, rows, mesh, expected, steps)
-    training.comparison.initial(training.weights)
+    training.comparison.initial(master_weights(training.engine))
     sent: Counter[str] = Counter()
     for step in range(steps):
         sent.clear()
@@ -287,8 +292,7 @@ def _second_training(
     source: ModelSource, config: Config, run: SecondRun, mesh: Mesh, path: Path, steps: int = _SAVED + 1
 ) -> _Training:
     """Return the training of the second run, after its first `steps` steps."""
-    scale = LossScale(_SCALE, _WINDOW)
-    training = _Training(source, config, run.rows, mesh, Trace.load(path), run.steps, scale)
+    training = _Training(source, config, run.rows, mesh, Trace.load(path), run.steps, LossScale(_SCALE, _WINDOW))
     for place in range(steps):
         training.step(place, CHECKS[place])
     return training

@@ -48,11 +48,9 @@ class Trace:
     """Results of a run, by parameter name in model order.
 
     Attributes:
-        initial: weights before the first step.
         losses, norms: loss and unclipped gradient norm of each step.
         gradients: gradients of the trained parameters in each step, before the clip and the update.
-        weights: weights after each step.
-        buffers: persistent buffers after each step.
+        weights, buffers: weights and persistent buffers after each step.
         reported: numbers that a run logs of each step, by kind (`SAMPLES`, …).
         updates: number of updates made after each step.
         leverage: total movement of each weight, over all steps, per relative error in the gradients.

@@ -31,23 +31,9 @@ DEPARTS: Final = "departs"
 FAILED: Final = "error"
 UNSPLIT: Final = "unsplit"
 _FIRST = (
-    compare.INITIAL,
-    compare.CONSUMED,
-    SAMPLES,
-    TOKENS,
-    compare.EVALUATION,
-    compare.EVALUATED,
-    compare.GRADIENT,
-    compare.LOSS,
-    compare.NORM,
-    compare.CLIPPED,
-    RATE,
-    compare.UPDATES,
-    compare.WEIGHT,
-    compare.BUFFER,
-    compare.SCALE,
-    READ,
-    compare.EXPORTED,
+    *(compare.INITIAL, compare.CONSUMED, SAMPLES, TOKENS, compare.EVALUATION, compare.EVALUATED, compare.GRADIENT),
+    *(compare.LOSS, compare.NORM, compare.CLIPPED, RATE, compare.UPDATES, compare.WEIGHT, compare.BUFFER),
+    *(compare.SCALE, READ, compare.EXPORTED),
 )
 _ORDER = ("", *CHECKS)
 Verdict = Literal["equal", "departs", "error", "unsplit"]
@@ -60,7 +46,6 @@ class LayoutResult:
     Attributes:
         verdict: `equal`, `departs`, `error` (did not run to the end) or `unsplit` (equal, but one of its axes shards
             nothing of the model, so nothing is verified).
-        seconds: wall-clock time.
         worst: largest relative error of all comparisons; None if the run failed.
         first: first departure: the earliest step, then the earliest of initial weights, samples and tokens, evaluation,
             gradients, loss, norm, clipped gradients, learning rate, count of updates, weights and buffers, then the
@@ -71,7 +56,6 @@ class LayoutResult:
         sent: axis → largest number of bytes of a rank's tensors in the collectives of one step.
         parameters: largest number of parameter elements that a rank updates.
         message: message of an error, of a departure that is not numerical, or about the axes that shard nothing.
-        details: traceback of an error.
         checks: checks of the second run, each with its largest relative error, in order.
         by_parameter: parameters in model order, each with its largest relative error of all comparisons.
     """
