@@ -139,7 +139,6 @@ def inspect(
 
 
 def inspect_made(model: nn.Module, plan: Plan | ModelPlan | None, tp: int) -> Inspection:
-    """Inspect a model that already exists; see `inspect`."""
     proposal, problem = propose(model) if plan is None else None, ""
     known = plan if proposal is None else proposal.plan
     assert known is not None

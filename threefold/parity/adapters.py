@@ -188,11 +188,9 @@ class Adapter:
         sys.exit(0)
 
     def _optimizers(self) -> Sequence[Any]:
-        """Return the optimizers that hold the parameters."""
         return [self.optimizer]
 
     def _groups_with(self, parameter: Tensor) -> list[Mapping[str, Any]]:
-        """Return the optimizers' groups that hold a parameter."""
         groups = (group for each in self._optimizers() for group in getattr(each, "param_groups", ()))
         return [group for group in groups if any(each is parameter for each in group["params"])]
 
@@ -233,7 +231,6 @@ class AroundCall:
         setattr(owner, method, around)
 
     def remove(self) -> None:
-        """Restore the object's own method."""
         delattr(self._owner, self._method)
 
 
@@ -252,7 +249,6 @@ class ClippingHook:
             setattr(torch.nn.utils, name, self._around(function))
 
     def remove(self) -> None:
-        """Restore PyTorch's functions."""
         for name, function in self._functions.items():
             setattr(torch.nn.utils, name, function)
 

@@ -109,7 +109,6 @@ class Findings:
 
 
 def phase_of(departure: Departure) -> int:
-    """Return the position of a departure's kind in a step."""
     return list(PHASES).index(without_key(departure.kind))
 
 

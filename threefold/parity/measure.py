@@ -220,7 +220,6 @@ class Tolerances:
         )
 
     def learn_noise(self, step: int, name: str, gradient: Kept, reference: Kept) -> None:
-        """Learn how much of a gradient changes in a run with noise."""
         share = _relative(float((gradient.elements - reference.elements).norm()), float(reference.elements.norm()))
         self._noise[step, name] = max(self._noise.get((step, name), 0.0), share)
 
@@ -234,7 +233,6 @@ class Tolerances:
         return magnitude(gradient) <= _NOISY_PLACES * self._eps * largest
 
     def of(self, step: int, kind: str, name: str) -> Tolerance:
-        """Return the tolerance of a quantity."""
         if not self._runs:
             error = self._least * UNEARNED.get(kind, _UNEARNED_OTHER) * _GROWTH ** (max(step, 1) - 1)
             return Tolerance(error, error)

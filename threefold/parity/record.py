@@ -102,7 +102,6 @@ class Page:
     _taken: dict[str, int] = field(default_factory=dict, init=False)
 
     def add(self, kind: str, name: str, tensor: Tensor, placement: Placement) -> None:
-        """Keep a tensor of the model or of the optimizer."""
         boxes = [(piece, piece.of(tensor)[None]) for piece in placement.pieces]
         self._add(kind, [placement.name or name], placement, placement.shape, boxes, tensor.element_size(), None)
 

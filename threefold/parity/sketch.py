@@ -196,7 +196,6 @@ class Kept:
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], detail: Detail) -> "Kept":
-        """Return an object for a tensor without any pieces yet."""
         projections = (
             [torch.zeros(buckets(size, detail), dtype=torch.float64) for size in shape]
             if has_projections(shape, detail)

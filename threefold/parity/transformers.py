@@ -25,7 +25,6 @@ class ParityCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin with the model and the optimizer as the Trainer has prepared them."""
         adapter = AccelerateAdapter(copies=True)
         self._recorder = Recorder(kwargs["model"], kwargs["optimizer"], adapter, **self._options)
 

@@ -26,7 +26,6 @@ class Judgement:
     together: tuple[Departure, ...] = ()
 
     def document(self, found: Findings) -> dict[str, Any]:
-        """Return the verdict as the members of a JSON document."""
         whole: dict[str, list[str]] = {kind: [] for kind, _ in found.whole}
         for (kind, name), is_whole in found.whole.items():
             whole[kind] += [name] if is_whole else []

@@ -109,7 +109,6 @@ class Comparison:
         self.check = ""
 
     def initial(self, weights: Mapping[str, Tensor]) -> None:
-        """Compare this rank's weights before the first step."""
         self._tensors(INITIAL, 0, weights, self.expected.initial)
 
     def gradients(self, step: int, gradients: Mapping[str, Tensor]) -> None:

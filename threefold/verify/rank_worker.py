@@ -291,7 +291,6 @@ def _second_errors(source: ModelSource, config: Config, run: SecondRun, mesh: Me
 def _second_training(
     source: ModelSource, config: Config, run: SecondRun, mesh: Mesh, path: Path, steps: int = _SAVED + 1
 ) -> _Training:
-    """Return the training of the second run, after its first `steps` steps."""
     training = _Training(source, config, run.rows, mesh, Trace.load(path), run.steps, LossScale(_SCALE, _WINDOW))
     for place in range(steps):
         training.step(place, CHECKS[place])
@@ -299,7 +298,6 @@ def _second_training(
 
 
 def _is_exported(source: ModelSource, config: Config) -> bool:
-    """Return whether Hugging Face has a family for the model."""
     if not isinstance(source, ConfigSource) or config.model.architecture == OWN:
         return False
     try:

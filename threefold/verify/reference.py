@@ -73,7 +73,6 @@ class Trace:
     updates: list[int] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
-        """Write the trace for the ranks of the layouts."""
         torch.save(self.__dict__, folder / FILE)
 
     @classmethod
