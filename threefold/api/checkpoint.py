@@ -61,9 +61,9 @@ def save(
     """
     _check(model, optimizer, loader)
     require_whole("step", step, least=0)
-    run_dir, world = Path(folder), model.mesh.world
+    run_dir, world, seed = Path(folder), model.mesh.world, 0
     weights, buffers = _stored(model)
-    tensors, seed = weights | buffers, 0
+    tensors = weights | buffers
     state: dict[str, Any] = {"loader": None if loader is None else loader.state_dict(), "groups": None}
     if isinstance(model, DistributedModel):
         if model.gradient_step.streams.used:

@@ -102,14 +102,10 @@ def find_hidden_state(
     if not _are_equal(first, second):
         return HiddenState(_told(model, changed))
     another = make()
-    state = dict(another.named_parameters())
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in state:
-                state[name].copy_(parameter)
         for module, other in zip(model.modules(), another.modules(), strict=True):
-            others = dict(persistent_buffers(other))
-            for name, value in persistent_buffers(module):
+            others = dict(_values(other))
+            for name, value in _values(module):
                 if name in others:
                     others[name].copy_(value)
     kept, made = _attributes(model, by_value=True), _attributes(another, by_value=True)
@@ -142,7 +138,7 @@ def _told(model: nn.Module, changed: Sequence[tuple[str, str]]) -> str:
     initial = "…" if isinstance(getattr(module, attribute), Tensor) else "torch.zeros(())"
     return (
         f"{_place(name, attribute)} is not a buffer, forward changes it and the loss depends on it, so that a resumed "
-        f"run would compute something else; make it one in the constructor, "
+        "run would compute something else; make it one in the constructor, "
         f"self.register_buffer({attribute!r}, {initial})"
     )
 
@@ -215,14 +211,14 @@ def _watching(model: nn.Module) -> Iterator[list[str]]:
     note("The model")
 
 
+def _values(module: nn.Module) -> list[tuple[str, Tensor]]:
+    return [*module.named_parameters(recurse=False), *persistent_buffers(module)]
+
+
 @contextmanager
 def state_preserved(model: nn.Module) -> Iterator[None]:
     """Restore parameters, persistent buffers and generators after the block."""
-    kept = [
-        (module, name, value, value.detach().clone())
-        for module in model.modules()
-        for name, value in (*module.named_parameters(recurse=False), *persistent_buffers(module))
-    ]
+    kept = [(module, *each, each[1].detach().clone()) for module in model.modules() for each in _values(module)]
     with generators_preserved():
         yield
     with torch.no_grad():
