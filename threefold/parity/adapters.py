@@ -234,57 +234,49 @@ class AroundCall:
         delattr(self._owner, self._method)
 
 
-class ClippingHook:
-    """Calls a function before PyTorch clips gradients of a model, and keeps the norm that clipping returned last.
+class ClippingAdapter(Adapter):
+    """Adapter that records gradients when PyTorch's functions clip them, or else when the optimizer steps.
 
     Clipping of other parameters, such as those of a second model, goes unnoticed.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], before: Callable[[], None]) -> None:
-        self.norm: float | None = None
-        self._known = {id(parameter) for parameter in parameters}
-        self._before = before
-        self._functions = {name: getattr(torch.nn.utils, name) for name in _CLIPPING}
-        for name, function in self._functions.items():
-            setattr(torch.nn.utils, name, self._around(function))
-
-    def remove(self) -> None:
-        for name, function in self._functions.items():
-            setattr(torch.nn.utils, name, function)
-
-    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def clip(parameters: Tensor | Iterable[Tensor], max_norm: float, *args: Any, **options: Any) -> Any:
-            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-            ours = any(id(each) in self._known for each in given)
-            if ours:
-                self._before()
-            returned = function(given, max_norm, *args, **options)
-            norm = returned if returned is not None else (args[0] if args else options.get("total_norm"))
-            if ours and isinstance(norm, Tensor):
-                self.norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-            return returned
-
-        return clip
-
-
-class ClippingAdapter(Adapter):
-    """Adapter that records gradients when PyTorch's functions clip them, or else when the optimizer steps."""
-
     def __init__(self, place: Place | None = None) -> None:
         super().__init__(place)
-        self._clipping: ClippingHook | None = None
+        self._norm: float | None = None
+        self._functions: dict[str, Callable[..., Any]] = {}
 
     def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
         handles = super().watch(before, after)
-        if handles:
-            self._clipping = ClippingHook((each for _, each in self.parameters()), before)
-            handles.append(self._clipping)
-        return handles
+        if not handles:
+            return []
+        known = {id(parameter) for _, parameter in self.parameters()}
+        self._functions = {name: getattr(torch.nn.utils, name) for name in _CLIPPING}
+        for name, function in self._functions.items():
+            setattr(torch.nn.utils, name, self._around(function, known, before))
+        return [*handles, self]
+
+    def remove(self) -> None:
+        """Restore PyTorch's functions."""
+        for name, function in self._functions.items():
+            setattr(torch.nn.utils, name, function)
 
     def numbers(self) -> Mapping[str, float]:
-        norm = self._clipping.norm if self._clipping else None
-        return {} if norm is None else {"gradient norm": norm}
+        return {} if self._norm is None else {"gradient norm": self._norm}
+
+    def _around(self, function: Callable[..., Any], known: set[int], before: Callable[[], None]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def clip(parameters: Tensor | Iterable[Tensor], max_norm: float, *args: Any, **options: Any) -> Any:
+            given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+            ours = any(id(each) in known for each in given)
+            if ours:
+                before()
+            returned = function(given, max_norm, *args, **options)
+            norm = returned if returned is not None else (args[0] if args else options.get("total_norm"))
+            if ours and isinstance(norm, Tensor):
+                self._norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+            return returned
+
+        return clip
 
 
 def counters_of(groups: Iterable[Mapping[str, Any]], state: Mapping[str, Any]) -> dict[str, float]:
@@ -313,11 +305,9 @@ def buffers_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _unwrapped(model: nn.Module) -> nn.Module:
     """Return the model in a wrapper, which a script may call instead of the wrapper, by mistake or not."""
-    children = dict(model.named_children())
-    for wrapper in _WRAPPERS:
-        inner = children.get(wrapper[:-1])
-        if inner is not None and len(children) == 1:
-            return _unwrapped(inner)
+    children = list(model.named_children())
+    if len(children) == 1 and f"{children[0][0]}." in _WRAPPERS:
+        return _unwrapped(children[0][1])
     return model
 
 
