@@ -104,9 +104,7 @@ class Trainer:
                     "threefold.Callback; make it a subclass."
                 )
             require_packages(callback, f"callbacks has {type(callback).__name__}")
-        self.config, self.source = own_run(
-            config, model=model, plan=plan, loss=loss, arguments=arguments, optimizer=optimizer, dataset=dataset
-        )
+        self.config, self.source = own_run(config, model, plan, loss, arguments, optimizer, dataset)
 
     def fit(
         self,
@@ -233,9 +231,7 @@ def verify_model(
         raise UserError(f"dtype is {dtype!r} but must be fp64 or fp32; use fp64.")
     require_whole("steps", steps, use=3)
     require_whole("ranks", ranks, least=2, use=4)
-    given, source = own_run(
-        config, model=model, plan=plan, loss=loss, arguments=arguments, optimizer=optimizer, dataset=dataset
-    )
+    given, source = own_run(config, model, plan, loss, arguments, optimizer, dataset)
     try:
         pickle.dumps(source)
     except Exception as error:
@@ -258,14 +254,7 @@ def verify_model(
 
 
 def own_run(
-    config: Any,
-    *,
-    model: Any = None,
-    plan: Any = None,
-    loss: Any = None,
-    arguments: Mapping[str, Any] | None = None,
-    optimizer: Any = None,
-    dataset: Any = None,
+    config: Any, model: Any, plan: Any, loss: Any, arguments: Any, optimizer: Any, dataset: Any
 ) -> tuple[Config, ModelSource]:
     """Return the unresolved config of a run, and the source of its model; arguments as in `Trainer`."""
     changes: dict[str, Any] = {}

@@ -34,13 +34,10 @@ _STAGE_COPY: Final = 1 << 20
 
 
 class MegatronAdapter(Adapter):
-    """Adapter for Megatron-Core.
+    """Adapter for Megatron-Core; `place` is for custom parameters and modules.
 
     Gradients are recorded when the optimizer's step begins, after `finalize_model_grads`, unscaled and before they are
     clipped; the gradient norm is the one that the step returns.
-
-    Args:
-        place: as for `Adapter`, for custom parameters and modules.
     """
 
     name = "megatron"
@@ -74,13 +71,10 @@ class MegatronAdapter(Adapter):
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         for model in self.models:
             renamed = self._renamed(model)
-            seen: set[int] = set()
             for name, parameter in model.named_parameters():
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    called = _rename(clean_name(name), renamed)
-                    copies = called == _OUTPUT_LAYER and bool(getattr(parameter, "shared_embedding", False))
-                    yield (_EMBEDDING if copies else called), parameter  # a copy on the last stage of a tied embedding
+                called = _rename(clean_name(name), renamed)
+                copies = called == _OUTPUT_LAYER and bool(getattr(parameter, "shared_embedding", False))
+                yield (_EMBEDDING if copies else called), parameter  # a copy on the last stage of a tied embedding
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         for model in self.models:

@@ -173,7 +173,7 @@ class TensorStep(StepPair):
                 allowed = min(allowed, _COPIES)
                 if tolerance.error > LOOSE:
                     found.loose.add(name)
-            departures = list(self._group(found, kind, name, compared, tolerance, allowed))
+            departures = list(self._group(found, compared, tolerance, allowed))
             departed |= kind == GRADIENT and bool(departures)
             yield from departures
         if self.step != 1 or departed or not self.tolerances.tells_factors:
@@ -205,14 +205,10 @@ class TensorStep(StepPair):
                 yield Departure(self.step, kind, name, 1.0, 0.0, nan, f"lacks {other.missing:,} elements")
 
     def _group(
-        self,
-        found: Findings,
-        kind: str,
-        name: str,
-        pairs: list[tuple[Quantity, Quantity]],
-        tolerance: Tolerance,
-        allowed: float,
+        self, found: Findings, pairs: list[tuple[Quantity, Quantity]], tolerance: Tolerance, allowed: float
     ) -> Iterator[Departure]:
+        """Compare the tensors of one kind and name, and yield the departure of the worst of them."""
+        kind, name = pairs[0][0].kind, pairs[0][0].name
         measured: list[tuple[float, Measure, Quantity, Quantity]] = []
         for reference, other in pairs:
             found.compared[kind] += 1
