@@ -6,7 +6,7 @@
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -58,23 +58,6 @@ class Difference:
         of = f" of {self.parameter}" if self.parameter else ""
         when = f", step {self.step}" if self.step else ""
         return f"{self.what}{of}{when} ({self.values}), on rank {self.rank}"
-
-
-@dataclass(frozen=True)
-class ExactReport:
-    """Results of a rank.
-
-    Attributes:
-        fingerprints: fingerprint of the weights after each step, the initial ones first.
-        differences: all differences in the first step that has any on this rank, in the order of the model.
-        names: parameters of the model, in order; from one process only.
-        unknown_calls: functions that the model calls and that are not known to be exact; from one process only.
-    """
-
-    fingerprints: list[str]
-    differences: list[Difference]
-    names: list[str] = field(default_factory=list)
-    unknown_calls: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -135,9 +118,10 @@ class ExactVerifier:
         task, alone = self.task, compose(self.task.config, LayoutSpec(Layout()))
         with user_errors():
             self.pool.run(1, check_source, task.source, alone)
-            [report] = self.pool.run(1, write_exact_trace, task.source, alone, task.rows, task.steps, str(self.folder))
-        self._places = {name: place for place, name in enumerate(report.names)}
-        self.fingerprints, self.unknown_calls = report.fingerprints, report.unknown_calls
+            [(self.fingerprints, names, self.unknown_calls)] = self.pool.run(
+                1, write_exact_trace, task.source, alone, task.rows, task.steps, str(self.folder)
+            )
+        self._places = {name: place for place, name in enumerate(names)}
         self.parameters = sum(prod(weight.shape) for weight in Trace.load(self.folder).initial.values())
 
     @property
@@ -158,14 +142,14 @@ class ExactVerifier:
         task, started = self.task, time.perf_counter()
         arguments = task.source, compose(task.config, spec), task.rows, task.steps, str(self.folder)
         try:
-            reports: list[ExactReport] = self.pool.run(
+            reports: list[tuple[list[str], list[Difference]]] = self.pool.run(
                 spec.world_size, run_exact_rank, *arguments, self.fingerprints, threads
             )
         except WorkerError as error:
             seconds = time.perf_counter() - started
             return ExactResult(label, FAILED, seconds, message=told(error), details=str(error))
-        seconds, mine = time.perf_counter() - started, reports[0].fingerprints[-1]
-        found = [difference for report in reports for difference in report.differences]
+        seconds, mine = time.perf_counter() - started, reports[0][0][-1]
+        found = [difference for _, differences in reports for difference in differences]
         if not found:
             return ExactResult(label, EQUAL, seconds, mine)
 
@@ -202,8 +186,14 @@ def _fingerprint(engine: Engine, step: int) -> str:
     return engine.fingerprints.take(step).fingerprint
 
 
-def write_exact_trace(source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: str) -> ExactReport:
-    """Train in one process with an active clip, and write the trace to `folder`."""
+def write_exact_trace(
+    source: ModelSource, config: Config, rows: BatchSource, steps: int, folder: str
+) -> tuple[list[str], list[str], list[str]]:
+    """Train in one process with an active clip, and write the trace to `folder`.
+
+    Return the fingerprints of the weights after each step, the initial ones first; the names of the parameters, in
+    order; and the functions that the model calls and that are not known to be exact.
+    """
     limit = 0.0
     if config.optimizer.clip_grad_norm:
         trial = make_engine(source, config, Mesh(Layout(), exact=True), 0.0, PieceSizes())
@@ -218,7 +208,7 @@ def write_exact_trace(source: ModelSource, config: Config, rows: BatchSource, st
         trace.weights.append(_copies(master_weights(engine)))
         hashes.append(fingerprint)
     trace.save(Path(folder))
-    return ExactReport(hashes, [], list(trace.initial), engine.unknown_calls())
+    return hashes, list(trace.initial), engine.unknown_calls()
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -233,10 +223,11 @@ def run_exact_rank(
     folder: str,
     hashes: list[str],
     threads: int | None = None,
-) -> ExactReport:
+) -> tuple[list[str], list[Difference]]:
     """Train as a rank of the config's layout, in tiny pieces, and compare every bit with the trace in `folder`.
 
-    `hashes` are the fingerprints of one process after each step, the initial ones first.
+    `hashes` are the fingerprints of one process after each step, the initial ones first. Return this rank's, and all
+    differences in the first step that has any, in the order of the model.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
@@ -254,7 +245,7 @@ def run_exact_rank(
             compared.tensors(WEIGHT, step, master_weights(engine), expected.weights[step - 1])
             compared.number(FINGERPRINT, step, fingerprint, hashes[step])
             found.append(fingerprint)
-        return ExactReport(found, compared.differences)
+        return found, compared.differences
     finally:
         torch.set_num_threads(before)
 
