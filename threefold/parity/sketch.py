@@ -123,10 +123,10 @@ def keep(box: Tensor, shape: tuple[int, ...], piece: Piece, detail: Detail) -> T
                 if other != dim:
                     along = _summed(along, 1 + other, weights[other])
             if buckets(size, detail) != size:
-                own = bucket_of(size, detail)[start : start + extent]
-                first = int(own[0]) if extent else 0
-                pooled = along.new_zeros(samples, int(own[-1]) - first + 1 if extent else 0)
-                along = pooled.index_add_(1, (own - first).to(along.device), along * weights[dim])
+                own = _own_buckets(size, start, extent, detail)
+                at = bucket_of(size, detail)[start : start + extent] - own.start
+                pooled = along.new_zeros(samples, len(own))
+                along = pooled.index_add_(1, at.to(along.device), along * weights[dim])
             parts.append(along)
     chosen = wide
     for dim, index in enumerate(inside(shape, piece, detail)):
