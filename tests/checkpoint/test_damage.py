@@ -159,7 +159,7 @@ def test_a_damaged_last_checkpoint_is_made_again(
     flip(name, 0.001)(path_of(run, 4))
     assert not has_all_steps(run, 4)
     found = find_resumption(run, config.config)
-    assert (found.checkpoint.step, found.passed) == (2, (path_of(run, 4),))
+    assert (found.checkpoint.step, found.skipped) == (2, (path_of(run, 4),))
     assert name in found.warnings[0]
     pool.run(2, train_rank, config, run, "auto")
     assert has_all_steps(run, 4)

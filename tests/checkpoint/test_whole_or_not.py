@@ -16,8 +16,8 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete, newest, path_of, prune
 from threefold.checkpoint.manifest import Facts
-from threefold.checkpoint.save import save_checkpoint
-from threefold.checkpoint.tensors import load_tensors
+from threefold.checkpoint.save import save_checkpoint, write_checkpoint
+from threefold.checkpoint.tensors import load_tensors, save_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
@@ -109,6 +109,31 @@ def test_a_run_folder_that_is_gone_is_not_made_again(pool: WorkerPool, tmp_path:
     (error,) = pool.run(1, saved_where_nothing_is, tmp_path / "run")
     assert "step_00000004 cannot be written" in error
     assert not (tmp_path / "run").exists()
+
+
+def saved_with_a_damaged_index(folder: Path) -> str:
+    """Save where the index of the tensors does not stay as written; returns the error."""
+    mesh = Mesh(Layout(dp=2), torch.device("cpu"))
+
+    def write(partial: Path) -> None:
+        save_tensors({"model.weight": torch.ones(2)}, partial, mesh.world)
+        mesh.world.barrier()
+        if mesh.world.is_first:
+            (partial / "tensors.json").write_text("{")
+
+    facts = Facts(step=4, consumed_samples=4, seed=1, eod=None, tokenizer_sha256=None, tokens=9, documents=1)
+    try:
+        write_checkpoint(folder, facts, {}, mesh.world, write)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_damage_seen_by_the_first_rank_while_saving_is_an_error_on_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    first, second = pool.run(2, saved_with_a_damaged_index, tmp_path)
+    assert first == second
+    assert "step_00000004.partial cannot be used: its tensors.json" in first
+    assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def saved_twice(folder: Path, at: str) -> None:

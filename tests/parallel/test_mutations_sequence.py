@@ -21,7 +21,6 @@ from threefold.parallel.parameter import is_split
 from threefold.parallel.shard_modules import SHARDINGS
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
-from threefold.train import evaluation
 from threefold.train import step as engine
 
 pytestmark = pytest.mark.slow  # they test the tests; the quick run has those of the other two files
@@ -100,7 +99,7 @@ def shares_joined_in_another_order() -> list[Patch]:
 
 
 def pipeline_expects_whole_activations() -> list[Patch]:
-    return [(evaluation, "PipelineRunner", _whole_activation)]
+    return [(engine, "PipelineRunner", _whole_activation)]
 
 
 def _whole_activation(stages, parallelism, schedule, micro_batches, activation, *others):
@@ -109,7 +108,7 @@ def _whole_activation(stages, parallelism, schedule, micro_batches, activation, 
     return _RUNNER(stages, parallelism, schedule, micro_batches, whole, *others)
 
 
-_RUNNER = evaluation.PipelineRunner
+_RUNNER = engine.PipelineRunner
 
 TP, TP_PP = {"tp": 2}, {"tp": 2, "pp": 2}
 MISTAKES = [

@@ -150,21 +150,21 @@ def prune(
     run_dir: Path,
     keep: int,
     step: int | None = None,
-    passed: Collection[Path] = (),
+    skipped: Collection[Path] = (),
     keep_every: int | None = None,
     progress: Callable[[], None] = lambda: None,
 ) -> None:
     """Delete the complete checkpoints that need not be kept, and all incomplete ones.
 
     `keep` and `keep_every` are as in `superfluous`. Checkpoints later than `step`, the one just written, were skipped
-    when the run resumed, like those in `passed`: they are neither deleted nor counted. `progress` is called for each
+    when the run resumed, like those in `skipped`: they are neither deleted nor counted. `progress` is called for each
     file deleted.
     """
     remove_partial(run_dir)
     counted = {
         each.step: each.path
         for each in complete(run_dir)
-        if (step is None or each.step <= step) and each.path not in passed
+        if (step is None or each.step <= step) and each.path not in skipped
     }
     for old in superfluous(list(counted), keep, keep_every):
         path = counted[old]
@@ -193,7 +193,7 @@ class SelectedCheckpoint:
     checkpoint: Checkpoint
     config: Config
     warnings: tuple[str, ...] = ()
-    passed: tuple[Path, ...] = ()  # folders of newer ones, which are damaged
+    skipped: tuple[Path, ...] = ()  # folders of newer ones, which are damaged
     is_resumed: bool = False
 
 
@@ -205,8 +205,8 @@ def select_checkpoint(
     `missing` makes the message of the UserError if there is none, from a phrase such as "no complete checkpoint".
     `damaged` are checkpoints that loading found damaged.
     """
-    (checkpoint, config), warnings, passed = newest_valid(run_dir, inspect_checkpoint, missing, damaged)
-    return SelectedCheckpoint(checkpoint, config, warnings, passed)
+    (checkpoint, config), warnings, skipped = newest_valid(run_dir, inspect_checkpoint, missing, damaged)
+    return SelectedCheckpoint(checkpoint, config, warnings, skipped)
 
 
 def newest_valid(
@@ -217,23 +217,23 @@ def newest_valid(
     With it come a warning about the newer checkpoints that were skipped, and the folders of those. `missing` and
     `damaged` are as in `select_checkpoint`.
     """
-    passed: dict[Path, str] = {}
+    skipped: dict[Path, str] = {}
     for path in reversed(folders(run_dir)):
         try:
             if damaged and path in damaged:
                 raise DamagedCheckpoint(path, damaged[path])
             found = inspect(path)
         except DamagedCheckpoint as damage:
-            passed[damage.path] = f"{damage.path} ({damage.reason})"
+            skipped[damage.path] = f"{damage.path} ({damage.reason})"
             continue
-        warning = f"{_listed(passed)} passed over; {path} is used, the newest that is good."
-        return found, (warning,) if passed else (), tuple(passed)
-    raise UserError(missing("no complete checkpoint" + (f" ({_listed(passed)} passed over)" if passed else "")))
+        warning = f"{_listed(skipped)} passed over; {path} is used, the newest that is good."
+        return found, (warning,) if skipped else (), tuple(skipped)
+    raise UserError(missing("no complete checkpoint" + (f" ({_listed(skipped)} passed over)" if skipped else "")))
 
 
-def _listed(passed: Mapping[Path, str]) -> str:
+def _listed(skipped: Mapping[Path, str]) -> str:
     """Return the skipped checkpoints with their reasons, followed by "was" or "were"."""
-    return f"{first_of(passed.values(), 3, separator=' and ')} {'was' if len(passed) == 1 else 'were'}"
+    return f"{first_of(skipped.values(), 3, separator=' and ')} {'was' if len(skipped) == 1 else 'were'}"
 
 
 def check_whole(checkpoint: Checkpoint) -> None:

@@ -63,10 +63,10 @@ class Facts:
     seed: Whole
     eod: Whole | None
     tokenizer_sha256: str | None
-    tokens: Whole  # of the data, as `documents`
+    tokens: Whole  # of the data, like the documents
     documents: Whole
     loss_scale: Annotated[float, Field(gt=0)] | None = None
-    good_steps: Whole = 0  # for which the loss scale has held
+    good_steps: Whole = 0  # finite steps since the loss scale changed last
     corpora: tuple[tuple[Whole, Whole], ...] = ()  # tokens and documents of each corpus of the data
     contents: tuple[Content, ...] = ()  # of the corpora; empty in checkpoints of older versions
     # Text rule of the data; None in older checkpoints and in imports, which have seen no data.

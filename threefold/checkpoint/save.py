@@ -58,7 +58,7 @@ def write_checkpoint(
 
     def begin() -> None:
         remove_partial(run_dir)
-        path.parent.mkdir(exist_ok=True)  # without parents: the run's folder may have been deleted
+        path.parent.mkdir(exist_ok=True)  # no `parents=True`: if the run's folder was deleted, fail rather than make it
         partial.mkdir()
 
     def finish() -> None:
@@ -89,8 +89,8 @@ def write_checkpoint(
 def put_in_place(partial: Path, path: Path) -> None:
     """Rename a complete checkpoint durably to its final name, replacing a checkpoint of that name.
 
-    At every moment one of the two is complete under a name that `folders` recognizes; the old one may be the only one,
-    of a loop that always saves the same step.
+    At every moment one of the two is complete under a name that `folders` recognizes. The old one may be the only
+    checkpoint: a custom loop may save the same step again and again.
     """
     replaced = path.with_name(path.name + REPLACED)
     if path.exists() and exchange_paths(partial, path):
@@ -130,15 +130,16 @@ def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, P
 
 
 def on_first(world: Axis, work: Callable[[], None]) -> None:
-    """Run `work` on the first rank while all ranks wait; its OSError is raised on every rank."""
-    error = None
+    """Run `work` on the first rank while all ranks wait; its OSError or UserError is raised on every rank."""
+    failed = None
     if world.is_first:
         try:
             work()
-        except OSError as failure:
-            error = str(failure)
-    if reason := world.gather_objects(error)[0]:
-        raise OSError(reason)
+        except (OSError, UserError) as error:
+            failed = UserError if isinstance(error, UserError) else OSError, str(error)
+    if found := world.gather_objects(failed)[0]:
+        kind, reason = found
+        raise kind(reason)
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,8 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis) -> No
     """Write tensors to an empty `folder`, shared by all ranks, durably. Collective over the world.
 
     A tensor is a `DTensor` if sharded, and the same plain tensor on every rank if replicated. A rank passes only the
-    tensors that it holds. OSError on every rank, if a rank cannot write.
+    tensors that it holds. Of equal parts, as replicas have them, `dcp` writes one. OSError on every rank, if a rank
+    cannot write.
     """
     try:
         with _quiet(world):
@@ -240,6 +241,7 @@ class Writer(_Storage, StorageWriter):
         return chunks, FileRecord(position, f"{ALGORITHM}:{whole.hexdigest()}")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write the index, given what `write_data` returned on every rank; `dcp` calls this on the first rank."""
         chunks: dict[str, list[TensorChunk]] = defaultdict(list)
         files: dict[str, FileRecord] = {}
         for result in (result for rank in results for result in rank):

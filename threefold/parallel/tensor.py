@@ -164,7 +164,7 @@ class SplitLinear(SplitLayer):
 
 
 def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
-    """Sum over the ranks (all-reduce), or to this rank's shard of the sum (reduce-scatter)."""
+    """Sum a layer's output over the tensor ranks: all of it (all-reduce), or this rank's shard (reduce-scatter)."""
     return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
 
 

@@ -193,7 +193,7 @@ class BadSteps(Guard):
             return self._follow("nan", bad.step, reason, bad.error.advice)
         action = self._policy.action("nan", bad.step, reason, is_reproducible=False)
         if action == "stop":
-            ended = f"Training diverged at step {bad.step}: {reason}; {self._saving.kept()}."
+            ended = f"Training diverged at step {bad.step}: {reason}; {self._saving.resume_hint()}."
             raise HardwareFault(ended, tuple(found.differing), bad.step - 1)
         return self._do(action, "nan", bad.step, reason)
 
@@ -229,7 +229,7 @@ class BadSteps(Guard):
         return Response(reason, facts.step)
 
     def _ended(self, *clauses: str) -> DivergenceError:
-        return self._saving.explained("; ".join(clauses).removesuffix("."))
+        return self._saving.set_aside_and_explain("; ".join(clauses).removesuffix("."))
 
 
 class SpikeDetector:

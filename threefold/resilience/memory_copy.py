@@ -185,7 +185,7 @@ class KeptStates:
             ConsumedSamples(config.train.global_batch_size, step, facts["consumed_samples"]),
             lines,
             carried=carried,
-            passed=frozenset(map(Path, facts["passed"])),
+            skipped=frozenset(map(Path, facts["passed"])),
             anomalies=anomalies,
             is_unsaved=is_unsaved,
         )
@@ -222,7 +222,7 @@ class StateKeeper(Callback):
             "good_steps": good_steps,
             "consumed_samples": checkpoints.loader.consumed.before(done),
             "anomalies": asdict(found) if (found := checkpoints.anomalies()) else None,
-            "passed": sorted(map(str, checkpoints.passed)),
+            "passed": sorted(map(str, checkpoints.skipped)),
         }
         oldest = min(self._copies, key=lambda copy: -1 if copy.step is None else copy.step)
         try:

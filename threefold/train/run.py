@@ -297,9 +297,9 @@ class Start:
             )
         after = f" after step {checkpoint.step:,}" if self._attempt.number else ""
         said = [*lines(f"Resuming from {checkpoint.path}{after}"), *found.warnings]
-        consumed, passed = consumed_by(checkpoint, self._config), frozenset(found.passed)
+        consumed, skipped = consumed_by(checkpoint, self._config), frozenset(found.skipped)
         return StartingPoint(
-            checkpoint.step, consumed, said, checkpoint, checkpoint, passed, checkpoint.facts.anomalies
+            checkpoint.step, consumed, said, checkpoint, checkpoint, skipped, checkpoint.facts.anomalies
         )
 
     def _find(self) -> SelectedCheckpoint | None:

@@ -42,7 +42,7 @@ class StartingPoint:
         consumed: training samples consumed before each step from here on.
         resumed: the run's own checkpoint that it resumes from; None if there is none.
         carried: checkpoint whose sidecar files the run's own checkpoints get; on the first rank alone.
-        passed: folders of damaged checkpoints that were skipped.
+        skipped: folders of damaged checkpoints that were passed over.
         anomalies: record of the run's bad steps.
         is_unsaved: whether the state is newer than every checkpoint.
     """
@@ -52,7 +52,7 @@ class StartingPoint:
     lines: list[str]
     resumed: Checkpoint | None = None
     carried: Checkpoint | None = None
-    passed: frozenset[Path] = frozenset()
+    skipped: frozenset[Path] = frozenset()
     anomalies: AnomalyFacts | None = None
     is_unsaved: bool = False
 
@@ -69,23 +69,23 @@ class SafeSaving:
     - when the run diverges, a checkpoint that no good step followed is renamed; a resumed run starts from the one
       before.
 
-    All ranks see the same losses and make the same decisions. While `awaits_good_step`, the next good step matters, so
-    that `after_good_step` must be called then.
+    All ranks see the same losses and make the same decisions. While `awaits_good_step` is true, call `after_good_step`
+    after the next step that was not skipped.
     """
 
     def __init__(self, store: "Checkpoints", is_proved: Callable[[int], bool] = lambda step: True) -> None:
         self.store, self._is_proved = store, is_proved
         self.awaits_good_step = True
-        self._unproved: int | None = None
+        self._awaiting: int | None = None  # step of the last checkpoint, until a good step has followed
         self._tried: Path | None = None
-        self._newest: int | None = None  # step of a checkpoint that a good step followed, while older ones are kept
+        self._good: int | None = None  # step of a checkpoint that a good step followed, while older ones are kept
         self._has_good_steps = False
 
     def after_good_step(self) -> None:
         """Record a step that was not skipped; call it directly after the step."""
         self._has_good_steps, self._tried = True, None
-        self._prove()
-        self.awaits_good_step = self._newest is not None
+        self._settle()
+        self.awaits_good_step = self._good is not None
 
     def save(self, step: int, last: bool = False, evaluation_missed: bool = False) -> Path | None:
         """Save after `step` updates, after a good step; return the checkpoint's folder, or None if it is not written.
@@ -94,12 +94,12 @@ class SafeSaving:
             DivergenceError: the weights are not finite.
         """
         if not self.store.is_finite():
-            raise self.explained(
+            raise self.set_aside_and_explain(
                 f"Training diverged at step {step}: weights or optimizer state are not finite after it"
             )
         path = self.store.save(step, last, evaluation_missed)
         if path is not None:
-            self._unproved, self.awaits_good_step = step, True
+            self._awaiting, self.awaits_good_step = step, True
         return path
 
     def finish(self) -> Written | None:
@@ -107,8 +107,8 @@ class SafeSaving:
         written = self.store.finish()
         if written is None or written.failure is None:
             return written
-        if self._unproved == written.step:
-            self._unproved = None
+        if self._awaiting == written.step:
+            self._awaiting = None
         return None
 
     def save_last(
@@ -125,11 +125,13 @@ class SafeSaving:
         """
         value = loss()
         if not isfinite(value):
-            raise self.explained(f"Training diverged at step {step}: the loss of the weights after it is {value:g}")
+            raise self.set_aside_and_explain(
+                f"Training diverged at step {step}: the loss of the weights after it is {value:g}"
+            )
         path = self.save(step, True, evaluation_missed)
         assert path is not None  # the last save raises instead
         if is_after_good_step:
-            self._prove()
+            self._settle()
         return path
 
     def roll_back(self) -> Path | None:
@@ -143,37 +145,37 @@ class SafeSaving:
             moved = self.store.set_aside(int(found.name.partition(".")[0].rpartition("_")[2]))
             if moved is None:
                 return None
-            self._unproved, found = None, moved[1]
+            self._awaiting, found = None, moved[1]
         if found is not None:
             self._tried, self.awaits_good_step = found, True
         return found
 
-    def kept(self) -> str:
+    def resume_hint(self) -> str:
         """Return a clause with the checkpoint to resume from after a hardware fault, which casts doubt on none."""
         newest = self.store.newest()
         return f"--resume starts from {newest}" if newest else "there is no checkpoint to resume from"
 
-    def explained(self, message: str) -> DivergenceError:
+    def set_aside_and_explain(self, message: str) -> DivergenceError:
         """Return the error with the checkpoint to resume from; set aside a checkpoint that no good step followed."""
         self.finish()
-        if self._unproved is not None and (moved := self.store.set_aside(self._unproved)):
+        if self._awaiting is not None and (moved := self.store.set_aside(self._awaiting)):
             aside, older = moved
             return DivergenceError(
                 f"{message}; no good step followed the newest checkpoint, which is {aside} now, so --resume starts "
                 f"from {older}."
             )
         whole = self.store.whole()
-        if not whole or (self._has_good_steps and self._unproved is None):
-            return DivergenceError(f"{message}; {self.kept()}.")
+        if not whole or (self._has_good_steps and self._awaiting is None):
+            return DivergenceError(f"{message}; {self.resume_hint()}.")
         ways = f"remove it to resume from {whole[-2]}" if len(whole) > 1 else "start a new run in another folder"
         return DivergenceError(f"{message}; no good step followed {whole[-1]}: {ways}.")
 
-    def _prove(self) -> None:
-        if self._unproved is not None:
-            self._newest, self._unproved = self._unproved, None
-        if self._newest is not None and self._is_proved(self._newest):
-            self.store.prune(self._newest)
-            self._newest = None
+    def _settle(self) -> None:
+        if self._awaiting is not None:
+            self._good, self._awaiting = self._awaiting, None
+        if self._good is not None and self._is_proved(self._good):
+            self.store.prune(self._good)
+            self._good = None
 
 
 class FailureWarning:
@@ -203,7 +205,7 @@ class Checkpoints:
         background: writes the checkpoints other than the last; None to wait for each.
 
     Attributes:
-        passed: folders of damaged checkpoints that were skipped on resuming.
+        skipped: folders of damaged checkpoints that were passed over on resuming.
     """
 
     def __init__(
@@ -218,7 +220,7 @@ class Checkpoints:
         clock: RunClock,
         background: BackgroundSaver | None = None,
     ) -> None:
-        self.run_dir, self.engine, self.loader, self.passed = run_dir, engine, loader, start.passed
+        self.run_dir, self.engine, self.loader, self.skipped = run_dir, engine, loader, start.skipped
         self.anomalies, self.is_background = anomalies, background is not None
         self._config, self._dataset, self._contents = engine.config, dataset, contents
         self._background, self._clock = background, clock
@@ -296,7 +298,7 @@ class Checkpoints:
     def _prune(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
         settings, used = self._config.checkpoint, frozenset() if self._mirror is None else self._mirror.in_use
         try:
-            prune(self.run_dir, settings.keep, step, self.passed | used, settings.keep_every, progress)
+            prune(self.run_dir, settings.keep, step, self.skipped | used, settings.keep_every, progress)
             self._pruning.worked()
         except OSError as error:
             self._pruning.failed(f"An old checkpoint of {self.run_dir} cannot be deleted ({error})")
@@ -342,7 +344,7 @@ class Checkpoints:
 
     def _complete(self, step: int, path: Path, seconds: float) -> None:
         self._saving.worked()
-        self.passed -= {path}  # it replaced a damaged one
+        self.skipped -= {path}  # it replaced a damaged one
         self._clock.saved(seconds)
         if self._mirror is not None:
             self._mirror.add(step, path)

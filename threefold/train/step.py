@@ -113,7 +113,7 @@ class GradientStep:
 
         Returns:
             this rank's summand of the mean loss, of its own samples and positions (zero except on the last stage; equal
-            on the tensor ranks), or in an exact run that of each leaf; and the number of valid tokens in the global
+            on the tensor ranks), in an exact run a summand for each leaf; and the number of valid tokens in the global
             batch, or of samples if it is not a `Batch`.
 
         Raises:

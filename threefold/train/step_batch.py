@@ -26,8 +26,9 @@ class BatchFacts(NamedTuple):
     """Facts of a step's global batch, which outlive the samples.
 
     Attributes:
-        counted, read: valid tokens, and tokens without padding; both samples for a batch that has no tokens.
-        factor: factor of a micro-batch's loss in the backward pass: its share of the mean loss, times the loss scale.
+        counted, read: valid tokens, and tokens without padding; samples for both if the batch has no tokens.
+        factor: factor of a micro-batch's summed loss in the backward pass: one over the valid tokens of the global
+            batch, times the loss scale.
         share: this rank's share of the samples.
         sums: terms of a user's loss, added up as micro-batches run; None if the last layer computes the loss.
     """
@@ -44,8 +45,8 @@ class BatchFacts(NamedTuple):
 class BatchPreparation:
     """Preparation of each step's batch on a rank: its counts, the rank's part of it, and its dropout keys.
 
-    Methods are collective over the replicas, and over the world while shapes of activations are unknown, which the
-    `runner` then finds inside `preserved`, a context that restores random states and buffers at its end.
+    Methods are collective over dp. While shapes of activations are unknown, they are collective over the world: the
+    `runner` finds the shapes inside `preserved`, a context that restores random states and buffers at its end.
     """
 
     def __init__(

@@ -147,7 +147,10 @@ class Decoder(nn.Module):
             self.head.output.weight = self.embed.get_submodule("tokens").weight  # type: ignore[assignment]
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Tensor:
-        """`tokens` [B, S] → logits [B, S, V], or with `labels` [B, S] the sum of the losses, without ignored labels."""
+        """`tokens` [B, S] → logits [B, S, V], or with `labels` [B, S] the sum of the losses, without ignored labels.
+
+        A run does not call it: `Stage` (parallel/pipeline/stage.py) calls the layers that a rank holds.
+        """
         x = self.embed(tokens, samples)
         for block in self.blocks:
             x = block(x, samples)
