@@ -39,7 +39,7 @@ def changed_run(pool: WorkerPool, runs: list[Run], folder: Path) -> list[float]:
         (({"tp": 2}, {"dp": 2, "pp": 2}, {"dp": 2, "set": (("parallel.zero", 3),)}), (16, 4, 6)),
     ],
     ids=str,
-    quick=(0,),
+    slow=(0, 2),
 )
 def test_another_batch_goes_on_equal_in_every_layout(
     pool: WorkerPool, small_run: Run, tmp_path: Path, layouts: Any, sizes: tuple[int, ...]

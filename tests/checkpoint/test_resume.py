@@ -183,7 +183,7 @@ def three_steps_of_eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_ids(tmp_path_factory.mktemp("epoch") / "tokens", documents, tokenizer, eod=0)
 
 
-@sweep(("before", "after"), [({"dp": 2}, {"dp": 4}), ({}, {}), ({"pp": 2}, {"dp": 2, "tp": 2})], ids=str, quick=(0,))
+@sweep(("before", "after"), [({"dp": 2}, {"dp": 4}), ({}, {}), ({"pp": 2}, {"dp": 2, "tp": 2})], ids=str, slow=(2,))
 def test_a_run_goes_on_at_the_very_end_of_an_epoch(
     pool: WorkerPool, three_steps_of_eight: Path, tmp_path: Path, before: dict[str, int], after: dict[str, int]
 ) -> None:

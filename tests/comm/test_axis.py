@@ -175,6 +175,7 @@ def test_over_copies_of_the_tensors(pool, work: Callable[[str], None]) -> None:
     pool.run(3, staged_on, "cpu", work, "sockets")
 
 
+@pytest.mark.slow
 def test_sockets_and_memory_in_turn(pool) -> None:
     pool.run(2, exchange_many_times)
 

@@ -55,7 +55,7 @@ MISTAKES = {
 }
 
 
-@sweep("mistake", MISTAKES, slow=(0, 3))
+@sweep("mistake", MISTAKES, slow=(3,))
 def test_a_mistake_in_a_script_is_named(mistake: str, right: Path, tmp_path: Path) -> None:
     (old, new), said = MISTAKES[mistake]
     text = SCRIPT.read_text()
@@ -114,6 +114,7 @@ print("all nine steps")
 """
 
 
+@pytest.mark.slow
 def test_two_runs_of_a_small_script(tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(SMALL)
     options = ("--noise", "1", "--steps", "1")

@@ -188,7 +188,7 @@ def has(package: str) -> bool:
     return find_spec(package.partition(".")[0]) is not None
 
 
-@sweep("name", list(CASES), ids=str, slow=(0, 2))
+@sweep("name", list(CASES), ids=str, slow=(0,))
 def test_a_right_run_is_equal_and_a_wrong_one_named(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     if not has(case.package):

@@ -52,6 +52,7 @@ def test_passes_are_told() -> None:
     assert told == [(f"rank {rank}", done, 8) for rank in (0, 1) for done in range(8)]
 
 
+@pytest.mark.slow
 def test_exact_run_exchanges_what_a_plain_one_of_its_leaves_does() -> None:
     def found(exact: bool) -> DryRunReport:
         given = {

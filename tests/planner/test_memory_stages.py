@@ -60,8 +60,8 @@ def test_peaks_are_those_of_dry_runs(name: str) -> None:
     assert found.tensors == pytest.approx(run.peak_bytes, rel=0.03)
 
 
-@sweep("length", [512, 1024], quick=(0,))
-@sweep("parallel", [{}, {"dp": 2, "pp": 2}, {"dp": 2, "zero": 2}], quick=(1,))
+@sweep("length", [512, 1024], slow=(0,))
+@sweep("parallel", [{}, {"dp": 2, "pp": 2}, {"dp": 2, "zero": 2}], slow=(1, 2))
 def test_peaks_of_exact_runs_have_leaves_and_trees(parallel: dict[str, int], length: int) -> None:
     """Attention weights are kept of short sequences; the 4 MiB of a run of heads are left out."""
     wide, data = {**GPT, "num_layers": 4, "hidden_size": 512}, {"path": "unused", "sequence_length": length}

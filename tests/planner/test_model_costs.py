@@ -57,6 +57,7 @@ def test_no_layout_takes_less_than_its_bounds(name: str, system: str | None) -> 
     assert np.median(ratios) < 1.1
 
 
+@pytest.mark.slow
 def test_the_best_are_those_of_an_exhaustive_evaluation() -> None:
     fixed = {"parallel.schedule": "1f1b", "train.recompute": "selective"}
     request = request_of("llama", 16, **{key.replace(".", "__"): value for key, value in fixed.items()})

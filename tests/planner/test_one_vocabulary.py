@@ -15,7 +15,7 @@ MODEL = {"num_layers": 6, "hidden_size": 256, "num_attention_heads": 4, "vocab_s
     ("parallel", "dtype"),
     [({"dp": 2, "zero": 1}, "bf16"), ({"dp": 4, "zero": 3}, "bf16"), ({"tp": 2, "pp": 2}, "bf16")],
     ids=str,
-    quick=(2,),
+    slow=(0, 2),
 )
 def test_each_cause_is_within_3_percent_of_the_peak(parallel: dict[str, Any], dtype: str) -> None:
     sections = {

@@ -38,6 +38,7 @@ def test_many_steps_keep_their_mean_and_extremes() -> None:
     assert curves.count("loss") == count
 
 
+@pytest.mark.slow
 def test_a_million_steps_fill_a_few_hundred_kilobytes() -> None:
     curves = Curves()
     for step in range(1, 1_000_001):

@@ -25,6 +25,7 @@ def evaluations(folder: Path) -> list[float]:
     return [line["valid_loss"] for line in read_metrics(folder / "metrics.jsonl") if "valid_loss" in line]
 
 
+@pytest.mark.slow
 def test_half_a_run_on_cp_2_and_the_rest_in_one_process(pool: WorkerPool, short: Run, tmp_path: Path) -> None:
     run = short.but(dtype="fp64")
     pool.run(1, train_rank, run.but(steps=6), tmp_path / "one")
@@ -36,6 +37,7 @@ def test_half_a_run_on_cp_2_and_the_rest_in_one_process(pool: WorkerPool, short:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_documents_change_what_is_learned(pool: WorkerPool, short: Run, tmp_path: Path) -> None:
     pool.run(1, train_rank, short, tmp_path / "separate")
     together = (*ROPE, ("data.separate_documents", False))

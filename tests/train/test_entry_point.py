@@ -86,6 +86,7 @@ def test_every_layout_has_the_same_losses(
     assert [line["tokens"] for line in one.values()] == [line["tokens"] for line in other.values()]
 
 
+@pytest.mark.slow
 def test_stages_are_told_and_a_run_goes_on_under_another_schedule(
     pool: WorkerPool, small_run: Run, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def rank(sections: dict[str, Any], folder: Path, resume: bool) -> None:
         prepare_training(config_of(sections), folder, resume=resume).start_here()
 
 
+@pytest.mark.slow
 def test_a_run_resumes_on_the_bound_of_an_epoch(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """To the bit as the uninterrupted run: one that ended exactly with an epoch, and goes on for another one."""
     base = small_run.but(set=(("data.split", "4,96"),)).config

@@ -75,7 +75,7 @@ def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[
     check(pool, one_process(case), spread)
 
 
-@pytest.mark.parametrize("case", [CASE, LLAMA], ids=["gpt", "llama"])
+@sweep("case", [CASE, LLAMA], ids=["gpt", "llama"], quick=(0,))
 def test_exact_run_is_the_run_up_to_rounding(
     pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case
 ) -> None:

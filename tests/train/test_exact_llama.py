@@ -58,7 +58,7 @@ def test_bits_of_plain_attention_are_those_of_one_process(
     check(pool, one_process(PLAIN), with_layout(PLAIN, 1, tp, 1))
 
 
-@pytest.mark.parametrize("layout", slow_but([(1, 2, 1), (1, 8, 1), (2, 4, 1)], (2, 4, 1)))
+@pytest.mark.parametrize("layout", slow_but([(1, 2, 1), (1, 8, 1), (2, 4, 1)], sweep=[(1, 2, 1)]))
 def test_bits_with_key_value_heads_on_several_ranks(
     pool: WorkerPool, one_process: Callable[[Case], Trace], layout: tuple[int, int, int]
 ) -> None:

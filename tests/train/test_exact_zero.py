@@ -11,6 +11,7 @@ import torch
 from tests.support.exact import CASE, EXACT, check, differences, exact_run, same_bits, slow_but, with_layout
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, Trace
+from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, steps_of, train_rank
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.axis import Axis
@@ -107,7 +108,7 @@ def unbroken(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPath
     return folder
 
 
-@pytest.mark.parametrize("stage", [0, pytest.param(1, marks=pytest.mark.slow)])
+@sweep("stage", [0, 1], slow=(1,))
 def test_change_of_layout_leaves_no_trace(
     pool: WorkerPool, small_run: Run, unbroken: Path, tmp_path: Path, stage: int
 ) -> None:

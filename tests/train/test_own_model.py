@@ -90,6 +90,7 @@ plan = Plan(
 """
 
 
+@pytest.mark.slow
 def test_a_model_without_anything_of_this_package_and_its_own_loss(pool, small_run: Run, tmp_path: Path) -> None:
     file = tmp_path / "plain.py"
     file.write_text(Path(own_plain_model.__file__).read_text() + PLAN)

@@ -70,7 +70,7 @@ def command(settings: str) -> str:
     return " ".join(["threefold train run.yaml --run-dir {run}", *(f"--set {each}" for each in settings.split())])
 
 
-@sweep("layout", LAYOUTS, slow=(0, 3))
+@sweep("layout", LAYOUTS, slow=(0,))
 def test_layouts_of_a_run_are_equal(layout: str, folder: Path, tmp_path: Path) -> None:
     settings, common = LAYOUTS[layout]
     runs = ("--reference", command(common), "--candidate", command(f"{common} {settings}"))

@@ -44,7 +44,7 @@ def task(kind: str, dtype: str = "fp64") -> Verification:
     return Verification(own.case.config, 3, OwnBatches(own.batches), Made(own))
 
 
-@sweep(("kind", "dtype"), [("masked", "fp64"), ("streams", "fp64"), ("masked", "fp32")], quick=(0,))
+@sweep(("kind", "dtype"), [("masked", "fp64"), ("streams", "fp64"), ("masked", "fp32")], slow=(0, 1))
 def test_layouts_are_equal(pool, tmp_path: Path, kind: str, dtype: str) -> None:
     for result in verify(pool, task(kind, dtype), tmp_path, *LAYOUTS):
         assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)

@@ -198,7 +198,7 @@ def test_mistake_is_found(pool, tmp_path: Path, mistake, layout: str, check: str
         assert result.first.what == what
 
 
-@sweep("dtype", ["fp64", "fp32"], quick=(1,))
+@sweep("dtype", ["fp64", "fp32"], slow=(1,))
 def test_every_check_is_made_and_is_in_the_document(pool, tmp_path: Path, dtype: str) -> None:
     todo = task("dp2·tp2", dtype=dtype)
     [result] = verify(pool, todo, tmp_path, "dp2·tp2")

@@ -72,6 +72,7 @@ def test_muon_in_single_precision(pool, expected) -> None:
         assert all(copy.equal(copies[0]) for copy in copies), "every rank has the same bits"
 
 
+@pytest.mark.slow
 def test_adam_adds_its_decay_to_the_gradient(pool, expected) -> None:
     """`torch.optim.Adam(weight_decay=…)` in one process: a decay large enough that AdamW's would be far off."""
     update = (("optimizer.weight_decay", 0.7), ("optimizer.betas", (0.9, 0.999)), ("optimizer.lr", 1e-3))

@@ -170,7 +170,7 @@ def own(file: Path, name: str, **changes: Any) -> Case:
     return Case(**{"dtype": "fp64", "steps": 4, "update": update, "optimizer": "lion", **LLAMA, **changes})
 
 
-@sweep(("name", "lr"), [("Numbered", 1e-2), ("Factored", 1e-2), ("ByWholeNorm", 1e-1)], quick=(1,))
+@sweep(("name", "lr"), [("Numbered", 1e-2), ("Factored", 1e-2), ("ByWholeNorm", 1e-1)], slow=(1, 2))
 def test_resumes_in_another_layout(
     pool: WorkerPool, small_run: Run, tmp_path: Path, file: Path, name: str, lr: float
 ) -> None:
