@@ -1,5 +1,7 @@
 """Extension points: names registered by the package, and by other packages through entry points.
 
+The table of built-in names maps them to `module:attribute`; another package declares its own in its `pyproject.toml`:
+
     [project.entry-points."threefold.optimizers"]
     toy = "toy_package.optimizer:Toy"
 

@@ -84,7 +84,7 @@ def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None
         ("os.rename", "step_00000004.partial", 0),  # at the last moment
         ("shutil.rmtree", "step_00000002.partial", 0),  # while the old one is deleted
     ],
-    slow=(0, 2),
+    slow=(0, 1, 2),
 )
 def test_a_kill_while_one_is_written_leaves_a_whole_one(
     pool: WorkerPool, small_run: Run, tmp_path: Path, event: str, place: str, rank: int

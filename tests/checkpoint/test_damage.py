@@ -21,6 +21,7 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import folders, path_of, select_checkpoint
+from threefold.checkpoint.manifest import read_manifest
 from threefold.checkpoint.resume import find_resumption, find_warm_start, has_all_steps
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.checksums import seal_text
@@ -398,3 +399,10 @@ def test_a_config_of_another_model_is_refused(
         assert ended.error.count("\n") == 1
         key, value = before.split(":")[0], after.split()[1]
         assert re.search(rf"model\.{key} (is )?{value}\b", ended.error.replace(",", ""))
+
+
+def test_ranks_exchange_a_checkpoint_without_the_list_of_its_files(run: Path) -> None:
+    """All ranks send as much as the first, and there is a file per rank."""
+    checkpoint = select_checkpoint(run, lambda none: f"{run} has {none}.").checkpoint
+    assert checkpoint.files == {}
+    assert read_manifest(checkpoint.path).files

@@ -75,7 +75,7 @@ def test_another_layout_goes_on_equal(
     ("before", "after"),
     [({"tp": 4}, {"pp": 2}), ({"tp": 2}, {"tp": 4}), ({"tp": 2, "dp": 2}, {"tp": 4, "dp": 2})],
     ids=str,
-    slow=(0,),
+    slow=(0, 1),
 )
 def test_key_value_heads_on_several_ranks_go_on_equal(
     pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]

@@ -195,7 +195,7 @@ def start(*arguments: object, prelude: str = "") -> "subprocess.Popen[str]":
 
 
 @sweep("workers", [1, 2], slow=(1,))
-@sweep("how", [signal.SIGKILL, signal.SIGINT], slow=(1,))
+@sweep("how", [signal.SIGKILL, signal.SIGINT], slow=(0, 1))
 def test_an_interrupted_run_leaves_nothing_half_made(
     tmp_path: Path, word_tokenizer: Path, how: int, workers: int
 ) -> None:

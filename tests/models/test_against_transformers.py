@@ -409,7 +409,7 @@ def test_gradients_with_dropout(transformers: Any, name: str, places: str) -> No
     compare(transformers, name, None, tuple(places.split()), drop=True)
 
 
-@sweep("name", MODELS, quick=(4,), slow=slice(0, None, 3))
+@sweep("name", MODELS, quick=(4,), slow=slice(0, None, 2))
 def test_gradients_with_dropout_in_documents_and_windows(transformers: Any, name: str) -> None:
     """Whose attention draws its masks tile by tile."""
     compare(transformers, name, some_documents(), tuple(RATES), drop=True)

@@ -1,5 +1,7 @@
 """Activation functions, and gated features."""
 
+import pickle
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -37,3 +39,9 @@ def test_gated_pairs_read_as_words_are_those_of_fp32_rounded_once(compiled: bool
     known = ~right.isnan()  # of an infinite gate
     assert known.sum() >= known.numel() - 1
     assert torch.equal(mine[known], right.bfloat16()[known])
+
+
+@pytest.mark.parametrize("name", kernels.ACTIVATIONS)
+def test_an_activation_can_be_pickled(name: str) -> None:
+    """As with a module that has it, which `torch.save` writes whole."""
+    assert pickle.loads(pickle.dumps(kernels.ACTIVATIONS[name])) is kernels.ACTIVATIONS[name]

@@ -310,3 +310,15 @@ def test_layers_of_a_mesh_of_one_process_without_a_group() -> None:
     torch.testing.assert_close(y, (table.weight @ up.weight.T + up.bias) @ down.weight.T + down.bias)
     assert up.weight.grad is not None
     assert up.weight.grad.shape == (6, 4)
+
+
+def from_a_transposed_weight() -> tuple[tuple[int, ...], bool]:
+    source = nn.Linear(4, 6)
+    source.weight = nn.Parameter(torch.randn(4, 6).t())
+    layer = ColumnParallelLinear.from_linear(source, Mesh(Layout(tp=2), torch.device("cpu")).tp)
+    return layer.weight.stride(), layer.weight.is_contiguous()
+
+
+def test_a_parameter_is_contiguous_whatever_its_source(pool) -> None:
+    """Its shard is, and a stride of the whole that differs from it would make views fail."""
+    assert pool.run(2, from_a_transposed_weight) == [((4, 1), True)] * 2

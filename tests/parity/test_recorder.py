@@ -1,5 +1,7 @@
 """The recorder in a training loop of plain PyTorch, in this process."""
 
+import copy
+import gc
 import json
 import shutil
 from collections.abc import Callable
@@ -483,3 +485,13 @@ def sharded_and_wide(folder: Path) -> None:
 
 def test_a_sharded_model_refuses_fp64(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(1, sharded_and_wide, tmp_path / "record")
+
+
+def test_a_recorded_model_can_be_copied(tmp_path: Path) -> None:
+    """As for an average of its weights: the copy has no recorder and no optimizer of its own."""
+    model = train(tmp_path, steps=1, recorded=3)
+    before = len([each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer)])
+    again = copy.deepcopy(model)
+    assert len([each for each in gc.get_objects() if isinstance(each, torch.optim.Optimizer)]) == before
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    torch.testing.assert_close(again.eval()(tokens), model.eval()(tokens))

@@ -1,5 +1,8 @@
 """How many micro-batches ranks hold: as the schedules' rows say, and what that is in bytes."""
 
+import copy
+import pickle
+
 import pytest
 
 from threefold.config.schedules import SCHEDULES
@@ -37,3 +40,12 @@ def test_what_waits_for_weight_gradients_is_told_apart() -> None:
     assert held == [(4, 4, 1), (4, 3, 2), (4, 2, 3), (4, 1, 4)]
     assert held[0] == HeldPasses(until_weights=4, until_backward=4, deferred=1)
     assert held_by_rank(orders_of("1f1b", 4, 1, 16)[1]) == (3, 3, 0)
+
+
+@pytest.mark.parametrize("name", ONLY_PLANNED)
+def test_a_schedule_that_is_only_planned_can_be_copied_and_takes_any_number(name: str) -> None:
+    row = ONLY_PLANNED[name]
+    assert copy.deepcopy(row) is pickle.loads(pickle.dumps(row)) is row
+    assert row.accepts(4, 1)
+    assert row.micro_batch_rule(4, 1) == "takes any number of them"
+    assert row.sends_apart, "runs use it as a file of actions"

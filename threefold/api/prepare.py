@@ -376,11 +376,11 @@ class GlobalBatchNorm(nn.Module):
         mean = totals[:-1] / number
         offset = wide - mean.view(shape)
         variance = self._over_replicas(offset.square().sum(dims) * counts) / number
-        if self.training and self.running_mean is not None and self.running_var is not None:
-            assert self.num_batches_tracked is not None  # the three are made together
+        tracked = self.num_batches_tracked
+        if self.training and self.running_mean is not None and self.running_var is not None and tracked is not None:
             with torch.no_grad():
-                self.num_batches_tracked.add_(1)
-                factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+                tracked.add_(1)
+                factor = 1.0 / float(tracked) if self.momentum is None else self.momentum
                 unbiased = variance * (number / (number - 1))
                 self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
                 self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)

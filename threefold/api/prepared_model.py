@@ -351,13 +351,17 @@ class PreparedModule(nn.Module):
             self.sync.mark(outputs)
         return outputs
 
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
         """Return the original's parameters under its names."""
-        return self.module.named_parameters(*args, **kwargs)
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Return the original's buffers under its names."""
-        return self.module.named_buffers(*args, **kwargs)
+        return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """Return the original's state with whole tensors. Collective if they are sharded."""

@@ -16,7 +16,10 @@ from threefold.parallel.parameter import slice_of, whole
 
 
 class WrappedOptimizer(Optimizer):
-    """Optimizer that delegates all but `step` and `zero_grad` to another one, which has the state and the hooks."""
+    """Optimizer that delegates all but `step` and `zero_grad` to another one.
+
+    It is not initialised as an `Optimizer`: parameters, state and hooks are the other's.
+    """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

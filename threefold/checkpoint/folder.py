@@ -22,7 +22,7 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeVar, cast
 
@@ -238,8 +238,9 @@ def _listed(skipped: Mapping[Path, str]) -> str:
 
 def check_whole(checkpoint: Checkpoint) -> None:
     """Read all files and compare them with their checksums; raise DamagedCheckpoint if one was changed."""
-    for name in sorted(checkpoint.files):
-        checkpoint.check_content(name)
+    found = read_manifest(checkpoint.path)
+    for name in sorted(found.files):
+        found.check_content(name)
 
 
 def from_first(world: "Axis", find: Callable[[], Found]) -> Found:
@@ -273,7 +274,7 @@ def check_files(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, ...]]]:
 
 
 def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
-    """Return a checkpoint and its config after checking everything but the bytes of its tensors."""
+    """Return a checkpoint, without its files, and its config after checking everything but the bytes of its tensors."""
     checkpoint, shapes = check_files(path)
     if LOOP in checkpoint.files:
         raise DamagedCheckpoint(path, f"saved by threefold.save, without a {CONFIG}: threefold.load opens it")
@@ -295,7 +296,7 @@ def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
         reasons.append(unusable.reason)
     if reasons:
         raise DamagedCheckpoint(path, ", and ".join(reasons))
-    return checkpoint, config
+    return replace(checkpoint, files={}), config
 
 
 def usable_config(path: Path, *, with_code: bool = False) -> Config:

@@ -94,7 +94,7 @@ class Checkpoint:
 
     path: Path
     facts: Facts
-    files: Mapping[str, FileRecord]
+    files: Mapping[str, FileRecord] = field(default_factory=dict)  # empty where ranks exchange it: one per rank
 
     @property
     def step(self) -> int:

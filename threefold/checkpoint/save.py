@@ -107,8 +107,8 @@ def put_in_place(partial: Path, path: Path) -> None:
 def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, Path] | None:
     """Rename the checkpoint of a diverged model, so that no run resumes from it. Collective over the world.
 
-    Returns the new folder and that of the next older checkpoint. If there is none, nothing is renamed. UserError, on
-    every rank, if it cannot be renamed.
+    Returns the new folder and that of the next older checkpoint; None, and nothing is renamed, if there is none.
+    UserError, on every rank, if it cannot be renamed.
     """
     path = path_of(run_dir, step)
     aside = path.with_name(path.name + DIVERGED)
@@ -169,7 +169,7 @@ class BackgroundSaver:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def save(self, run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Path:
-        """Copy the tensors, start writing once `wait` has returned the previous save, and return the future folder."""
+        """Copy the tensors, start writing and return the future folder; `wait` must have returned the previous save."""
         if self._world is None:
             self._world = self._mesh.background_axis()
         world, path, held = self._world, path_of(run_dir, facts.step), detached(tensors)

@@ -58,7 +58,6 @@ def command(
 
     with terminal.Steps("Running", shown=not as_json) as steps:
         reports = run_stages(resolved, steps.tell) if all_stages else run_ranks(resolved, [number], tell=steps.tell)
-    usable = None if on is None else usable_memory(on)
     largest = max(reports, key=lambda report: report.peak_bytes)
     if as_json:
         layout = Layout.from_config(resolved.parallel)
@@ -68,15 +67,16 @@ def command(
             values = {**asdict(report), "causes": {**report.causes, "fragmentation": 0}}
             del values["at_peak"], values["activation_bytes"]
             document["ranks"].append(values)
-        if on is not None and usable is not None:
-            document |= {"hardware": on.name, "fits": largest.peak_bytes <= usable}
+        if on is not None:
+            document |= {"hardware": on.name, "fits": largest.peak_bytes <= usable_memory(on)}
         typer.echo(json.dumps(document, indent=2))
         return
     _print_reports(resolved, reports)
     needs = f"Rank {largest.rank:,} needs {format_bytes(largest.peak_bytes)} at its peak"
-    if on is None or usable is None:
+    if on is None:
         typer.echo(f"{needs}; buffers inside kernels and of the communication library are not counted.")
     else:
+        usable = usable_memory(on)
         verb = "fits" if largest.peak_bytes <= usable else "does not fit"
         typer.echo(f"{needs}, which {verb} into the {format_bytes(usable)} that tensors may have of {on.title}.")
 

@@ -282,7 +282,10 @@ class Axis:
         return arrived
 
     def start_shift(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """Start to send to the next rank (the last sends to the first); return a function that receives likewise."""
+        """Start to send to the next rank (the last sends to the first), and to receive from the previous one.
+
+        Returns a function that waits and returns the tensor received.
+        """
         self.recorder.add(self.name, "send", tensor)
         sent = tensor.contiguous()
         received = torch.empty_like(sent)

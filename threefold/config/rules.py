@@ -14,7 +14,10 @@ from threefold.config.section import divisors, nearest_divisor, nearest_multiple
 
 @dataclass(frozen=True)
 class Rule:
-    """Two features of `reference.FEATURES` that cannot be combined; `reason` follows 'but' in the error about `key`."""
+    """Two features of `reference.FEATURES` that cannot be combined.
+
+    `reason` follows 'but' in the error about `key`; its `{config}` fields are filled in.
+    """
 
     first: str
     second: str
@@ -94,7 +97,10 @@ def batch_sizes(config: Config, largest: int) -> dict[str, int]:
 
 
 def default_micro_batches(config: Config, share: int | None = None) -> list[int]:
-    """Return the possible default micro-batch sizes, largest first: those that fit the schedule and keep it busy."""
+    """Return the possible default micro-batch sizes, largest first.
+
+    They fit the schedule and keep it busy; if none does, there is only the smallest.
+    """
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
     share = share or config.train.global_batch_size // parallel.dp  # of a resolved config
     wanted = 2 * parallel.pp if parallel.pp > 1 else 1

@@ -243,7 +243,10 @@ class Schedule(ABC):
 
     @abstractmethod
     def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float | None:
-        """Return the peak number of micro-batches, over a rank's stages, whose activations it holds; None for all."""
+        """Return the peak number of micro-batches, over a rank's stages, whose activations it holds; None for all.
+
+        Micro-batches with deferred weight gradients count in full.
+        """
 
 
 @dataclass(frozen=True)
@@ -276,6 +279,8 @@ class TorchSchedule(Schedule):
     def micro_batch_rule(self, pp: int, micro_batches: int) -> str:
         if self.rule == "rounds":
             return f"runs them in {micro_batches // pp} equal rounds of at least parallel.pp {pp}"
+        if self.rule == "any":
+            return "takes any number of them"
         return f"needs at least 2 for each of the {pp} pipeline ranks"
 
     def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float | None:

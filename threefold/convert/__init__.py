@@ -33,7 +33,7 @@ _COLOSSAL_NAMES: Final = (
 
 
 def detected(path: Path) -> tuple[Kind, str]:
-    """Detect the system of a file, by its name if it has content of none, and how; raise a `UserError` if it cannot."""
+    """Return the system of a file and how it was detected, by its name if by nothing else; UserError if unreadable."""
     text = foreign_text(path)
     shell = text.startswith("#!")
     if not shell and (model_args := _MODEL_ARGS.search(text)):

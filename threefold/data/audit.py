@@ -49,7 +49,7 @@ def summarize(stored: StoredTokens, progress: Progress) -> TokenSummary:
         chunk = stored.tokens[start : start + _CHUNK]
         if chunk.min() < 0:
             place = int(np.argmax(chunk < 0))
-            raise UserError(f"{_holds(stored, int(chunk[place]), start + place)}, so it is damaged.")
+            raise UserError(f"{_holds(stored, str(chunk[place]), start + place)}, so it is damaged.")
         place = int(np.argmax(chunk))
         if chunk[place] > highest:
             highest, highest_place = int(chunk[place]), start + place
@@ -59,9 +59,9 @@ def summarize(stored: StoredTokens, progress: Progress) -> TokenSummary:
     return TokenSummary(*sizes, highest, highest_place, int(ends[common]), share)
 
 
-def _holds(stored: StoredTokens, token: int, place: int) -> str:
+def _holds(stored: StoredTokens, token: str, place: int) -> str:
     document = int(np.searchsorted(stored.documents, place, side="right")) - 1
-    return f"{shown(stored.files[0])} holds token {token:,} at position {place:,} (document {document:,})"
+    return f"{shown(stored.files[0])} holds token {token} at position {place:,} (document {document:,})"
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ def _audit_foreign(path: Path, tokenizer: Path | None, progress: Progress) -> li
         stored = read_stored(path)
         summary = summarize(stored, progress)
         if rows is not None and summary.highest >= rows:
-            held = _holds(stored, summary.highest, summary.highest_place)
+            held = _holds(stored, f"{summary.highest:,}", summary.highest_place)
             raise UserError(f"{held}, outside the vocabulary of {rows:,} tokens of {tokenizer}")
     except UserError as error:
         return [Audit(path, None, "", str(error))]

@@ -49,7 +49,9 @@ class DocumentWriter(ExitStack):
         super().__init__()
         self.tokens = self.documents = 0
         names = [TOKENS_FILE, starts, *([LOSS_MASK_FILE] if with_mask else [])]
-        self._files = [self.enter_context((folder / name).open("wb")) for name in names]
+        with ExitStack() as files:  # closed at once if one of them cannot be opened
+            self._files = [files.enter_context((folder / name).open("wb")) for name in names]
+            self.push(files.pop_all())
         self._files[1].write(np.zeros(1, dtype=DOCUMENT_DTYPE).tobytes())
 
     def write(

@@ -156,7 +156,13 @@ def _open(name: str, config: Config) -> Corpus | JsonLines | OwnData:
         return OwnData.open(name, config.model.vocab_size, config.model.architecture == OWN)
     tokenizer = None if settings.tokenizer is None else Path(settings.tokenizer)
     if not is_json_lines(path):
-        return open_corpus(path, tokenizer, settings.eod, config.model.vocab_size, settings.special_tokens)
+        return open_corpus(
+            path,
+            tokenizer=tokenizer,
+            eod=settings.eod,
+            vocab_size=config.model.vocab_size,
+            special_tokens=settings.special_tokens,
+        )
     if tokenizer is None:
         raise UserError(
             f"{path} holds text, which needs a tokenizer; set data.tokenizer to a tokenizer.json, or make token files "

@@ -168,13 +168,15 @@ class DocumentEncoder:
             end = found.end()
         ids, spans = list[int](), list[Span]()
         tokenizer, before = self.text.tokenizer, self.text.tokenizer.encode_special_tokens
-        for piece, begin, is_spelled in [*pieces, (rendered[end:], end, False)]:
-            if piece:
-                tokenizer.encode_special_tokens = is_spelled
-                encoding = tokenizer.encode(piece, add_special_tokens=False)
-                ids += encoding.ids
-                spans += [(first + begin, last + begin) for first, last in encoding.offsets]
-        tokenizer.encode_special_tokens = before
+        try:
+            for piece, begin, is_spelled in [*pieces, (rendered[end:], end, False)]:
+                if piece:
+                    tokenizer.encode_special_tokens = is_spelled
+                    encoding = tokenizer.encode(piece, add_special_tokens=False)
+                    ids += encoding.ids
+                    spans += [(first + begin, last + begin) for first, last in encoding.offsets]
+        finally:
+            tokenizer.encode_special_tokens = before
         return ids, spans
 
 

@@ -131,7 +131,10 @@ class Loader:
         return len(self._heldout_samples().parts) > 1
 
     def eval_parts(self, limit: int | None = None) -> list[tuple[MixturePart, int]]:
-        """Return the held-out corpora, and the number of batches of each that add up to about `limit`, by weight."""
+        """Return the held-out corpora, and how many batches of each to evaluate if `limit` are allowed; None for all.
+
+        They share the batches by weight, but each gets at least one and at most as many as it has.
+        """
         parts = self._heldout_samples().parts
         shares = [max(1, round(part.weight * limit)) if limit else None for part in parts]
         return [(part, self.eval_batch_count(share, part.samples)) for part, share in zip(parts, shares, strict=True)]

@@ -25,7 +25,7 @@ from threefold.huggingface.files import choose_type, imported_config, left_out, 
 from threefold.huggingface.source import choose_exported
 from threefold.models.huggingface import WeightMap
 from threefold.models.source import file_source
-from threefold.output import Progress, staged_directory
+from threefold.output import Progress, check_replaceable, staged_directory
 
 CONSTRUCTOR: Final = "model.json"
 """File that names the class or function in the model's file, its keyword arguments, and its tied parameters."""
@@ -62,6 +62,7 @@ class Exported:
 
 def export_model(request: Export, progress: Progress) -> Exported:
     """Write a run's newest checkpoint that proves undamaged in the format of transformers, tensor by tensor."""
+    check_replaceable(request.out, [request.run], request.overwrite)
     return_freed_memory()
     damaged: dict[Path, str] = {}
     while True:

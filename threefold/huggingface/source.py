@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.checkpoint.folder import CONFIG as RUN_CONFIG
-from threefold.checkpoint.folder import TOKENIZER, Damaged, SelectedCheckpoint, folders, path_of, select_checkpoint
+from threefold.checkpoint.folder import TOKENIZER, Damaged, SelectedCheckpoint, newest, path_of, select_checkpoint
 from threefold.checkpoint.manifest import FORMAT, MANIFEST
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, shown
@@ -32,7 +32,7 @@ def check_import(name: str, out: Path, overwrite: bool) -> Path:
 def check_export(run: Path, out: Path, overwrite: bool) -> None:
     """Check the folders of an export; the checkpoint itself is checked when it is read."""
     check_replaceable(out, [run], overwrite)
-    if not folders(run):
+    if newest(run) is None:
         choose_exported(run)  # raises an error
 
 

@@ -87,7 +87,7 @@ def leave_to_rank_zero() -> None:
         return
     if set(_TORCHRUN) <= os.environ.keys() and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
-    time.sleep(5.0)
+    time.sleep(5.0)  # while rank 0 prints an error that all ranks have
     sys.exit(2)
 
 

@@ -251,7 +251,7 @@ def _hang_finder(job: Job, pages: Sequence[Page], pids: Sequence[int]) -> Callab
             asked = [page for rank, page in enumerate(pages) if rank not in (*ended, *hang.ranks)]
             for page in asked:
                 ask(page)
-            deadline = time.monotonic() + 3.0
+            deadline = time.monotonic() + 3.0  # for ranks to write their flight recorders
             while time.monotonic() < deadline and not all(read(page).answered for page in asked):
                 time.sleep(LOOK)
         return Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True)
@@ -272,12 +272,12 @@ def _ended() -> Iterator[list[_Rank]]:
             alive = [rank.process for rank in ranks if rank.process.is_alive()]
             for process in alive:
                 process.kill()
-            deadline = time.monotonic() + 3.0
+            deadline = time.monotonic() + 3.0  # for killed ranks to end
             for process in alive:
                 process.join(max(0, deadline - time.monotonic()))
             # The processes that copy output to the console hold the other ends of the pipes until they are done.
             reports = {rank.report for rank in ranks}
-            deadline = time.monotonic() + 2.0
+            deadline = time.monotonic() + 2.0  # until output is on the console
             while reports and (ready := wait(reports, max(0, deadline - time.monotonic()))):
                 for report in cast("list[Connection]", ready):
                     try:

@@ -69,7 +69,8 @@ def naming_fallback(config: Config, text: str) -> Iterator[None]:
 def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int, because: str) -> tuple[Config, str]:
     """Return the config for a world of `ranks` ranks, and the fallback it follows, empty if it is the given config.
 
-    A `UserError` says `because` (see `Layout.require_world`) neither its own layout nor a fallback has so many ranks.
+    Raises a `UserError`, which gives `because` as the source of the number (see `Layout.require_world`), if neither its
+    own layout nor a fallback has so many ranks.
     """
     layout = Layout.from_config(config.parallel)
     if layout.world_size == ranks:

@@ -276,7 +276,10 @@ def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: S
 
 
 def initial_values(name: str, config: ModelConfig) -> Initial:
-    """Return GPT-2's initial values of a weight: less by 1/√(2·layers) if its output joins the residual stream."""
+    """Return the initial values of a weight, as in GPT-2.
+
+    They are N(0, range²), times 1/√(2·layers) if the output joins the residual stream; biases are 0, norms 1.
+    """
     if name.endswith(".bias"):
         return Constant(0.0)
     if fnmatchcase(name, "*norm.weight"):

@@ -32,7 +32,10 @@ _LOGITS: Final = _words("head lm_head output logits unembed decoder to_logits")
 
 @dataclass(frozen=True)
 class Proposal:
-    """A plan that the modules' names suggest, and why modules or parameters (by pattern) are undecided: replicated."""
+    """A plan that the modules' names suggest.
+
+    `undecided` says why some modules or parameters (by pattern) could not be decided; they are replicated.
+    """
 
     plan: Plan
     undecided: Mapping[str, str] = field(default_factory=dict)

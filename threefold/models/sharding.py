@@ -380,7 +380,10 @@ class ModelPlan:
         return bool(self.bare) and Patterns(self.bare).naming(parameter) is not None
 
     def is_hidden_matrix(self, name: str, dims: int) -> bool:
-        """Return whether an unsharded parameter has two `dims` or more and is in none of the outer layers."""
+        """Return whether a parameter of this unsharded name has two `dims` or more and is in an inner layer.
+
+        Inner layers are those between the first and the last; a tied weight has the name of its first use.
+        """
         parts = name.split(".")
         return dims >= 2 and any(".".join(parts[:end]) in self._hidden_layers for end in range(1, len(parts)))
 

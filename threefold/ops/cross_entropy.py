@@ -3,7 +3,8 @@
 On a CPU, the logits are processed in runs of rows that fit the processor's caches, with one buffer in fp32 at least:
 torch's own functions pass over all logits in memory several times, and over wide copies of narrow ones.
 
-For a layer's output in chunks, runs of columns for all tokens, the backward pass needs only the layer's input and the
+For a layer's output in chunks (runs of columns for all tokens, so that each row of the weight's gradient comes from one
+product, rounded once), the backward pass needs only the layer's input and the
 largest logit of each token: it recomputes the logits chunk by chunk, as in Wijmans et al., "Cut Your Losses in
 Large-Vocabulary Language Models" (arXiv 2411.09009), section 4, so that the memory does not depend on how many
 micro-batches a pipeline has in flight. Where memory allows, it keeps the logits instead, in the dtype of the product.
@@ -229,7 +230,10 @@ def _chunks(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _aligned(rows: Tensor) -> Tensor:
-    """Return `rows` [C, H], on a GPU with zero rows up to 16 bytes of logits: other widths take seven times as long."""
+    """Return `rows` [C, H], on a GPU with zero rows up to a multiple of 16 bytes of logits.
+
+    Products of other widths take seven times as long (bf16 on an H200).
+    """
     missing = -len(rows) % (16 // rows.itemsize) if rows.is_cuda else 0
     return F.pad(rows, (0, 0, 0, missing)) if missing else rows
 

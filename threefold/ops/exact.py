@@ -13,14 +13,15 @@ every thread whole vectors.
 `tests/ops/test_exact.py` verifies what these functions rely on for a CPU in fp32, over odd sizes, cuts, offsets and 1,
 2 and 4 threads:
 
-- oneDNN's products of dense matrices with at least two rows and columns. MKL's differ with the number of matrices in a
-  batch, with threads where it computes one, and with alignment; so do torch's `@`, `baddbmm` and
-  `F.scaled_dot_product_attention`, which call it. MKL's batches of whole vectors are used only where a trial has shown
-  that they have oneDNN's bits (`ops.exact_products`).
-- torch's arithmetic of elements, square roots, reciprocals, `exp`, `tanh` and `erf`; not its `sigmoid`, SiLU and GELU.
-- torch's `amax`, softmax and sums over a contiguous last dim of several rows; not the backward pass of softmax, nor
-  sums of a whole tensor or over the rows.
-- the gradient of a layer norm's input in its backward pass.
+- oneDNN's products of dense matrices with at least two rows and columns (`test_products`). MKL's differ with the number
+  of matrices in a batch, with threads where it computes one, and with alignment; so do torch's `@`, `baddbmm` and
+  `F.scaled_dot_product_attention`, which call it (`test_torchs_attention_depends_on_heads_or_threads`). MKL's batches
+  of whole vectors are used only where a trial has shown that they have oneDNN's bits (`ops.exact_products`).
+- torch's arithmetic of elements, square roots, reciprocals, `exp`, `tanh` and `erf` (`test_elementwise`); not its
+  `sigmoid`, SiLU and GELU.
+- torch's `amax`, softmax and sums over a contiguous last dim of several rows (`test_rows`); not the backward pass of
+  softmax, nor sums of a whole tensor or over the rows.
+- the gradient of a layer norm's input in its backward pass (`test_norms_are_the_tree_over_ranks`).
 """
 
 from collections.abc import Callable, Sequence

@@ -67,7 +67,10 @@ def product(a: Tensor, b: Tensor, pieces: int = 1) -> Tensor:
 
 
 def products(a: Tensor, b: Tensor) -> Tensor:
-    """Compute `a @ b.mT` of [n, m, k] and [n, p, k]: [n, m, p], a tree sum over runs of k; bits as of `product`."""
+    """Compute `a @ b.mT` of [n, m, k] and [n, p, k]: [n, m, p], a tree sum over runs of k.
+
+    Bits of an element depend on its row of `a` and its row of `b` alone.
+    """
     if a.shape[2] <= _CHAIN or a.dtype != torch.float32:
         return _products(a, b)
     return tree_sum(_products(*each) for each in zip(a.split(_CHAIN, 2), b.split(_CHAIN, 2), strict=True))

@@ -310,12 +310,17 @@ def _unpacked(pairs: Tensor) -> tuple[Tensor, Tensor]:
     return (words << 16).view(torch.float32), (words & -(1 << 16)).view(torch.float32)
 
 
+def squared_relu(x: Tensor) -> Tensor:
+    """Return relu(x)², as in So et al., "Primer" (arXiv 2109.08668)."""
+    return F.relu(x).square()
+
+
 ACTIVATIONS: Final[dict[str, Callable[[Tensor], Tensor]]] = {
     "gelu_tanh": gelu_tanh,
     "gelu": F.gelu,
     "quick_gelu": quick_gelu,
     "relu": F.relu,
-    "relu2": lambda x: F.relu(x).square(),  # So et al., Primer, arXiv 2109.08668
+    "relu2": squared_relu,
     "silu": F.silu,
 }
 """Activation functions by their names in `model.activation`."""

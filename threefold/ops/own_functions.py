@@ -190,7 +190,8 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    if target.is_floating_point() or weight is not None or label_smoothing:
+    deprecated = size_average is not None or reduce is not None
+    if target.is_floating_point() or weight is not None or label_smoothing or deprecated or not input.dim():
         return NotImplemented
     log_probabilities = _log_softmax(input, min(1, input.dim() - 1))
     return _nll_loss(log_probabilities, target, weight, size_average, ignore_index, reduce, reduction)

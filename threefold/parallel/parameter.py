@@ -33,7 +33,8 @@ def split_parameter(whole: Tensor, *cuts: tuple[Axis, int]) -> nn.Parameter:
         part = local_part(part, axis, dim)
     # A dense copy, so that nothing refers to the whole tensor's storage.
     dense = part.clone(memory_format=torch.contiguous_format)
-    return _as_parameter(dense, whole, cuts[0][0], [dim for _, dim in cuts])
+    # The global stride must be contiguous, as the shard is.
+    return _as_parameter(dense, torch.empty(whole.shape, device="meta"), cuts[0][0], [dim for _, dim in cuts])
 
 
 def empty_parameter(shape: tuple[int, ...], axis: Axis, dim: int, device: torch.device | None = None) -> nn.Parameter:

@@ -399,7 +399,6 @@ def check_forward(
         return
     if _failure(_made(make_model), plan, batch, takes_labels) is not None:
         return
-        return
     for rank in dict.fromkeys((0, tp - 1)):  # every other rank has the sizes of one of these
         model = _made(make_model)
         _cut(model, plan, tp, rank)

@@ -91,8 +91,9 @@ def shard_values(
 ) -> None:
     """Shard the parameters of a module that has its values, in place; a rank keeps its shards.
 
-    Each layer of the outermost `nn.ModuleList`s is gathered by itself, the rest together. `compression` is a 16-bit
-    dtype of the gradients' sums, over ranks only, and `tp` the tensor ranks then.
+    Each layer of the outermost `nn.ModuleList`s is gathered by itself, the rest together. `compression` is the
+    16-bit dtype of the gradients' sums over ranks (None for their own; micro-batches are added up at full width), and
+    `tp` the tensor ranks if it is given.
     """
     before = dict(module.named_parameters())
     # `fully_shard` cuts contiguous tensors only.

@@ -3,7 +3,7 @@
 import os
 import platform
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
@@ -245,16 +245,16 @@ class Recorder:
             self._watch()
         for name, module in self._adapter.modules():
             # Before hooks of frameworks, which may replace the input by one that only this module's gradient reaches.
-            entered = partial(self._enter_module, name)
+            entered = _hook(self._enter_module, name)
             self._handles += [
                 module.register_forward_pre_hook(entered, with_kwargs=True, prepend=True),
-                module.register_forward_hook(partial(self._leave_module, name)),
+                module.register_forward_hook(_hook(self._leave_module, name)),
             ]
         for root in self._roots:  # around the hooks of its modules
-            entered = partial(self._enter_root, root)
+            entered = _hook(self._enter_root, root)
             self._handles += [
                 root.module.register_forward_pre_hook(entered, with_kwargs=True, prepend=True),
-                root.module.register_forward_hook(self._leave_root),
+                root.module.register_forward_hook(_hook(self._leave_root)),
             ]
             if self._is_wide:  # behind the hook that takes fingerprints
                 widen = root.module.register_forward_pre_hook(
@@ -526,6 +526,18 @@ def _widened(value: Any) -> Any:
 def _squares(tensor: Tensor) -> float:
     dtype = torch.promote_types(tensor.dtype, torch.float32)
     return float(torch.linalg.vector_norm(local(tensor).detach(), dtype=dtype)) ** 2
+
+
+def _hook(method: Callable[..., Any], *bound: Any) -> Callable[..., Any]:
+    """Return a method as a plain function.
+
+    A copy of the model shares a function, where it would copy a method with its recorder and the optimizer.
+    """
+
+    def hook(*args: Any) -> Any:
+        return method(*bound, *args)
+
+    return hook
 
 
 def _random_state() -> bytes:

@@ -74,7 +74,7 @@ def _rms_bytes(sizes: RankBlock, rows: int, nbytes: int) -> int:
 
 def _core_bytes(sizes: RankBlock, replayed: bool) -> int:
     """Return the bytes that QK-norm, rotary embeddings and the attention core keep, if `replayed` only the core's
-    inputs; its output is its projection's."""
+    inputs; its output is not included, since its projection keeps it."""
     cp, length, queries, kernels = sizes.cp, sizes.length, sizes.queries, sizes.kernels
     before = 0
     inputs = queries + 2 * sizes.keys  # of the core, and the tensors that they are views of
@@ -254,7 +254,8 @@ def embedding_layer(sizes: RankBlock, vocab: int, dropout: bool, device: str) ->
 class LayerMemory:
     """Memory of a model's layers on a rank for one micro-batch, of which those named in `replayed` are recomputed.
 
-    `output` is a block's; `narrow_logits` are those that are cast to fp32 for the loss, 0 bytes where none are.
+    `output` has the bytes of a block's output; `narrow_logits` those of the logits that are cast to fp32 for the loss,
+    0 where none are.
     """
 
     def __init__(

@@ -317,7 +317,7 @@ def config_text(
     config: Config, choice: LayoutChoice, request: str, comments: list[str], steps: int | None = None
 ) -> str:
     """Return a config as YAML: its given settings in the layout that was found, with the options of `threefold plan`
-    and other comments above, and the steps of a number of tokens, None for those of the config."""
+    and other comments above. `steps` are those of the requested number of tokens; None keeps the config's."""
     sections = without_layout(config)
     for name, key in KEYS.items():
         section, setting = key.split(".")

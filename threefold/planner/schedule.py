@@ -75,13 +75,13 @@ class Timeline:
     ends: list[float]
 
     @cached_property
-    def spans(self) -> list[list[tuple[Action, float, float]]]:
+    def spans(self) -> tuple[tuple[tuple[Action, float, float], ...], ...]:
         """Actions of each rank in order, with start and end."""
         of_rank: list[list[tuple[Action, float, float]]] = [[] for _ in self.program.orders]
         program = self.program
         for rank, action, start, end in zip(program.ranks, program.actions, self.starts, self.ends, strict=True):
             of_rank[rank].append((action, start, end))
-        return of_rank
+        return tuple(map(tuple, of_rank))
 
     @property
     def length(self) -> float:
@@ -267,13 +267,22 @@ _WRITTEN: Final[Mapping[str, Callable[[int, int, int, int], tuple[Action, ...]]]
 return the rank's actions; torch's classes give those of any other."""
 
 
+class _PlannedSchedule(TorchSchedule):
+    """Schedule that is not in the config's table: no class of torch has it, and runs use it as a CSV file."""
+
+    sends_apart = True
+
+    def __reduce__(self) -> tuple[Callable[[str], Schedule], tuple[str]]:
+        return find_planned, (self.name,)
+
+
 ONLY_PLANNED: Final = {
-    "zb-h1": TorchSchedule("zb-h1", "", 1, "loop", "any", True, lambda pp, rank, _: pp),
-    "zb-h2": TorchSchedule("zb-h2", "", 1, "loop", "any", True, lambda pp, rank, _: 2 * pp - 1),
+    "zb-h1": _PlannedSchedule("zb-h1", "", 1, "loop", "any", True, lambda pp, rank, _: pp),
+    "zb-h2": _PlannedSchedule("zb-h2", "", 1, "loop", "any", True, lambda pp, rank, _: 2 * pp - 1),
 }
 """ZB-H1 and ZB-H2 of Qi et al. (arXiv 2401.10241, section 2.2), their handcrafted schedules with one stage per rank.
 
-No class of torch has them, and runs use them as CSV files. With ZB-H1 every rank holds as many micro-batches as the
+With ZB-H1 every rank holds as many micro-batches as the
 first rank of 1F1B. With ZB-H2 it holds almost twice as many, and no rank waits between its first and last action if F,
 B and W take equal time.
 """
@@ -353,8 +362,8 @@ class HeldPasses(NamedTuple):
 
 def held_by_rank(order: Sequence[Action]) -> HeldPasses:
     changes = {"F": (1, 1, 0), "B": (-1, -1, 0), "I": (0, -1, 1), "W": (-1, 0, -1)}
-    kinds = zip(*(changes[kind] for _, kind, _ in order), strict=True)
-    return HeldPasses(*(max(accumulate(each)) for each in kinds)) if order else HeldPasses(0, 0, 0)
+    peaks = (max(accumulate((changes[kind][each] for _, kind, _ in order), initial=0)) for each in range(3))
+    return HeldPasses(*peaks)
 
 
 def peak_micro_batches(orders: Sequence[Sequence[Action]]) -> list[float]:

@@ -1,6 +1,8 @@
 """Training systems, described by the few features that decide the physical work of a step.
 
-A system only switches work on and off: no rate and no fraction depends on it.
+An estimate for a GPU assumes the kernels and overlap that are usual on it, because published steps were measured with
+them; the system `own` has this package's own kernels. A system only switches work on and off: no rate and no fraction
+depends on it.
 """
 
 from dataclasses import dataclass, field, replace

@@ -90,7 +90,11 @@ def storage_key(held: Tensor | torch.UntypedStorage) -> int:
 
     Why: fake and meta tensors have no address (`data_ptr` is 0). Hashable storages would replace it.
     """
-    key: int = (held.untyped_storage() if isinstance(held, Tensor) else held)._cdata
+    return _number(held.untyped_storage() if isinstance(held, Tensor) else held)
+
+
+def _number(storage: torch.UntypedStorage) -> int:  # annotated, so that the probe finds the private part
+    key: int = storage._cdata
     return key
 
 

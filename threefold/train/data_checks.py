@@ -28,7 +28,10 @@ from threefold.train.callbacks.records import EvaluationRecord
 
 
 def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
-    """Set a derived micro-batch size to the smallest of all ranks, as each derives it from its host's memory."""
+    """Set a derived micro-batch size to the smallest of all ranks, as each derives it from its host's memory.
+
+    Collective over the world.
+    """
     if not is_derived(config, "train.micro_batch_size"):
         return config
     smallest = min(_of_all_ranks(mesh, config.train.micro_batch_size))

@@ -200,7 +200,10 @@ def open_samples(config: Config, dataset: Dataset) -> Parts:
 
 
 def open_loader(config: Config, samples: Parts, replicas: Axis, consumed: ConsumedSamples | None = None) -> Loader:
-    """Return the loader of this rank's replica; `consumed` None stands for the batches of a new run."""
+    """Return the loader of this rank's replica.
+
+    `consumed` are the training samples consumed before each step; None for a new run.
+    """
     share, pinned = Share(config.train.global_batch_size, replicas.index, replicas.size), config.train.device == "cuda"
     loader = Loader(*samples, share, config.train.seed, config.data.separate_documents, pinned)
     loader.consumed = consumed or loader.consumed

@@ -413,12 +413,7 @@ class Engine(GradientStep):
             undo=self.buffers.undo,
         )
         if not goes_on:
-            what = f"the loss is {loss:g} and the gradient norm {norm:g}"
-            advice = f"lower optimizer.lr ({config.lr:g}), to {config.lr / 2:g} say"
-            # A single argument keeps it picklable.
-            error = NonFiniteStep(f"Training diverged at step {step + 1}: {what}; {advice}.")
-            error.what, error.advice, error.result = what, advice, result
-            raise error
+            raise diverged(step, result, config.lr)  # not a local name, which its traceback would keep in a cycle
         return result
 
     def _loss_and_norm(self, loss: Tensor) -> tuple[float, float, dict[str, float]]:
@@ -462,6 +457,15 @@ def clip_(gradients: Gradients, norm: float, limit: float | None) -> bool:
         gradients.scale_(coefficient)
         return True
     return False
+
+
+def diverged(step: int, result: StepResult, lr: float) -> NonFiniteStep:
+    """Return the error of a step, counted from 0, whose loss or gradients are not finite."""
+    what = f"the loss is {result.loss:g} and the gradient norm {result.grad_norm:g}"
+    advice = f"lower optimizer.lr ({lr:g}), to {lr / 2:g} say"
+    error = NonFiniteStep(f"Training diverged at step {step + 1}: {what}; {advice}.")  # one argument: picklable
+    error.what, error.advice, error.result = what, advice, result
+    return error
 
 
 def clip_and_update(

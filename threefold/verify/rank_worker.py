@@ -292,6 +292,7 @@ def _second_training(
     source: ModelSource, config: Config, run: SecondRun, mesh: Mesh, path: Path, steps: int = _SAVED + 1
 ) -> _Training:
     training = _Training(source, config, run.rows, mesh, Trace.load(path), run.steps, LossScale(_SCALE, _WINDOW))
+    assert training.engine.loss_scale is not None  # its values are compared
     for place in range(steps):
         training.step(place, CHECKS[place])
     return training

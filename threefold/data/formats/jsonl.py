@@ -133,10 +133,12 @@ class JsonLines:
 
     def _cached(self, further: dict[str, Any], longest: int | None, progress: Progress) -> Path:
         """Return the cache folder with the lines as tokens, cut to `longest`; `further` are inputs of the cache key."""
-        # A new cache goes to the first that is writable. Earlier versions used the last one, ignoring XDG_CACHE_HOME.
-        beside = self.path.with_name(self.path.name + CACHE_ENDING)
-        homes = user_cache_path("threefold", appauthor=False), Path.home() / ".cache" / "threefold"
-        roots = list(dict.fromkeys((beside, *homes))) if self.cache is None else [self.cache]
+        if self.cache is not None:  # without a look at the home directory, which a container's user may not have
+            roots = [self.cache]
+        else:  # to the first that is writable; earlier versions used the last one, ignoring XDG_CACHE_HOME
+            beside = self.path.with_name(self.path.name + CACHE_ENDING)
+            homes = user_cache_path("threefold", appauthor=False), Path.home() / ".cache" / "threefold"
+            roots = list(dict.fromkeys((beside, *homes)))
         content = content_hash(self.path, roots)
         version = 2  # incremented when the same file, tokenizer and length give another cache
         given = {"key": self.key, "tokenizer": self.tokenizer_sha256, "eod": self.eod}

@@ -58,12 +58,16 @@ def with_ending(prefix: Path, ending: str) -> Path:
 
 def open_corpus(
     path: Path | str,
+    *,
     tokenizer: Path | None = None,
     eod: int | None = None,
     vocab_size: int | None = None,
     special_tokens: SpecialTokens | None = None,
 ) -> Corpus:
-    """Open the corpus at `path`: a folder of `threefold data prepare`, or token files of another system."""
+    """Open the corpus at `path`: a folder of `threefold data prepare`, or token files of another system.
+
+    `eod` None is the tokenizer's usual end-of-document token, if the first and the last document end with it.
+    """
     path = Path(path)
     if is_own(path):
         files = TokenFiles.open(path)

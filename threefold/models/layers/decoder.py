@@ -18,10 +18,11 @@ from threefold.random.rng import Positions, Slice
 
 
 class SampleInfo(NamedTuple):
-    """Inputs of layers besides the activations, for the samples of a micro-batch, each for the whole sequence."""
+    """Inputs of layers besides the activations, for the samples of a micro-batch and their whole sequences."""
 
     keys: Tensor | None = None  # int64 [B], of the dropout masks; None to drop nothing
-    # Int64 [B, S], on the host wherever the model is, so that reading the documents' bounds waits for no device.
+    # Int64 [B, S], the document of each token, None for plain causal attention; on the host wherever the model is, so
+    # that reading the documents' bounds waits for no device.
     documents: Tensor | None = None
     weights: Tensor | None = None  # float [B, S], in the gradient of auxiliary losses; None for no such losses
     positions: Tensor | None = None  # int64 [B, S], if learned positions count by document and not by sample

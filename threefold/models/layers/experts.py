@@ -109,7 +109,7 @@ class Routing(nn.Module):
 
 
 class _WithLoss(torch.autograd.Function):
-    """Identity on `x` that starts the backward pass of `loss` too: no other way to add to it in a pipeline stage."""
+    """Identity on `x` that starts the backward pass of `loss` too, which a pipeline stage can add in no other way."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, loss: Tensor) -> Tensor:

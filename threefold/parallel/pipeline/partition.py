@@ -49,7 +49,8 @@ def stage_bounds(
 ) -> list[int]:
     """Return the first layer of each stage, then the number of layers, from each layer's cost and class name.
 
-    `partition` is `cost`, `uniform`, `uniform-chunks` (which needs `pp`), `class:NAME`, or the stage split points.
+    `partition` is `cost`, `uniform`, `uniform-chunks` (over `pp` ranks, by default as many as stages), `class:NAME`, or
+    the stage split points.
     Raises a `UserError` if the layers cannot be partitioned like that.
     """
     count = len(costs)

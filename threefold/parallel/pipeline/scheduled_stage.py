@@ -3,10 +3,13 @@
 Between ranks of one host, a `Mailbox` carries CPU tensors through shared memory, without sockets. A sender copies a
 tensor into a free slot of its own and writes a note into the receiver's inbox, a pipe, which wakes the receiver if it
 sleeps. The receiver copies the tensor out when it needs it, and returns the slot through another pipe, which wakes
-nobody. If no slot is free, the tensor goes through the process group, and its note and its return have a number of at
-least `SLOTS` instead of a slot. A sender never waits for a slot: it could wait for a rank that waits for it in a
-collective. It waits only if a pipe is full; pipes have room for the notes of two passes, and no rank is further ahead
-of another, so ranks cannot deadlock. Pipes order the accesses to memory around them, as those of `Barrier` do.
+nobody. If no slot is free, the tensor goes through the process group. Its note then has a number of at least `SLOTS`
+instead of a slot. The number is returned in the same way, and the sender keeps the tensor until then.
+
+A sender never waits for a slot: it could wait for a rank that waits for it in a collective. It waits only if a pipe is
+full. Pipes have room for the notes of two passes, and no rank is more than two passes ahead of another, so ranks cannot
+deadlock, in whatever order they send, receive and wait for something else. Pipes order the accesses to memory around
+them, as those of `Barrier` (comm/shared_memory.py) do.
 """
 
 import os

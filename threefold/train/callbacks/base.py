@@ -153,11 +153,10 @@ class Callback:
 
 @dataclass(frozen=True)
 class BadStep:
-    """Step that made no update, as its loss or gradient norm is not finite (`error`), or a guard refused it
-    (`refused`).
+    """Step that made no update.
 
-    It has this replica's samples, this rank's term of the mean loss, and the state of the random streams before the
-    step.
+    Its loss or gradient norm is not finite (`error`), or a guard refused it (`refused`). `step` counts from 1. It has
+    this replica's samples, this rank's term of the mean loss, and the state of the random streams before the step.
     """
 
     step: int
@@ -169,8 +168,9 @@ class BadStep:
 
 
 class Response(NamedTuple):
-    """Response to a bad step, and its reason; `start` are the updates of the checkpoint loaded, None if it is only
-    skipped.
+    """Response to a bad step, and its reason.
+
+    `start` are the updates of the checkpoint that was loaded; None if the step is only skipped.
     """
 
     reason: str

@@ -150,7 +150,7 @@ class GoodputLedger(Callback):
         self._write()
 
     def before_checkpoint(self, step: int) -> None:
-        self._start()  # stopped before the first step
+        self._start()  # if the run is stopped before its first step
         self._pass()
         self._saving = True
 

@@ -95,6 +95,8 @@ class TensorBoard(Tracker):
 
     def before_fit(self, start: int) -> None:
         with self.failures_reported():
+            from tensorboard.compat.proto import event_pb2  # noqa: F401  # where it fails, no empty file is left
+
             self.folder.mkdir(parents=True, exist_ok=True)
             begins = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
             names = (self.folder / f"{begins}.{number}" for number in count())  # TensorBoard sorts the newest last
