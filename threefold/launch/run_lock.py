@@ -61,7 +61,8 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the lock of a run folder within the block; create the folder if it is missing.
 
     Waits at most `LONGEST_WAIT` seconds for a holder that is not a live process of this host, as the ranks of a killed
-    run may take a moment to end. If the file system has no locks, prints a warning and locks nothing.
+    run may take a moment to end. Raises a UserError if another process holds the lock. If the file system has no locks,
+    prints a warning and locks nothing.
     """
     path = run_dir / LOCK_FILE
     try:

@@ -271,7 +271,7 @@ class Record:
                 )
 
     def step(self, step: int) -> dict[Key, Quantity]:
-        """Return the quantities recorded at a step, from 1; 0 for before the first."""
+        """Return the quantities recorded at a step, from 1; 0 for before the first. UserError if a file is damaged."""
         parts: dict[Key, list[tuple[int, IndexEntry, Tensor]]] = {}
         for rank in range(len(self.ranks)):
             for entry, values in self._page(rank, step):

@@ -161,6 +161,7 @@ class TrainingLoop:
             self._finish_step(StepRecord(**vars(passed_over) | self._place(step), reader_cost=0.0, seconds=seconds))
             return step
         self.heartbeat.activity(Activity.DATA)
+        # The second argument is the next step that no guard skips, whose batch is prefetched.
         batch = self.loader.batch(done, self._next_step(step + 1) - 1)
         read = time.perf_counter()
         self._notify("before_step", step, batch, step=step)
@@ -330,7 +331,7 @@ class TrainingLoop:
         return max([step, *(guard.next_step(step) for guard in self.guards)])
 
     def _ask_guards(self, moment: str, *arguments: Any) -> Any:
-        """Call a method of the guards in their order, until one returns a result; return that, or None."""
+        """Call a method of `Guard` of the guards in their order, until one returns a result; return that, or None."""
         return next((found for guard in self.guards if (found := getattr(guard, moment)(*arguments))), None)
 
     def _notify(self, moment: str, *arguments: Any, step: int | None = None) -> None:

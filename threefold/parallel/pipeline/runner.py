@@ -107,7 +107,7 @@ class PipelineRunner(Runner):
         self._mesh, self._deferred, self._order = parallelism.mesh, parallelism.deferred, parallelism.order
         self._add_gradient, self._declared = add_gradient, activation is not None
         self.has_loss = any(stage.gives_loss for stage in stages)
-        # With several stages on a rank, a tied weight may get a gradient from each, or a deferred one.
+        # None if a parameter may get two gradients per micro-batch: a tied weight, from each stage or a deferred one.
         self.arrivals = micro_batches if schedule.one_backward_per_micro_batch else None
         loss_dtype = torch.promote_types(parallelism.dtype, torch.float32)
         self._zero = torch.zeros(1, dtype=loss_dtype, device=self._mesh.device)
@@ -210,7 +210,7 @@ class PipelineRunner(Runner):
         losses: list[Tensor] = []
         is_first = any(stage.is_first for stage in self.scheduled_stages)
         try:
-            with self._mesh.pp.waiting("send"):  # except while an action runs
+            with self._mesh.pp.waiting("send"):  # except while an action runs (`ScheduledStage._timed`)
                 run(  # with numbers instead of samples; the last stage computes the loss, so it needs no target
                     *([self._numbers] if is_first else []),
                     target=self._numbers if self.has_loss else None,
