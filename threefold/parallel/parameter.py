@@ -140,7 +140,7 @@ def set_in(root: nn.Module, name: str, value: Tensor | nn.Module) -> None:
 
 
 def cut_dims(tensor: DTensor) -> list[int | None]:
-    """Return the dim that each mesh axis cuts; of axes that cut one dim, the last cuts first, the others its shards."""
+    """Return the dim that each mesh axis cuts; if axes cut the same dim, the last cuts first, the others its shards."""
     return [getattr(placement, "dim", None) for placement in tensor.placements]
 
 

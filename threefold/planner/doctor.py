@@ -468,7 +468,7 @@ def axis_routes(device: str, found: list[Interface]) -> list[AxisRoute]:
 
 
 def measure_disk(folder: Path, nbytes: int) -> DiskSpeed:
-    """Write `nbytes` into a temporary file of `folder` and time it until they are on the disk; UserError if it fails."""
+    """Time writing `nbytes` into a temporary file of `folder` until they are on the disk; UserError if that fails."""
     block = os.urandom(_BLOCK)  # random, so that no disk compresses it
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".threefold-doctor-") as file:

@@ -63,8 +63,8 @@ def dry_run(
     """Run one training step of one rank on tensors without memory; the config's data need not exist.
 
     The model is the one that the config names, unless there is a source; `tell` is called before each forward pass.
-    Raises a `UserError` if the layout has no such rank or does not suit the model, and a RuntimeError if the process has
-    a process group.
+    Raises a `UserError` if the layout has no such rank or does not suit the model, and a RuntimeError if there is a
+    process group already.
     """
     return run_step(config, rank, source, tell)[0]
 
