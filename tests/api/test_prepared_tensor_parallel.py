@@ -109,7 +109,7 @@ def on_ranks(case: Foreign, dp: int, tp: int) -> Updates:
         (Foreign("qwen2"), 1, 2),
         (Foreign("llama", tied=True), 3, 2),
     ],
-    quick=[0],
+    slow=(0, 2, 3),
     ids=str,
 )
 def test_losses_gradients_and_weights_are_those_of_one_process(pool, case: Foreign, dp: int, tp: int) -> None:

@@ -113,7 +113,7 @@ def test_the_one_before_is_chosen(
     assert "step_00000002" in str(caught.value)
 
 
-@pytest.mark.parametrize("name", [pytest.param("tensors-00000.bin", marks=pytest.mark.slow), "tensors-00001.bin"])
+@sweep("name", ["tensors-00000.bin", "tensors-00001.bin"], slow=(0, 1))
 def test_damage_found_while_loading(
     threefold: Command,
     pool: WorkerPool,

@@ -61,7 +61,7 @@ def content(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-@pytest.mark.parametrize("kind", ["memory", "file", "s3"])
+@sweep("kind", ["memory", "file", "s3"], quick=(0, 1))
 def test_what_is_copied_comes_back(
     kind: str, trained: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -275,7 +275,7 @@ EXPERTS = (
         ),
     ],
     ids=["ep2-tp2-to-pp2", "one-to-ep2-zero3", "ep2-tp2-zero1-to-ep4"],
-    quick=(1,),
+    slow=(0, 1),
 )
 def test_experts_go_on_equal(
     pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]

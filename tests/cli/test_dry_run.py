@@ -20,6 +20,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_tables_of_all_stages(threefold, config: Path, tmp_path: Path) -> None:
     status, output, error = threefold("dry-run", config, "--all-stages", "--world", "8", "--hardware", "h100")
     assert (status, error) == (0, "")

@@ -49,7 +49,7 @@ def test_an_error_that_cannot_be_told_keeps_its_status() -> None:
 @sweep(
     "where",
     ["read by nobody", ">&-", "| true", ">/dev/full", "| head -1"],
-    quick=(0,),
+    slow=(0, 1, 3),
 )
 def test_a_run_goes_on(config_file: Path, tmp_path: Path, where: str) -> None:
     run = tmp_path / "run"

@@ -22,7 +22,7 @@ RING = (("parallel.cp_method", "ring"),)
         replace(LLAMA, tie=True, dtype="fp32", steps=1).with_layout(2, 1, 2),
     ],
     ids=["tp2-pp2-shared", "tp3", "tp2-cp2-shared", "ring3", "dp2-tp2-zero3", "tied-fp32"],
-    quick=(0, 3),
+    quick=(0,),
 )
 def test_a_layout_trains_what_one_process_trains(
     pool: WorkerPool, expected: Callable[[Case], Trace], case: Case

@@ -62,6 +62,7 @@ def test_variant(pool, expected, cp: int, changes: dict) -> None:
     check(pool, expected, case(cp=cp, **changes))
 
 
+@pytest.mark.slow
 def test_eight_context_ranks_for_three_steps(pool, expected) -> None:
     check(pool, expected, case(cp=8, sequence=48, steps=3, positions="rope", documents=True))
 

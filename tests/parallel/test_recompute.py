@@ -49,7 +49,7 @@ def traces(case: Case, modes: list[tuple[str, int]]) -> list[Trace]:
         ((1, 2, 1), {"sequence": 12, "cp": 2}),
     ],
     ids=str,
-    quick=(1, 6),
+    quick=(1,),
     slow=slice(0, None, 2),
 )
 def test_gradients_keep_every_bit(pool, layout: tuple[int, int, int], changes: dict[str, Any]) -> None:

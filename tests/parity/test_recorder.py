@@ -414,6 +414,7 @@ def narrow(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Record]:
     return {path.name: Record(path) for path in folder.iterdir()}
 
 
+@pytest.mark.slow
 def test_a_run_in_fp64_tells_factors_in_bf16(narrow: dict[str, Record], tmp_path: Path) -> None:
     """Noise in the last place is larger than rounding, and hides a factor of 1.01."""
     reference, noisy = narrow["reference"], [narrow["noise-1"], narrow["noise-2"]]

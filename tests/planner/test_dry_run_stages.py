@@ -45,6 +45,7 @@ def test_other_pipelines_are_run_as_they_are(monkeypatch: pytest.MonkeyPatch) ->
     assert run == [0, 2, 4, 6, 8, 10, 12, 14, 16, 0, 2, 4]
 
 
+@pytest.mark.slow
 def test_passes_are_told() -> None:
     told: list[tuple[str, int, int]] = []
     config = long_pipeline(4, 4, tp=1, pp=2, partition=None, schedule="interleaved", stage_chunks=2)

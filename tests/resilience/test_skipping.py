@@ -207,7 +207,7 @@ def test_limits_end_the_run(pool: WorkerPool, small_run: Run, tmp_path: Path) ->
     assert list(reasons(tmp_path)) == [2, 4, 5]
 
 
-@sweep("policy", ["skip", pytest.param("rollback", marks=pytest.mark.sweep)], quick=(0,))
+@sweep("policy", ["skip", "rollback"], slow=(0,))
 def test_a_spike(pool: WorkerPool, small_run: Run, tmp_path: Path, policy: str) -> None:
     """A gradient far above the others; a run that is resumed before it has the same medians."""
     settings = {"train__spike_factor": 20.0, "train__spike_window": 3, "train__on_spike": policy}

@@ -44,7 +44,7 @@ WHOLE_VECTORS = replace(
 
 @pytest.mark.parametrize(
     "layout",
-    slow_but([(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 1)], (1, 1, 1), (2, 2, 2)),
+    slow_but([(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 1)], (1, 1, 1), sweep=[(1, 8, 1)]),
 )
 def test_bits_of_products_in_batches(
     pool: WorkerPool, one_process: Callable[[Case], Trace], layout: tuple[int, int, int]

@@ -75,7 +75,7 @@ def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[
     check(pool, one_process(case), spread)
 
 
-@sweep("case", [CASE, LLAMA], ids=["gpt", "llama"], quick=(0,))
+@sweep("case", [CASE, LLAMA], ids=["gpt", "llama"], slow=(0, 1))
 def test_exact_run_is_the_run_up_to_rounding(
     pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case
 ) -> None:

@@ -188,7 +188,7 @@ def test_bits_are_those_of_one_process(pool: WorkerPool, alone: Any, name: str) 
         assert (others, of_rank) == ([], evaluated)
 
 
-@pytest.mark.parametrize("layout", slow_but(["dp 8", "tp 2", "pp 2"], "tp 2"))
+@pytest.mark.parametrize("layout", slow_but(["dp 8", "tp 2", "pp 2"], sweep=["dp 8"]))
 def test_bits_with_a_mean_for_a_loss(pool: WorkerPool, alone: Any, layout: str) -> None:
     expected, named, evaluated = alone(own(loss=mean_loss))
     assert named == []

@@ -40,7 +40,7 @@ def test_bits_over_sockets(pool: WorkerPool, one_process: Callable[[Case], Trace
     check(pool, one_process(CASE), replace(SOCKETS[name], shared_memory=False))
 
 
-@pytest.mark.parametrize("name", slow_but(IN_BF16, "dp 2", sweep=[*IN_BF16][::2]))
+@pytest.mark.parametrize("name", slow_but(IN_BF16, sweep=[*IN_BF16][::2]))
 def test_bits_in_bf16(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(NARROW), IN_BF16[name])
 

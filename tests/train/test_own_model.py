@@ -138,7 +138,7 @@ class Tiny(Whole):
         ({"pp": 4}, {"dp": 2, "set": (("parallel.zero", 3),)}),
         ({"dp": 2, "set": (("parallel.zero", 1),)}, {"dp": 2, "tp": 2}),
     ],
-    quick=(1,),
+    slow=(0, 1),
     ids=str,
 )
 def test_a_run_with_frozen_weights_resumes_in_another_layout(

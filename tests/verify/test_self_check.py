@@ -170,6 +170,7 @@ def of_file(kind: str, file: Path, **changes: object) -> Run:
     return run_of(kind, **changes).but(set=(("model.file", f"{file}:Model"), *dict(changes).get("set", ())))
 
 
+@pytest.mark.slow
 def test_an_edited_model_is_verified_again(pool, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(Path(own_state_models.__file__).read_text())

@@ -142,6 +142,7 @@ def test_comparison_cannot_pass_what_is_not_a_number() -> None:
     assert [error.relative for error in comparison.errors] == [float("inf"), float("inf"), 0.0]
 
 
+@pytest.mark.slow
 def test_result_as_json(pool, tmp_path: Path) -> None:
     [result] = verify(pool, task("dp2"), tmp_path, "dp2")
     document = result.to_json()

@@ -147,6 +147,7 @@ def lines_of(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in line.items() if key not in MEASURED} for line in lines]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_a_stop_has_ended_is_made_when_the_run_continues(
     pool: WorkerPool, small_run: Run, tmp_path: Path
 ) -> None:
@@ -200,7 +201,7 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 
 
-@sweep("changes", LAYOUTS, quick=(0,), ids=str)
+@sweep("changes", LAYOUTS, slow=(0, 2), ids=str)
 def test_early_stopping_at_the_same_step_in_every_layout(
     pool: WorkerPool, small_run: Run, tmp_path: Path, changes: dict[str, Any]
 ) -> None:
