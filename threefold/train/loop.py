@@ -328,18 +328,18 @@ class TrainingLoop:
         return done > 0 and self._epoch(done).number // count > self._epoch(done - 1).number // count
 
     def _next_step(self, step: int) -> int:
-        return max([step, *(guard.next_step(step) for guard in self.guards)])
+        return max([step, *(guard.next_step(step) for guard in self.guards if _overrides(guard, "next_step", Guard))])
 
     def _ask_guards(self, moment: str, *arguments: Any) -> Any:
-        """Call a method of `Guard` of the guards in their order, until one returns a result; return that, or None."""
-        return next((found for guard in self.guards if (found := getattr(guard, moment)(*arguments))), None)
+        """Call a method of the guards that override it, in order, until one returns a result; return that, or None."""
+        asked = (getattr(guard, moment) for guard in self.guards if _overrides(guard, moment, Guard))
+        return next((found for ask in asked if (found := ask(*arguments))), None)
 
     def _notify(self, moment: str, *arguments: Any, step: int | None = None) -> None:
         """Call a method of the callbacks that override it; those of a step only at the callback's `step_interval`."""
         for callback in self.callbacks:
             every = 1 if step is None else callback.step_interval
-            is_own = getattr(getattr(callback, moment), "__func__", None) is not getattr(Callback, moment)
-            if every and (step is None or step % every == 0) and is_own:
+            if every and (step is None or step % every == 0) and _overrides(callback, moment, Callback):
                 self.heartbeat.callback(type(callback).__name__, alone=callback.ranks == "first")
                 call(callback, moment, self.engine.mesh.rank, *arguments)
             if reason := callback.stop_reason:
@@ -454,6 +454,11 @@ def peak_memory() -> int:
         return 0
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return largest if sys.platform == "darwin" else largest * 1024
+
+
+def _overrides(callback: Callback, moment: str, base: type[Callback]) -> bool:
+    """Return whether a callback overrides a method of its base class, which does nothing there."""
+    return getattr(getattr(callback, moment), "__func__", None) is not getattr(base, moment)
 
 
 def call(callback: Callback, moment: str, rank: int, *arguments: Any) -> None:

@@ -92,7 +92,7 @@ class GradientStep:
         self.generators = ProcessGenerators(mesh.coordinates, mesh.device)  # for user models that draw from them
         self.runner = self._make_runner(activation)
         self._batches = BatchPreparation(self.model, settings, self.runner, self.preserved)
-        self._partial = partial_over_tensor_ranks(self.model)
+        self._trained, self._partial = self.model.trained, partial_over_tensor_ranks(self.model)
         self._in_order = any(has_uneven_shards(weight.parameter) for weight in self.model.weights)
         self._is_first = True
         self._batch: BatchFacts | None = None
@@ -155,7 +155,7 @@ class GradientStep:
         if self._partial:
             self.mesh.tp.all_reduce_together_([self.gradients[leaf] for leaf in self._partial])
         # Tied weights, over the stages that use them: each has the gradient of its own use.
-        gradients = {weight.name: self.gradients[weight.leaf] for weight in self.model.trained}
+        gradients = {weight.name: self.gradients[weight.leaf] for weight in self._trained}
         self.model.tied.sum_(gradients, self._in_order)
         # The loss scale kept small gradients from vanishing so far, and is divided out now.
         if scale != 1:
