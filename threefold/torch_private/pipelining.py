@@ -77,12 +77,12 @@ class BufferedPipelineStage(PipelineStage):
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         with self._without_memory():
             super()._setup_forward_recv_info(num_microbatches, has_backward)
-        self.drop_buffers(*self.args_recv_info.values())
+        _drop_buffers(self.args_recv_info)
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         with self._without_memory():
             super()._setup_backward_recv_info(num_microbatches)
-        self.drop_buffers(*self.grad_recv_info.values())
+        _drop_buffers(self.grad_recv_info)
 
     @contextmanager
     def _without_memory(self) -> Iterator[None]:
@@ -92,10 +92,10 @@ class BufferedPipelineStage(PipelineStage):
         finally:
             self.device = device
 
-    @staticmethod
-    def drop_buffers(*of_micro_batches: tuple[RecvInfo, ...]) -> None:
-        for info in chain.from_iterable(of_micro_batches):
-            info.buffer = None
+
+def _drop_buffers(of_micro_batches: dict[int, tuple[RecvInfo, ...]]) -> None:
+    for info in chain.from_iterable(of_micro_batches.values()):
+        info.buffer = None
 
 
 class Schedule1F1BOfAnyCount(Schedule1F1B):

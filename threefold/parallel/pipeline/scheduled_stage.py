@@ -327,7 +327,7 @@ class ScheduledStage(BufferedPipelineStage):
         if not self.is_last:
             self._check(out)
         if not self.has_backward:
-            self.drop_buffers(self.args_recv_info[fwd_chunk_id])
+            _drop_buffers(*self.args_recv_info[fwd_chunk_id])
             if self.is_last or self.is_on_this_rank(self.stage_index + 1):
                 del self.fwd_cache[fwd_chunk_id]  # otherwise it is still to be sent
         return out
@@ -348,7 +348,7 @@ class ScheduledStage(BufferedPipelineStage):
                     self.dw_runner[bwd_chunk_id] = self.dw_builder()
         if loss is not None:
             loss.detach_()  # torch keeps it to the end of the step, and its graph keeps the receive buffer
-        self.drop_buffers(self.args_recv_info[bwd_chunk_id], self.grad_recv_info[bwd_chunk_id])
+        _drop_buffers(*self.args_recv_info[bwd_chunk_id], *self.grad_recv_info[bwd_chunk_id])
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: tuple[Tensor | None, ...], mb_index: int) -> None:
         infos = self.grad_recv_info[mb_index]
@@ -454,3 +454,8 @@ class ScheduledStage(BufferedPipelineStage):
         if torch.device(self.device).type == "cuda":
             torch.cuda.synchronize(self.device)
         return perf_counter()
+
+
+def _drop_buffers(*infos: RecvInfo) -> None:
+    for info in infos:
+        info.buffer = None
