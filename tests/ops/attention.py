@@ -16,7 +16,7 @@ def hidden(queries: int, keys: int, window: int, documents: Tensor | None) -> Te
 
 
 def masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, documents: Tensor | None = None) -> Tensor:
-    """Compute `threefold.ops.tiles.attention` in fp64."""
+    """Compute `threefold.ops.attention.attention` in fp64."""
     weights = masked_weights(q, k, window, documents)
     return (weights @ _served(v, q)).transpose(1, 2).flatten(2)
 

@@ -12,8 +12,9 @@ from tests.ops.attention import masked_attention, numbered
 from tests.support.compiled import operators_of
 from tests.support.saved_tensors import recording_saved
 from threefold.ops import tiles as module
+from threefold.ops.attention import attention
 from threefold.ops.kernels import AttentionMask
-from threefold.ops.tiles import TileGradients, attention, tile_inputs
+from threefold.ops.tiles import TileGradients, tile_inputs
 from threefold.torch_private.fake import OperationMode, fake_tensors, leaves
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2}

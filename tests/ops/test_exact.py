@@ -17,12 +17,12 @@ from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling
 from threefold.ops import exact, exact_functions, exact_products
+from threefold.ops.attention import attention
 from threefold.ops.exact import RowSum
 from threefold.ops.exact_attention import exact_attention
 from threefold.ops.exact_functions import ExactArithmetic
 from threefold.ops.kernels import AttentionMask
 from threefold.ops.kernels import linear as plain_linear
-from threefold.ops.tiles import attention
 from threefold.random.dropout import sample_keys
 from threefold.random.rng import Slice
 

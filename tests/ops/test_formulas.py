@@ -25,9 +25,10 @@ from threefold.models.layers.decoder import Embedding, Head, Linear, PositionEmb
 from threefold.models.layers.experts import MixtureOfExperts, SwiGLU, grouped_linear
 from threefold.models.layers.rope_scaling import RopeScaling
 from threefold.models.llama import LlamaConfig
+from threefold.ops.attention import attention
 from threefold.ops.cross_entropy import chunked_cross_entropy, cross_entropy
 from threefold.ops.kernels import ACTIVATIONS, AttentionMask, embedding, linear
-from threefold.ops.tiles import attention, plain_tile, plain_tile_gradients
+from threefold.ops.tiles import plain_tile, plain_tile_gradients
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 from threefold.random.dropout import sample_keys
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from tests.ops.attention import masked_attention, numbered
-from threefold.ops import tiles as module
+from threefold.ops import attention as module
+from threefold.ops.attention import attention, varlen_lengths
 from threefold.ops.kernels import AttentionMask
-from threefold.ops.tiles import attention, varlen_lengths
 
 
 def stand_in(

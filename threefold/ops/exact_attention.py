@@ -28,7 +28,7 @@ _LONGEST_KEPT: Final = 512  # keys up to which the backward pass keeps the atten
 
 
 def exact_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: HeadDrop | None = None) -> Tensor:
-    """Compute `ops.tiles.attention`, optionally with dropout of the attention weights: [B, Q, heads · d]."""
+    """Compute `ops.attention.attention`, optionally with dropout of the attention weights: [B, Q, heads · d]."""
     mask = mask.within(k.shape[1])
     return _ExactAttention.apply(q, k, v, mask.documents, mask.window, drop)
 

@@ -102,7 +102,7 @@ class AttentionMask(NamedTuple):
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Attend from the last Q of K positions to all positions up to their own, as `ops.tiles.attention` does."""
+    """Attend from the last Q of K positions to all positions up to their own, as `ops.attention.attention` does."""
     if plain_attention_serves(k):
         (batch, queries, heads, width), keys = q.shape, k.shape[1]
         k, v = serve_heads(k, heads), serve_heads(v, heads)

@@ -111,7 +111,10 @@ _WRAPPERS: Final = (
     *("torch.distributed", "torch.autograd.profiler"),
 )
 """Modules of torch that call its functions on behalf of their callers."""
-_NOT_OURS: Final = ("threefold.models.layers", "threefold.ops.kernels", "threefold.ops.tiles")
+_NOT_OURS: Final = (
+    *("threefold.models.layers", "threefold.ops.attention"),
+    *("threefold.ops.kernels", "threefold.ops.tiles"),
+)
 """Modules of this package whose functions are exact only in the families of the package, which replace them."""
 _SHOWN: Final = frozenset(("_WideEmbedding",))  # functions of these modules that are exact
 

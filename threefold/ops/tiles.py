@@ -1,9 +1,7 @@
-"""Causal attention of the last positions of a sequence, optionally within a sliding window and within documents.
+"""Causal attention tile by tile: only of the parts that a sliding window and the bounds of documents leave.
 
-Without either, torch's kernels or plain products compute it (`ops.kernels`). Otherwise only the nonzero parts are
-computed, tile by tile, and recomputed in the backward pass (FlashAttention, arXiv 2205.14135): neither the attention
-matrix nor a mask of its size ever exists. On a GPU, torch's fused kernel for sequences of different lengths does the
-same (`varlen_attention`). Compiled code calls all of it as one operator, because the tiles depend on the documents,
+The parts are computed again in the backward pass (FlashAttention, arXiv 2205.14135): neither the attention matrix nor a
+mask of its size ever exists. Compiled code calls all of it as one operator, because the tiles depend on the documents,
 which differ from batch to batch.
 """
 
@@ -18,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.kernels import AttentionMask, causal_attention, plain_attention_serves, serve_heads
+from threefold.ops.kernels import AttentionMask, serve_heads
 from threefold.torch_private.runtime import cpu_attention, cpu_attention_backward, operator, softmax_gradient
 
 Ids: TypeAlias = npt.NDArray[np.int64]
@@ -27,24 +25,6 @@ _LONGEST_QUERIES: Final = 256
 part of the tile is masked; with fewer, a call computes too little."""
 _SHORTEST_QUERIES: Final = 64
 """Maximum number of queries for which neighboring documents share a tile, and minimum for a tile of a small window."""
-_ALL_BEFORE: Final = AttentionMask()
-
-
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = _ALL_BEFORE) -> Tensor:
-    """Attend from the last Q of K positions to the visible ones up to their own: [B, Q, heads · d].
-
-    `q` is [B, Q, heads, d]; `k` and `v` [B, K, key-value heads, d], each head for a group of neighboring heads of `q`
-    (GQA). Of the mask's documents, those of the first K positions count.
-    """
-    # The first queries of a window see everything before them; they are computed like the others, unless they are
-    # alone.
-    whole, windowed, mask = q.shape[1] == k.shape[1], mask.window > 0, mask.within(k.shape[1])
-    hides = mask.window > 0 or mask.documents is not None
-    if not hides and (whole or (not windowed and (q.is_cuda or plain_attention_serves(k)))):
-        return causal_attention(q, k, v)
-    if varlen_serves(q) and (lengths := varlen_lengths(q, k, mask)) is not None:
-        return varlen_attention(q, k, v, lengths)
-    return tiled_attention(q, k, v, mask)
 
 
 @dataclass(frozen=True)
@@ -285,7 +265,7 @@ _LONGEST_PLAIN: Final = 512  # keys of a bf16 tile; above it, torch's fused kern
 
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
-    """Compute `ops.tiles.attention` tile by tile: [B, Q, heads · d]."""
+    """Compute `ops.attention.attention` tile by tile: [B, Q, heads · d]."""
     return _TiledAttention.apply(q, k, v, mask.documents, mask.window)
 
 
@@ -352,58 +332,3 @@ def _shortest_fused(x: Tensor) -> int | None:
 def _is_fused(part: TileInputs) -> bool:
     shortest = _shortest_fused(part.q)
     return shortest is not None and len(part.tile.keys) >= shortest
-
-
-class Lengths(NamedTuple):
-    """Documents of all samples, concatenated: int32 [documents + 1] offsets of queries and keys, and the longest."""
-
-    queries: Tensor
-    keys: Tensor
-    most_queries: int
-    most_keys: int
-    window: int
-
-
-def varlen_serves(q: Tensor) -> bool:
-    """Return whether the kernel takes queries [B, Q, heads, d]: 16-bit floats on a GPU since Ampere, but not fp32."""
-    if not q.is_cuda or q.dtype not in (torch.bfloat16, torch.float16) or q.shape[-1] > 256 or q.shape[-1] % 8:
-        return False
-    return torch.cuda.get_device_capability(q.device) >= (8, 0)
-
-
-@torch.compiler.disable  # compiled code would be recompiled for the documents of every batch
-def varlen_lengths(q: Tensor, k: Tensor, mask: AttentionMask) -> Lengths | None:
-    """Return the documents of the last Q of K positions, on the device of `q`; None if one is in several pieces."""
-    keys = k.shape[1]
-    ends_q, ends_k, most_q, most_k = [0], [0], 0, 0
-    for bounds in document_bounds(len(q), keys, mask.documents):
-        if bounds is None:
-            return None
-        for begin, end in pairwise(bounds):
-            count_q = max(0, end - max(begin, keys - q.shape[1]))
-            ends_q.append(ends_q[-1] + count_q)
-            ends_k.append(ends_k[-1] + end - begin)
-            most_q, most_k = max(most_q, count_q), max(most_k, end - begin)
-    # One copy for both, from pinned memory, which the host does not wait for.
-    both = torch.tensor([ends_q, ends_k], dtype=torch.int32, pin_memory=q.is_cuda).to(q.device, non_blocking=True)
-    of_queries, of_keys = both
-    return Lengths(of_queries, of_keys, most_q, most_k, mask.window)
-
-
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
-    """Compute `attention` for queries that `varlen_serves`: [B, Q, heads · d]."""
-    from torch.nn.attention.varlen import varlen_attn  # imports the compiler
-
-    out = varlen_attn(
-        q.flatten(0, 1),
-        k.flatten(0, 1),
-        v.flatten(0, 1),
-        lengths.queries,
-        lengths.keys,
-        lengths.most_queries,
-        lengths.most_keys,
-        window_size=(lengths.window - 1, 0),  # keys before and after the query's own; −1 for all
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    assert isinstance(out, Tensor)  # a tuple is returned only on request
-    return out.view(*q.shape[:2], -1)

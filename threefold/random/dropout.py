@@ -156,7 +156,7 @@ def _low_word(x: Tensor) -> Tensor:
 def dropped_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: tiles.AttentionMask, dropout: Dropout, keys: Tensor
 ) -> Tensor:
-    """Compute `ops.tiles.attention` with `dropout` of its weights [B, heads, Q, K], with all keys local."""
+    """Compute `ops.attention.attention` with `dropout` of its weights [B, heads, Q, K], with all keys local."""
     mask = mask.within(k.shape[1])
     return _DroppedAttention.apply(q, k, v, mask.documents, mask.window, keys, dropout.handle)
 

@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling, cos_and_sin, frequencies
+from threefold.ops.attention import attention
 from threefold.ops.exact_attention import exact_attention
 from threefold.ops.kernels import AttentionMask, later, serve_heads
-from threefold.ops.tiles import attention
 from threefold.random.dropout import Dropout, dropped_attention, head_drop
 from threefold.random.rng import ALL, Positions, Slice
 
