@@ -4,18 +4,8 @@ import pytest
 import torch
 
 from threefold.comm.axis import Axis, EventRecorder
-from threefold.comm.heartbeat import (
-    OPERATIONS,
-    PAGE_BYTES,
-    Activity,
-    Heartbeat,
-    RankState,
-    RunSection,
-    Wait,
-    ask,
-    read,
-    wait_code,
-)
+from threefold.comm.heartbeat import Heartbeat, wait_code
+from threefold.comm.rank_state import OPERATIONS, PAGE_BYTES, Activity, RankState, RunSection, Wait, ask, read
 
 
 def test_the_place_of_a_rank_in_words() -> None:

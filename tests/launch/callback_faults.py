@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from threefold.comm.heartbeat import Activity, Heartbeat, RunSection
+from threefold.comm.heartbeat import Heartbeat
+from threefold.comm.rank_state import Activity, RunSection
 from threefold.train.callbacks.base import Callback, RunContext
 
 

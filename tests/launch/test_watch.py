@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from threefold.comm.heartbeat import Activity, RankState, RunSection, Wait
+from threefold.comm.rank_state import Activity, RankState, RunSection, Wait
 from threefold.launch.hang_watch import Hang, HangWatch, LostStore
 from threefold.launch.process import ProcessState
 

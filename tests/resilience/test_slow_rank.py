@@ -15,7 +15,8 @@ import torch.distributed as dist
 
 from tests.launch.callback_faults import Slow
 from tests.train.support import Run, train
-from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, read
+from threefold.comm.heartbeat import Heartbeat
+from threefold.comm.rank_state import PAGE_BYTES, read
 from threefold.launch.worker_pool import WorkerPool
 
 LAYOUTS = ({"dp": 4}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 2})

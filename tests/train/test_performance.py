@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tests.train.support import Run, record, train_rank
-from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, read, wait_code
+from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.comm.rank_state import PAGE_BYTES, read
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.block import model_flops_per_token
 from threefold.train.callbacks.console import MeanRates, Summary, step_line

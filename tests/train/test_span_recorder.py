@@ -4,16 +4,8 @@ from itertools import pairwise
 
 import torch
 
-from threefold.comm.heartbeat import (
-    PAGE_BYTES,
-    Activity,
-    Heartbeat,
-    ObservedHeartbeat,
-    RunSection,
-    Wait,
-    read,
-    wait_code,
-)
+from threefold.comm.heartbeat import Heartbeat, ObservedHeartbeat, wait_code
+from threefold.comm.rank_state import PAGE_BYTES, Activity, RunSection, Wait, read
 from threefold.train.profiling import SpanRecorder
 
 

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from threefold.comm.axis import Axis, Event, EventRecorder
-from threefold.comm.heartbeat import Activity, Heartbeat, wait_code
+from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
+from threefold.comm.rank_state import Activity
 from threefold.comm.shared_memory import USUAL_SIZES, SharedMemoryGroup, SharedMemorySizes, over_shared_memory
 from threefold.errors import naming_arguments
 from threefold.torch_private import distributed

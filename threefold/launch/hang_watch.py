@@ -16,7 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NamedTuple, NoReturn
 
-from threefold.comm.heartbeat import Heartbeat, RankState, RunSection, Wait, read
+from threefold.comm.heartbeat import Heartbeat
+from threefold.comm.rank_state import RankState, RunSection, Wait, read
 from threefold.launch.failure import Failure, is_first_to_report
 from threefold.launch.output import log_file
 from threefold.launch.process import ProcessState, identify_process, pid_if_here, process_state, worked_seconds

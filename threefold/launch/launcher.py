@@ -9,8 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from threefold.comm.heartbeat import Heartbeat, RunSection, wait_code
+from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import Layout
+from threefold.comm.rank_state import RunSection
 from threefold.errors import UserError
 from threefold.launch import failure as failures
 from threefold.launch.device import choose_device, require_gpus

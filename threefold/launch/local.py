@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple, NoReturn, cast
 
-from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RankState, RunSection, ask, read
+from threefold.comm.heartbeat import Heartbeat
+from threefold.comm.rank_state import PAGE_BYTES, Page, RankState, RunSection, ask, read
 from threefold.errors import UserError
 from threefold.launch import process as processes
 from threefold.launch.device import require_gpus

@@ -11,7 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from threefold.comm.heartbeat import Activity, Heartbeat, RunSection, wait_code
+from threefold.comm.heartbeat import Heartbeat, wait_code
+from threefold.comm.rank_state import Activity, RunSection
 from threefold.host import usable_cores
 from threefold.launch.device import Backend, gpu_count
 from threefold.launch.output import log_file, logged, logged_and_shown

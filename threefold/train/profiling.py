@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from threefold.comm.heartbeat import Activity, RunSection
 from threefold.comm.mesh import Mesh
+from threefold.comm.rank_state import Activity, RunSection
 from threefold.errors import UserError
 from threefold.output import replace_link
 from threefold.torch_private.runtime import quieten_kineto

@@ -13,9 +13,10 @@ from threefold.checkpoint.folder import SelectedCheckpoint, from_first, model_fi
 from threefold.checkpoint.resume import Resume, consumed_by, continues, find_resumption, find_warm_start
 from threefold.checkpoint.save import BackgroundSaver
 from threefold.comm.axis import Axis
-from threefold.comm.heartbeat import Activity, Heartbeat, ObservedHeartbeat
+from threefold.comm.heartbeat import Heartbeat, ObservedHeartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.comm.rank_state import Activity
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.data.dataset import Dataset, open_dataset

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.comm.heartbeat import Activity, Heartbeat
+from threefold.comm.heartbeat import Heartbeat
+from threefold.comm.rank_state import Activity
 from threefold.config.schedules import Action, Schedule
 from threefold.parallel.gradients import LeafOrder
 from threefold.parallel.parallelize import Parallelism
