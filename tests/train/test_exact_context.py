@@ -19,7 +19,7 @@ from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import SampleInfo
 from threefold.ops import exact
 from threefold.parallel.context import ContextParallelAttention
-from threefold.parallel.gradients import LeafOrder
+from threefold.parallel.gradient_sums import LeafOrder
 from threefold.random.rng import ALL
 
 PIECES = 4

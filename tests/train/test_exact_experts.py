@@ -15,7 +15,7 @@ from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerPool
 from threefold.ops import exact, exact_experts, exact_products
 from threefold.ops.exact import RowSum
-from threefold.parallel.gradients import SenderTrees
+from threefold.parallel.gradient_sums import SenderTrees
 
 
 def moe(case: Case = MOE, **settings: Any) -> Case:

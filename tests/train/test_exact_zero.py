@@ -16,7 +16,7 @@ from tests.train.support import Run, losses_of, steps_of, train_rank
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.axis import Axis
 from threefold.launch.worker_pool import WorkerPool
-from threefold.parallel.gradients import LeafOrder
+from threefold.parallel.gradient_sums import LeafOrder
 from threefold.parallel.zero import ExactShardedGradients, ShardedGradients
 
 SP: dict[str, Any] = {"parallel__sequence_parallel": True}

@@ -12,6 +12,7 @@ from tests.parallel.support import narrow_sum, narrow_sums
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, Trace, departures, in_layout, narrow_departures, with_recompute
 from tests.train.overflows import FP16, check_skipped_by_all, overflowing
+from threefold.parallel import gradient_sums
 from threefold.parallel import gradients as data
 from threefold.random import dropout
 from threefold.train import step as engine
@@ -167,7 +168,7 @@ def test_overflows(pool, mistake: Mistake, where: tuple[tuple[int, ...], str]) -
 
 
 def gradients_not_brought_into_range() -> list[Patch]:
-    return [(data, "_exponent", lambda flat, axis, tp: None)]
+    return [(gradient_sums, "_exponent", lambda flat, axis, tp: None)]
 
 
 def test_small_gradients_on_a_narrow_wire(pool) -> None:

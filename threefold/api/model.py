@@ -22,7 +22,7 @@ from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import error_line
-from threefold.parallel.gradients import COMPRESSIONS
+from threefold.parallel.gradient_sums import COMPRESSIONS
 from threefold.parallel.parallelize import PieceSizes, TrainingSettings
 from threefold.parallel.parameter import ShardedMatrix, publish_
 from threefold.plugins import require_one_of

@@ -18,7 +18,8 @@ from threefold.api.prepared_optimizer import WrappedOptimizer
 from threefold.comm.axis import Axis, EventRecorder
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
-from threefold.parallel.gradients import COMPRESSIONS, buckets_by_dtype
+from threefold.parallel.gradient_sums import COMPRESSIONS
+from threefold.parallel.gradients import buckets_by_dtype
 from threefold.plugins import require_one_of
 
 __all__ = [

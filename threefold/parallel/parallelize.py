@@ -31,7 +31,8 @@ from threefold.ops.kernels import DeferrableWeight
 from threefold.ops.own_arithmetic import OwnArithmetic, UnknownCalls
 from threefold.parallel.context import ShardingContext
 from threefold.parallel.experts import ParallelExperts
-from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients, LeafOrder
+from threefold.parallel.gradient_sums import LeafOrder
+from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients
 from threefold.parallel.leaf import like, local, stored, stored_as
 from threefold.parallel.parameter import (
     Weight,

@@ -23,7 +23,8 @@ from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
 from threefold.models.sharding import OverExperts
 from threefold.parallel.experts import ParallelExperts
-from threefold.parallel.gradients import Gradients, LeafOrder, Observer, SenderTrees, narrowed, widen_
+from threefold.parallel.gradient_sums import LeafOrder, SenderTrees, narrowed, widen_
+from threefold.parallel.gradients import Gradients, Observer
 from threefold.parallel.leaf import as_stored, keep_stored, like, local, stored
 from threefold.parallel.parameter import has_uneven_shards, is_of_experts, replace_parameters
 from threefold.parallel.pipeline.stage import Stage

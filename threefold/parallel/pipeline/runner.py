@@ -11,7 +11,7 @@ from torch import Tensor
 from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.rank_state import Activity
 from threefold.config.schedules import Action, Schedule
-from threefold.parallel.gradients import LeafOrder
+from threefold.parallel.gradient_sums import LeafOrder
 from threefold.parallel.parallelize import Parallelism
 from threefold.parallel.pipeline.scheduled_stage import Mailbox, ScheduledStage, SendQueue, TimedAction
 from threefold.parallel.pipeline.schedules import (

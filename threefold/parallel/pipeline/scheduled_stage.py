@@ -33,7 +33,7 @@ from threefold.comm.rank_state import Activity
 from threefold.comm.segments import PeerLostError, Shared, close_all, poller
 from threefold.config.schedules import SENDS_UNDER_WAY, Action
 from threefold.errors import UserError
-from threefold.parallel.gradients import LeafOrder
+from threefold.parallel.gradient_sums import LeafOrder
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.stage import Stage, StepSamples
 from threefold.torch_private.pipelining import BufferedPipelineStage, RecvInfo
