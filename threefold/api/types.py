@@ -16,6 +16,6 @@ from threefold.models.loss_terms import LossFunction as LossFunction
 from threefold.models.loss_terms import LossSums as LossSums
 from threefold.models.sharding import ModelPlan as ModelPlan
 from threefold.models.sharding import Split as Split
-from threefold.parallel.tensor import Initializer as Initializer
+from threefold.parallel.split_layer import Initializer as Initializer
 
 __all__ = [name for name in dir() if not name.startswith("_")]

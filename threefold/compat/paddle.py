@@ -9,14 +9,8 @@ from threefold.comm.axis import Axis
 from threefold.comm.layout import shard_bounds
 from threefold.data.map_dataset import DistributedBatchSampler
 from threefold.errors import UserError
-from threefold.parallel.tensor import (
-    ColumnParallelLinear,
-    Initializer,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-    check_axis,
-    keep_shard_,
-)
+from threefold.parallel.split_layer import Initializer, check_axis, keep_shard_
+from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 __all__ = ["DistributedBatchSampler", "Splitter", "split"]
 

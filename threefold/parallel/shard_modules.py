@@ -23,7 +23,8 @@ from threefold.parallel.cross_entropy import ParallelCrossEntropy
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
 from threefold.parallel.leaf import local
 from threefold.parallel.parameter import is_split, set_in, split_parameter
-from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, SplitLinear, VocabParallelEmbedding
+from threefold.parallel.split_layer import SplitLinear
+from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
 

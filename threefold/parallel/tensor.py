@@ -2,9 +2,7 @@
 
 from collections.abc import Callable
 from difflib import get_close_matches
-from functools import partial
-from math import sqrt
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -13,166 +11,13 @@ from torch.nn import functional as F
 from threefold.comm.axis import Axis, copy_to, gather_from, over_gathered, reduce_from, reduce_to_shares, scatter_to
 from threefold.comm.layout import shard_bounds
 from threefold.errors import UserError
-from threefold.models.sharding import Column, Row, Split, Vocab
+from threefold.models.sharding import Column, Row, Vocab
 from threefold.ops import exact, fp8
 from threefold.ops.exact import Pieces, RowSum
 from threefold.ops.kernels import embedding, linear
-from threefold.parallel.leaf import local, stored
-from threefold.parallel.parameter import empty_parameter, offset, slice_of, split_parameter
-from threefold.random.rng import fill_normal_, stream_key
+from threefold.parallel.leaf import local
+from threefold.parallel.split_layer import Initializer, SplitLayer, SplitLinear, check_sizes, fill_, new_key
 from threefold.torch_private.tensors import assert_async
-
-Initializer = Callable[[Tensor], Tensor | None]
-"""Function that sets a whole weight in place, as those of `torch.nn.init` do, or returns other values."""
-
-
-def new_key(name: str | None, seed: int) -> int:
-    """Return the key of initial values, from name and seed; else a random number that equally seeded ranks share."""
-    return int(torch.randint(2**62, (), device="cpu")) if name is None else stream_key("initial", seed, name)
-
-
-@torch.no_grad()
-def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> None:
-    """Set this rank's shard of a parameter to its part of the values that `initializer` gives the whole.
-
-    Each rank has the whole in memory while it is drawn, on the CPU and in fp32 at least; on the meta device nothing is
-    drawn. The initializer draws from torch's default generator, which is seeded with `key` and restored afterwards.
-    `what` is the name of the argument in errors.
-    """
-    if not callable(initializer):
-        raise UserError(
-            f"{what} is {initializer!r} but must be a function of the whole weight; use one such as "
-            "torch.nn.init.xavier_normal_."
-        )
-    held = local(parameter).detach()
-    if held.is_meta:
-        return
-    whole = torch.zeros(parameter.shape, dtype=torch.promote_types(held.dtype, torch.float32), device="cpu")
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(key)
-        returned = initializer(whole)
-    if isinstance(returned, Tensor):
-        if returned.shape != whole.shape:
-            raise UserError(
-                f"{what} returns a tensor of shape {[*returned.shape]} but the whole weight has {[*whole.shape]}; "
-                "return that, or change the weight in place."
-            )
-        whole = returned
-    keep_shard_(parameter, whole)
-
-
-@torch.no_grad()
-def keep_shard_(parameter: Tensor, whole: Tensor) -> None:
-    """Set this rank's shard of a parameter to its part of the whole values."""
-    local(parameter).detach().copy_(slice_of(parameter, whole))
-
-
-class SplitLayer(nn.Module):
-    """Base class of the layers: a weight that a rule splits, and its initial values."""
-
-    weight: nn.Parameter
-    axis: Axis
-    rule: Split
-    """Rule that splits the parameters."""
-
-    def _empty(self, name: str, shape: tuple[int, ...]) -> nn.Parameter:
-        """Return this rank's part of a parameter, uninitialised."""
-        dim = self.rule.cut_dim(name, "tp")
-        return nn.Parameter(torch.empty(shape)) if dim is None else empty_parameter(shape, self.axis, dim)
-
-    def _split(self, name: str, whole: Tensor) -> nn.Parameter:
-        dim = self.rule.cut_dim(name, "tp")
-        return cast(nn.Parameter, whole) if dim is None else split_parameter(whole, (self.axis, dim))
-
-    def _shapes(self) -> str:
-        """Describe the shapes of the weight and of this rank's part, which computes, for `repr`."""
-        # With ZeRO the stored weight is a shard of this rank's part.
-        whole, own = tuple(stored(self.weight).shape), tuple(local(self.weight).shape)
-        return f"weight {whole}, {own} on {self.axis.name} rank {self.axis.index} of {self.axis.size}"
-
-    def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
-        """Draw the weight from N(0, std²), keyed by `seed` and `name`: the same whole weight for every axis size.
-
-        For layers that are made directly; a run's initial weights are those of its plan (`parallel.parameter.draw_`).
-        """
-        with torch.no_grad():
-            key = stream_key(seed, name)
-            fill_normal_(local(self.weight).detach(), std, key, tuple(self.weight.shape), offset(self.weight))
-
-
-def check_axis(axis: Any, argument: str) -> None:
-    """Raise a `UserError`, which names the argument, unless it is an axis of a mesh."""
-    if not isinstance(axis, Axis):
-        raise UserError(
-            f"{argument} is a {type(axis).__name__} but must be an axis of a mesh; use mesh.tp of "
-            "mesh = threefold.init_mesh(tp=2), say."
-        )
-
-
-def check_sizes(axis: Any, **sizes: Any) -> None:
-    check_axis(axis, "axis")
-    for name, size in sizes.items():
-        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
-            raise UserError(f"{name} is {size!r} but must be a whole number of at least 0; use {name}=1.")
-
-
-class SplitLinear(SplitLayer):
-    """Linear layer with a split weight, and a bias or none."""
-
-    bias: nn.Parameter | None
-    fp8: bool = False
-
-    @classmethod
-    def _from(cls, module: nn.Linear, axis: Axis, **options: Any) -> Self:
-        with torch.device("meta"):
-            # With a name, nothing is drawn from torch's generator; the weight made here is replaced.
-            layer = cls(module.in_features, module.out_features, axis, name="", **options)
-        layer.weight = layer._split("weight", module.weight)
-        layer.bias = None if module.bias is None else layer._split("bias", module.bias)
-        return layer
-
-    def _initialise(
-        self,
-        shape: tuple[int, int],
-        bias: bool,
-        name: str | None,
-        seed: int,
-        weight_init: Initializer | None,
-        bias_init: Initializer | None,
-    ) -> None:
-        """Draw weight and bias, each by its initializer if given, else keyed by the name, else as `nn.Linear` does."""
-        self.weight = self._empty("weight", shape)
-        self.register_parameter("bias", self._empty("bias", shape[:1]) if bias else None)
-        if name is not None:
-            self.reset_parameters(name, seed)
-        key = new_key(name, seed) if name is None or weight_init or bias_init else 0
-        if name is None:
-            bound = 1 / sqrt(shape[1]) if shape[1] else 0.0
-            weight_init = weight_init or partial(nn.init.kaiming_uniform_, a=sqrt(5))
-            bias_init = bias_init or partial(nn.init.uniform_, a=-bound, b=bound)
-        if weight_init is not None:
-            fill_(self.weight, weight_init, key, "weight_init")
-        if bias_init is not None and self.bias is not None:
-            fill_(self.bias, bias_init, key + 1, "bias_init")
-
-    def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
-        """Draw the weight from N(0, std²), keyed by `seed` and `name`, and set the bias to zero."""
-        super().reset_parameters(name, seed, std)
-        if self.bias is not None:
-            with torch.no_grad():
-                local(self.bias).zero_()
-
-
-def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
-    """Sum a layer's output over the tensor ranks: all of it (all-reduce), or this rank's shard (reduce-scatter)."""
-    return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
-
-
-def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
-    """Pad with zero rows to a multiple, at least one: matrix units need whole tiles, a look-up needs a row."""
-    rows = max(1, -(-weight.shape[0] // multiple) * multiple)
-    return weight if rows == weight.shape[0] else F.pad(weight, (0, 0, 0, rows - weight.shape[0]))
-
 
 _ROW_ARGUMENTS = ("name", "seed", "weight_init", "bias_init", "bias", "input_is_parallel", "sequence_dim")
 
@@ -465,3 +310,14 @@ class RowParallelLinear(SplitLinear):
 
     def extra_repr(self) -> str:
         return f"{self._shapes()}, input_is_parallel={self.input_is_parallel}"
+
+
+def _leave(x: Tensor, axis: Axis, sequence_dim: int | None) -> Tensor:
+    """Sum a layer's output over the tensor ranks: all of it (all-reduce), or this rank's shard (reduce-scatter)."""
+    return reduce_from(x, axis) if sequence_dim is None else reduce_to_shares(x, axis, sequence_dim)
+
+
+def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
+    """Pad with zero rows to a multiple, at least one: matrix units need whole tiles, a look-up needs a row."""
+    rows = max(1, -(-weight.shape[0] // multiple) * multiple)
+    return weight if rows == weight.shape[0] else F.pad(weight, (0, 0, 0, rows - weight.shape[0]))
