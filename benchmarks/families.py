@@ -20,7 +20,8 @@ from threefold.config import Config, resolve
 from threefold.figures import BLUE, FAINT, GREY, ORANGE, TEXT_SIZE, new_figure, save
 from threefold.models.family import make_model
 from threefold.train.callbacks.loss_curve import smoothed
-from threefold.train.callbacks.metrics import FILE, read_metrics
+from threefold.train.callbacks.metrics import FILE
+from threefold.train.callbacks.metrics_reading import read_metrics
 
 PICTURE = Path(__file__).parents[1] / "docs" / "models" / "llama-and-gpt.png"
 FOLDER = Path("families")

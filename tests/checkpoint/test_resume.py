@@ -13,7 +13,7 @@ from tests.train.support import Run, engine_of, losses_of, manifest, same, steps
 from threefold.checkpoint.folder import newest
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.saving import load_weights, restore_engine
 
 HALF, WHOLE = 3, 6

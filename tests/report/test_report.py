@@ -13,7 +13,7 @@ from threefold.checkpoint.manifest import MANIFEST
 from threefold.report.document import LEDGER, PHASES, RunReport, make_page, report_of
 from threefold.report.record import RunRecord
 from threefold.train.callbacks.goodput import Goodput
-from threefold.train.callbacks.metrics import read_metrics_file
+from threefold.train.callbacks.metrics_reading import read_metrics_file
 from threefold.train.callbacks.records import Performance, StepRecord
 
 Copied = Callable[[str], Path]

@@ -17,7 +17,7 @@ from threefold.comm.layout import Layout
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.random import samples_at
-from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.metrics_reading import read_metrics
 
 NAN, INF = float("nan"), float("inf")
 MICRO_BATCHES = 2

@@ -22,7 +22,7 @@ from threefold.data.samples import ConsumedSamples
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
 from threefold.train.callbacks.base import BadStep
-from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.run import open_loader, open_samples
 
 STEPS = 8

@@ -35,7 +35,7 @@ from threefold.models.gpt.sharding import gpt_plan
 from threefold.report.document import RunReport
 from threefold.train import run as entry_point
 from threefold.train.callbacks import loss_curve
-from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.callbacks.records import StepRecord
 from threefold.train.loop import evaluate
 from threefold.train.run import open_loader, open_samples

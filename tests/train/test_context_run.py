@@ -7,7 +7,7 @@ import pytest
 from tests.train.support import Run, losses_of, same, train_rank, write_tokens
 from threefold.inference.generate import GenerationRequest, Sampling, generate
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.metrics_reading import read_metrics
 
 ROPE = (("model.position_embedding", "rope"), ("data.separate_documents", True), ("train.eval_every", 3))
 

@@ -14,7 +14,7 @@ from tests.train.support import Run, losses_of, same, steps_of, train, train_ran
 from threefold.errors import UserError
 from threefold.launch import RankInfo, spawn
 from threefold.launch.worker_pool import WorkerError, WorkerPool
-from threefold.train.callbacks.metrics import MEASURED, read_metrics
+from threefold.train.callbacks.metrics_reading import MEASURED, read_metrics
 from threefold.train.run import check_division
 
 STEP_LINE = re.compile(

@@ -19,7 +19,7 @@ from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.parameter import draw_
-from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.metrics_reading import read_metrics
 
 WEIGHTS = (5, 3, 2)
 

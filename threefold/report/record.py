@@ -19,7 +19,7 @@ from threefold.report.curves import Curves
 from threefold.train.callbacks.console import LOG_FILE
 from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
 from threefold.train.callbacks.metrics import FILE as METRICS_FILE
-from threefold.train.callbacks.metrics import Metrics, parse_line
+from threefold.train.callbacks.metrics_reading import Metrics, parse_line
 
 SAMPLES_FILE: Final = "samples.jsonl"
 _PLAIN: Final = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "tflops", "seconds", "waited", "loss_scale")

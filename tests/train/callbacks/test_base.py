@@ -16,7 +16,8 @@ from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.base import Callback, CallbackFailed, RunContext, clock
 from threefold.train.callbacks.console import LiveLine, StepLog, Summary, step_line
 from threefold.train.callbacks.loss_curve import smoothed
-from threefold.train.callbacks.metrics import MetricsFile, read_metrics
+from threefold.train.callbacks.metrics import MetricsFile
+from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 from threefold.train.loop import TrainingLoop, is_due
 from threefold.train.run import open_loader, open_samples

@@ -12,7 +12,8 @@ import pytest
 
 from tests.train.support import Run, record, steps_of, train_rank
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.metrics import LineFile, MetricsFile, read_metrics, read_metrics_file
+from threefold.train.callbacks.metrics import LineFile, MetricsFile
+from threefold.train.callbacks.metrics_reading import read_metrics, read_metrics_file
 
 
 def line(step: int, **values: Any) -> bytes:

@@ -16,7 +16,7 @@ from threefold.checkpoint.folder import newest
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.callbacks.base import Callback, RunContext
-from threefold.train.callbacks.metrics import MEASURED, read_metrics
+from threefold.train.callbacks.metrics_reading import MEASURED, read_metrics
 from threefold.train.callbacks.optional import EarlyStopping
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 from threefold.train.run import train

@@ -10,7 +10,7 @@ from threefold.figures import BLUE, DPI, FAINT, GREY, ORANGE, TEXT_SIZE, new_fig
 from threefold.output import replace_link
 from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
 from threefold.train.callbacks.metrics import FILE as METRICS_FILE
-from threefold.train.callbacks.metrics import read_metrics
+from threefold.train.callbacks.metrics_reading import read_metrics
 
 FILE = "loss.png"
 

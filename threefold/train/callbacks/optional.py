@@ -15,7 +15,8 @@ from threefold.errors import UserError
 from threefold.output import replace_link
 from threefold.plugins import one_of
 from threefold.train.callbacks.base import Callback, RunContext, on_terminal, reason_of, say
-from threefold.train.callbacks.metrics import FILE, LineFile, RunFile, read_metrics
+from threefold.train.callbacks.metrics import FILE, LineFile, RunFile
+from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord, evaluation_values, step_values
 from threefold.train.callbacks.tensorboard import Tracker
 

@@ -1,0 +1,140 @@
+"""Reading of RUN/metrics.jsonl, whose lines may be damaged; and of what a resumed run keeps of them."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from threefold.files import first_of
+from threefold.output import replace_link, sync
+from threefold.train.callbacks.base import say
+
+MEASURED = (  # keys of a step that measure time and hardware; all others are the same whenever the step is made
+    "tokens_per_second",
+    "seconds",
+    "phases",
+    "tflops",
+    "mfu",
+    "memory",
+    "largest_memory",
+    "largest_rank",
+    "waited",
+    "wall_clock",
+)
+_BEGINNING = b'{"step": '
+_KINDS = ("loss", "valid_loss", "goodput")
+"""Distinctive key of each kind of line, in the order of the lines of one step."""
+_NAMED_LINES = 5  # maximum number of damaged lines that a warning lists
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Content of a metrics file.
+
+    Attributes:
+        lines: objects by step, a step before its evaluation; the last of several for the same step.
+        goodput: goodput objects by step.
+        damaged: numbers, from 1, of invalid lines; a last line that was cut short does not count.
+        repeated: numbers of lines that a later line of the same step replaces.
+    """
+
+    lines: tuple[dict[str, Any], ...]
+    damaged: tuple[int, ...] = ()
+    repeated: tuple[int, ...] = ()
+    goodput: tuple[dict[str, Any], ...] = ()
+
+    def warning(self, path: Path) -> str | None:
+        """Return a sentence about the removed lines; None if there are none."""
+        kinds = {"damaged": self.damaged, "repeated by a later line of the same step": self.repeated}
+        parts = [
+            f"line{'s' if len(numbers) > 1 else ''} {first_of(numbers, _NAMED_LINES)} {what}"
+            for what, numbers in kinds.items()
+            if numbers
+        ]
+        return f"Warning: {path} has {' and '.join(parts)}; the other lines are kept." if parts else None
+
+
+def read_metrics_file(path: Path) -> Metrics:
+    """Read all valid lines of a metrics file; none if the file does not exist."""
+    if not path.is_file():
+        return Metrics(())
+    found: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
+    damaged, repeated = [], []
+    with path.open("rb") as file:
+        for number, content in enumerate(file, 1):
+            line, is_whole = parse_line(content)
+            if not is_whole and content.endswith(b"\n"):
+                damaged.append(number)
+            if line is None:
+                continue
+            key = (line["step"], next(kind for kind, name in enumerate(_KINDS) if name in line))
+            if key in found:
+                repeated.append(found[key][0])
+            found[key] = number, line
+    lines = [(key[1], found[key][1]) for key in sorted(found)]
+    ledger = _KINDS.index("goodput")
+    return Metrics(
+        tuple(line for kind, line in lines if kind != ledger),
+        tuple(damaged),
+        tuple(repeated),
+        tuple(line for kind, line in lines if kind == ledger),
+    )
+
+
+def read_metrics(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the valid lines of a metrics file that may be missing or damaged, as objects in step order."""
+    yield from read_metrics_file(path).lines
+
+
+def parse_line(content: bytes) -> tuple[dict[str, Any] | None, bool]:
+    """Parse a line of a metrics file, with its end; return its object or None, and whether the line is valid or empty.
+
+    A damaged line may end with a complete one, which is returned.
+    """
+    found = _object(content)
+    if found is not None or not content.strip():
+        return found, True
+    if content.endswith(b"\n"):
+        found = _object(content[max(0, content.rfind(_BEGINNING)) :])  # a complete line after half of one
+    return found, False
+
+
+def drop_lines_after(path: Path, last: int) -> None:
+    """Rewrite the file with its good lines up to step `last`; atomic, so a kill leaves the old file or the new one."""
+    found = read_metrics_file(path)
+    if warning := found.warning(path):
+        say(warning)
+    fresh = path.with_name(path.name + ".tmp")
+    try:
+        with replace_link(fresh).open("w", encoding="utf-8") as file:
+            lines = sorted((*found.lines, *found.goodput), key=lambda line: int(line["step"]))
+            file.writelines(json.dumps(line) + "\n" for line in lines if line["step"] <= last)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+        sync(path.parent)
+    except OSError:
+        fresh.unlink(missing_ok=True)
+        raise
+
+
+def _object(content: bytes) -> dict[str, Any] | None:
+    """Parse a line; None unless it is a valid step, evaluation or goodput."""
+    try:
+        # older versions wrote NaN for a loss that was not finite
+        line = json.loads(content.decode("utf-8"), parse_constant=lambda _: None)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 0:
+        return None
+    if "loss" in line:
+        return line if _is_number(line["loss"]) and type(line.get("tokens")) is int else None
+    if "goodput" in line:
+        return line if _is_number(line["goodput"]) and isinstance(line.get("seconds"), dict) else None
+    return line if "valid_loss" in line and _is_number(line["valid_loss"]) else None
+
+
+def _is_number(value: Any) -> bool:
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
