@@ -19,7 +19,7 @@ from threefold.config import Config
 from threefold.data.loader import Batch
 from threefold.ops.kernels import AttentionMask
 from threefold.ops.tiles import TILED_ATTENTION, TILED_ATTENTION_BACKWARD, tiles
-from threefold.random.dropout import DROPPED_ATTENTION, DROPPED_ATTENTION_BACKWARD
+from threefold.random.attention_dropout import DROPPED_ATTENTION, DROPPED_ATTENTION_BACKWARD
 from threefold.torch_private import fake
 from threefold.torch_private.distributed import unreduced_gradients
 from threefold.torch_private.fake import FakeTensor, OperationMode, leaves, with_memory

@@ -10,7 +10,8 @@ from threefold.models.layers.rope_scaling import RopeScaling, cos_and_sin, frequ
 from threefold.ops.attention import attention
 from threefold.ops.exact_attention import exact_attention
 from threefold.ops.kernels import AttentionMask, later, serve_heads
-from threefold.random.dropout import Dropout, dropped_attention, head_drop
+from threefold.random.attention_dropout import dropped_attention, head_drop
+from threefold.random.dropout import Dropout
 from threefold.random.rng import ALL, Positions, Slice
 
 _LONGEST_KEPT: Final = 512  # keys; up to this length, keeping the dropped weights is faster than drawing again

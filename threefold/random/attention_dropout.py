@@ -1,0 +1,85 @@
+"""Attention whose weights are dropped, in masks that do not depend on the layout (`random.dropout`).
+
+It is computed tile by tile, as `ops.tiles` does, and the masks are drawn again in the backward pass, so that no mask of
+the size of the attention matrix exists. Compiled code calls it as one operator.
+"""
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from threefold.ops import tiles
+from threefold.ops.exact_attention import HeadDrop
+from threefold.random.dropout import Dropout, drop_rows
+from threefold.random.rng import ALL, row_major
+from threefold.torch_private.runtime import Handle, operator
+
+
+def dropped_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: tiles.AttentionMask, dropout: Dropout, keys: Tensor
+) -> Tensor:
+    """Compute `ops.attention.attention` with `dropout` of its weights [B, heads, Q, K], with all keys local."""
+    mask = mask.within(k.shape[1])
+    return _DroppedAttention.apply(q, k, v, mask.documents, mask.window, keys, dropout.handle)
+
+
+def head_drop(q: Tensor, keys: Tensor, dropout: Dropout) -> HeadDrop:
+    """Return the dropout of attention weights of queries `q` [B, Q, heads, d]; arguments as for `dropped_attention`."""
+    shape, parts = (q.shape[2], q.shape[1]), [dropout.parts.get(dim, ALL) for dim in (1, 2)]
+    rows = row_major(shape, parts, q.device).view(shape)
+
+    def of_heads(part: tiles.TileInputs, weights: Tensor, of_tile: slice, heads: slice) -> Tensor:
+        samples, queries = part.at_queries
+        columns = torch.arange(part.tile.keys.start, part.tile.keys.stop, device=q.device)
+        return drop_rows(weights, keys[samples][of_tile], dropout.site, dropout.p, rows[heads, queries], columns)
+
+    return of_heads
+
+
+class _DroppedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
+    ) -> Tensor:
+        out = DROPPED_ATTENTION(q, k, v, documents, window, keys, layer)
+        ctx.save_for_backward(q, k, v, documents, keys)
+        ctx.window, ctx.layer = window, layer
+        return out.flatten(2)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, documents, keys = ctx.saved_tensors
+        grad = grad.reshape(q.shape)
+        found = DROPPED_ATTENTION_BACKWARD(grad, q, k, v, documents, ctx.window, keys, ctx.layer)
+        return *found, None, None, None, None
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
+) -> Tensor:
+    out, drop = q.new_empty(q.shape), head_drop(q, keys, layer.value)
+    for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
+        found = tiles.plain_tile(part.q, part.k, part.v, part.bias, _whole_drop(drop, part))
+        out[part.at_queries] = found.transpose(1, 2)
+    return out
+
+
+def _backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
+) -> tuple[Tensor, Tensor, Tensor]:
+    gradients, drop = tiles.TileGradients(q, k, v), head_drop(q, keys, layer.value)
+    for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
+        upper, dropped = part.of_queries(grad), _whole_drop(drop, part)
+        gradients.add(part, tiles.plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, dropped))
+    return gradients.whole()
+
+
+def _whole_drop(drop: HeadDrop, part: tiles.TileInputs) -> tiles.Drop:
+    return lambda weights: drop(part, weights, slice(None), slice(None))
+
+
+DROPPED_ATTENTION: Final[Any] = operator("dropped_attention", lambda q, *_: q.new_empty(q.shape))(_forward)
+DROPPED_ATTENTION_BACKWARD: Final[Any] = operator("dropped_attention_backward", tiles.gradient_shapes)(_backward)
