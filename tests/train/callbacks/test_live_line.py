@@ -6,8 +6,8 @@ import pytest
 
 from tests.train.support import Run, train_rank
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.console import RunningLines
 from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
+from threefold.train.callbacks.step_lines import RunningLines
 
 
 def record(step: int, loss: float, **more: object) -> StepRecord:

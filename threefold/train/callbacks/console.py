@@ -3,10 +3,10 @@
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import TYPE_CHECKING, Final
 
 from threefold.errors import OutputLost
 from threefold.files import counted, format_bytes
@@ -15,103 +15,13 @@ from threefold.train.callbacks.base import Callback, RunContext, clock, on_termi
 from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
 from threefold.train.callbacks.metrics import LineFile
 from threefold.train.callbacks.records import EvaluationRecord, MeanRates, StepRecord
+from threefold.train.callbacks.step_lines import RunningLines, step_line
 
 if TYPE_CHECKING:
     from rich.live import Live
-    from rich.text import Text
 
 LOG_FILE = "train.log"
 REPORT_FILE = "report.html"  # report of the run (`threefold.report.document`)
-
-
-_SAME: Final = 0.0005  # relative change of the loss that is not a change
-_WORTH_SAYING: Final = 0.01  # share of a step that its ranks wait for each other, below which it is left out
-_WITH_BAR, _BAR = 150, 30  # columns of a terminal from which on a live line has a bar, and its cells
-_WORTH_A_LOOK: Final = 0.5  # share of a step that its ranks wait for each other, from which on it is coloured
-
-
-class Part(NamedTuple):
-    """Part of a running line; the text is empty if the run does not have it.
-
-    A narrow terminal does without the parts of the largest `place` first, and always has those of 0. The style is as
-    rich names it.
-    """
-
-    text: str
-    place: int = 0
-    style: str = ""
-
-
-class RunningLines:
-    """Lines of about 100 characters: `step 225/500  loss 5.4565 ↓  val 5.7829  lr 2.11e-03  4,275 tok/s  479 ms …`."""
-
-    def __init__(self, steps: int) -> None:
-        self._steps, self._loss, self._valid = steps, 0.0, ""
-
-    def step(self, since: Sequence[StepRecord]) -> str:
-        """Format the last of the steps since the previous line, with averages of speed and time over them."""
-        before, self._loss = self._loss, since[-1].loss
-        return self.of(since[-1].step, *(part.text for part in self._parts(since, before)))
-
-    def live(self, since: Sequence[StepRecord], width: int) -> "Text":
-        """Return the line in colours, without parts that do not fit `width` columns, and with a bar if there is room
-        for one.
-
-        Speed and time are averaged over the steps `since`, and the loss is compared with the first of them.
-        """
-        from rich.text import Text
-
-        step, parts = self.of(since[-1].step), [part for part in self._parts(since, since[0].loss) if part.text]
-        while (room := width - len(step) - sum(2 + len(part.text) for part in parts)) < 1:
-            if not (place := max(part.place for part in parts)):
-                break
-            parts = [part for part in parts if part.place != place]
-        line = Text(step, "bold", no_wrap=True, overflow="ellipsis", end="")
-        if width >= _WITH_BAR and room > _BAR + 2:
-            done = _BAR * since[-1].step // self._steps
-            line.append("  ").append("━" * done, "green").append("─" * (_BAR - done), "dim")
-        for part in parts:
-            line.append("  ").append(part.text, part.style)
-        return line
-
-    def evaluation(self, record: EvaluationRecord) -> str:
-        self._valid = f"val {record.loss:.4f}"
-        of_parts = [f"of {name} {loss:.4f}" for name, loss in record.corpus_losses.items()]
-        of_parts += [f"{name} {mean:.4f}" for name, mean in record.terms.items()]
-        return self.of(record.step, f"validation loss {record.loss:.4f}", *of_parts, f"{record.seconds:.1f} s")
-
-    def of(self, step: int, *parts: str) -> str:
-        """Format parts of a line about a step; empty ones are left out."""
-        width = len(f"{self._steps:,}")
-        return "  ".join([f"step {step:>{width},}/{self._steps:,}", *(part for part in parts if part)])
-
-    def _parts(self, since: Sequence[StepRecord], before: float) -> Iterator[Part]:
-        """Yield the parts after the step, for a loss that was `before`; 0 if there was none."""
-        last, seconds = since[-1], sum(record.seconds for record in since)
-        change = (last.loss - before) / before if before else 0.0
-        trend = " ↓" if change < -_SAME else " ↑" if change > _SAME else ""
-        yield Part(f"loss {last.loss:.4f}{trend}", style="bold yellow" if change > _SAME else "bold green")
-        for name, mean in last.terms.items():
-            yield Part(f"{name} {mean:.4f}", 5)
-        yield Part(self._valid, 1, "cyan")
-        yield Part(f"lr {last.lr:.2e}", 4, "dim")
-        yield Part(f"loss scale {last.loss_scale:,.0f}" if last.loss_scale is not None else "", 6, "dim")
-        unit = "tok" if last.unit == "tokens" else last.unit
-        yield Part(f"{sum(record.tokens_read for record in since) / seconds:,.0f} {unit}/s", 2)
-        each = seconds / len(since)
-        shown = f"{1000 * each:,.0f} ms" if each < 10 else f"{each:,.1f} s"
-        waited = sum(record.performance.waited for record in since if record.performance is not None) / seconds
-        waiting = f" ({waited:.0%} waiting)" if waited >= _WORTH_SAYING else ""
-        yield Part(shown + waiting, 3, "yellow" if waited >= _WORTH_A_LOOK else "")
-        rates = MeanRates.over(since)
-        if rates.last is not None:
-            yield Part(f"{rates.mfu:.1%} MFU" if rates.mfu else "", 7)
-            yield Part(format_bytes(rates.last.largest_memory), 8)
-        yield Part(f"epoch {last.epoch + 1}" if last.epoch else "", 9)
-        if left := self._steps - last.step:
-            yield Part(f"{clock(left * each)} left")
-        elif rates.last is not None:
-            yield Part(f"{clock(rates.last.wall_clock)} in all")
 
 
 class EventLines(Callback):
@@ -193,34 +103,6 @@ class StepLog(EventLines):
         self.file.write(line)
         if not on_terminal():
             say(line if self.lines is None else shorter(self.lines))
-
-
-def step_line(since: Sequence[StepRecord], ranks: int) -> str:
-    """Format the line of the last of the steps `since` the previous line, with averages over them."""
-    last, count = since[-1], len(since)
-    seconds = sum(record.seconds for record in since)
-    rate = sum(record.tokens_read for record in since) / seconds
-    parts = [
-        f"global step {last.step}, epoch: {last.epoch}, batch: {last.batch}, loss: {last.loss:.9f}",
-        f"avg_reader_cost: {sum(record.reader_cost for record in since) / count:.5f} sec",
-        f"avg_batch_cost: {seconds / count:.5f} sec, speed: {count / seconds:.2f} step/s",
-        f"ips_total: {rate:.0f} {last.unit}/s, ips: {rate / ranks:.0f} {last.unit}/s, learning rate: {last.lr:.5e}",
-    ]
-    if last.loss_scale is not None:
-        parts.append(f"loss scale: {last.loss_scale:g}")
-    parts += [f"epoch of {name}: {epochs:.3g}" for name, epochs in last.corpus_epochs.items()]
-    parts += [f"{name}: {mean:.9f}" for name, mean in last.terms.items()]
-    rates = MeanRates.over(since)
-    if (used := rates.last) is not None:
-        parts += [f"tflops: {rates.teraflops:.4g}"] if rates.flops else []
-        parts += [f"mfu: {rates.mfu:.1%}"] if rates.mfu else []
-        parts.append(f"memory: {format_bytes(used.memory)}")
-        parts.append(f"max_memory: {format_bytes(used.largest_memory)} (rank {used.largest_rank})")
-        costs = {name: sum(record.phases.get(name, 0.0) for record in since) for name in ("forward_backward", "update")}
-        costs["wait"] = sum(record.performance.waited for record in since if record.performance is not None)
-        parts += [f"avg_{name}_cost: {total / count:.5f} sec" for name, total in costs.items()]
-        parts.append(f"wall_clock: {used.wall_clock:.1f} sec")
-    return ", ".join(parts)
 
 
 _AVERAGED: Final = 20  # steps over which a live line averages speed and time
