@@ -132,8 +132,8 @@ def test_what_is_not_run_says_why() -> None:
 
 
 PAGES = sorted(page.name for page in GUIDES.glob("*.md") if page.name != "README.md")
-LONG = ("a_run.md", "loss_differs.md", "parallel_code.md")
-"""Guides whose commands are also in other guides and in the tests of parity."""
+LONG = ("a_run.md", "from_fleet.md", "loss_differs.md", "parallel_code.md", "slow_run.md")
+"""Guides whose commands are also in other guides, and in the tests of parity, Fleet's calls and the profile."""
 
 
 @sweep("name", PAGES, slow=[place for place, name in enumerate(PAGES) if name not in LONG])

@@ -238,11 +238,7 @@ sys.stdout.write(str(found) + "\\n")  # at once: under torchrun `print` writes e
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("ranks", "output"),
-    [("", "[0, 1]\n[0, 1]\n"), (", ranks=2", "[0, 1]\n[0, 1]\n")],
-)
+@sweep(("ranks", "output"), [("", "[0, 1]\n[0, 1]\n"), (", ranks=2", "[0, 1]\n[0, 1]\n")], slow=(1,))
 def test_under_torchrun_this_process_is_a_rank(tmp_path: Path, ranks: str, output: str) -> None:
     assert torchrun(tmp_path, ranks).stdout == output
 

@@ -35,6 +35,7 @@ def broken_run(
     ("dp", "tp", "pp", "optimizer"),
     [(1, 1, 1, "adamw"), (2, 2, 2, "adamw"), (1, 3, 1, "sgd"), (1, 1, 1, "sgd"), (4, 2, 1, "adamw")],
     quick=(1,),
+    slow=(2, 4),
 )
 def test_the_same_layout_goes_on_bit_equal(
     pool: WorkerPool, small_run: Run, tmp_path: Path, dp: int, tp: int, pp: int, optimizer: str
@@ -92,8 +93,7 @@ def zero(stage: int, **changes: Any) -> dict[str, Any]:
     return {"dp": 2, "set": (("parallel.zero", stage),), **changes}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@sweep(
     ("before", "after"),
     [
         (zero(3, dp=3, tp=2), {"pp": 2}),
@@ -101,6 +101,7 @@ def zero(stage: int, **changes: Any) -> dict[str, Any]:
         (zero(1, pp=2), zero(2, tp=2)),
         (zero(2, dp=4, set=(("parallel.zero", 2), ("parallel.zero_shards", 2))), {"dtype": "fp64", "dp": 2}),
     ],
+    slow=(0, 3),
     ids=str,
 )
 def test_shards_of_the_replicas_go_on_equal(

@@ -43,13 +43,13 @@ def name(layout: tuple[int, int, int]) -> str:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("fp32", marks=pytest.mark.slow), "fp64"])
-@sweep("layout", LAYOUTS, ids=name, quick=(0, 3, 6, 12, 15), slow=slice(0, None, 4))
+@sweep("layout", LAYOUTS, ids=name, quick=(0, 3, 6, 12, 15), slow=slice(0, None, 8))
 def test_layout(pool, expected, layout: tuple[int, int, int], dtype: str) -> None:
     """With dropout, accumulation, uneven masks, 7 layers, a vocabulary of 67."""
     check(pool, expected, Case(layers=7, dropout=0.2, dtype=dtype).with_layout(*layout))
 
 
-@sweep("layout", LAYOUTS, ids=name, slow=slice(1, None, 4))  # `test_variant` has each of the three in a few layouts
+@sweep("layout", LAYOUTS, ids=name, slow=slice(1, None, 8))  # `test_variant` has each of the three in a few layouts
 def test_layout_without_dropout_accumulation_or_masks(pool, expected, layout: tuple[int, int, int]) -> None:
     check(pool, expected, Case(layers=7, dtype="fp64", uneven=False, accumulation=1).with_layout(*layout))
 

@@ -136,22 +136,29 @@ def test_two_runs_of_a_small_script(tmp_path: Path) -> None:
     assert json.loads(again.stdout)["equal"]
 
 
+_NARROW = ("model = torch", "dtype = getattr(torch, sys.argv[2])\nmodel = torch"), ("(5, 3)", "(5, 3).to(dtype)")
+
+
+def in_a_dtype() -> str:
+    """Return `SMALL` in a dtype of its arguments, which offers fp64."""
+    text = SMALL.replace("optimizer)", "optimizer, wide=True)").replace("torch.eye(5)", "torch.eye(5, dtype=dtype)")
+    for old, new in _NARROW:
+        text = text.replace(old, new)
+    return text
+
+
+def both(script: str, dtype: str, *more: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """Compare two runs of a script, the second with all gradients times 1.01."""
+    reference, candidate = (f"python {script} {scale} {dtype}" for scale in ("1", "1.01"))
+    runs = ("--reference", reference, "--candidate", candidate)
+    return parity("run", *runs, "--noise", "1", "--steps", "1", *more, folder=folder)
+
+
 @pytest.mark.slow
 def test_a_script_that_offers_fp64(tmp_path: Path) -> None:
-    """The reference runs in fp64 where its script offers it; where it cannot, a note says so, and --wide is refused."""
-    narrow = ("model = torch", "dtype = getattr(torch, sys.argv[2])\nmodel = torch"), ("(5, 3)", "(5, 3).to(dtype)")
-    text = SMALL.replace("optimizer)", "optimizer, wide=True)").replace("torch.eye(5)", "torch.eye(5, dtype=dtype)")
-    for old, new in narrow:
-        text = text.replace(old, new)
-    (tmp_path / "able.py").write_text(text)
-    (tmp_path / "unable.py").write_text(text.replace(".square()", ".mm(torch.eye(3, dtype=dtype)).square()"))
-    options = ("--noise", "1", "--steps", "1")
-
-    def both(script: str, dtype: str, *more: str) -> "subprocess.CompletedProcess[str]":
-        reference, candidate = (f"python {script} {scale} {dtype}" for scale in ("1", "1.01"))
-        return parity("run", "--reference", reference, "--candidate", candidate, *options, *more, folder=tmp_path)
-
-    ended = both("able.py", "bfloat16", "--out", "records")
+    """The reference runs in fp64 where its script offers it."""
+    (tmp_path / "able.py").write_text(in_a_dtype())
+    ended = both("able.py", "bfloat16", "--out", "records", folder=tmp_path)
     assert ended.returncode == 1, ended.stdout + ended.stderr
     assert "tolerances learned from 1 run with noise and one in fp64" in ended.stdout
     assert "times the reference" in ended.stdout
@@ -159,10 +166,17 @@ def test_a_script_that_offers_fp64(tmp_path: Path) -> None:
     noise = (*records[:2], "--noise", records[2])
     assert parity("compare", *noise, folder=tmp_path).returncode == 0, "a factor of 1.01 hides in noise"
     assert parity("compare", *noise, "--wide", records[3], folder=tmp_path).returncode == 1
-    assert "one in fp64" not in both("able.py", "float32", "--no-wide").stdout
-    ended = both("unable.py", "bfloat16")
+
+
+@pytest.mark.sweep
+def test_a_script_that_cannot_run_in_fp64(tmp_path: Path) -> None:
+    """A note says so, and --wide is refused; with --no-wide, none is tried."""
+    (tmp_path / "able.py").write_text(in_a_dtype())
+    (tmp_path / "unable.py").write_text(in_a_dtype().replace(".square()", ".mm(torch.eye(3, dtype=dtype)).square()"))
+    assert "one in fp64" not in both("able.py", "float32", "--no-wide", folder=tmp_path).stdout
+    ended = both("unable.py", "bfloat16", folder=tmp_path)
     assert "Note: In fp64, the command of --reference ended with exit status 1; its last line was" in ended.stdout
-    ended = both("unable.py", "bfloat16", "--wide")
+    ended = both("unable.py", "bfloat16", "--wide", folder=tmp_path)
     assert ended.returncode == 2
     assert ended.stderr.rstrip().endswith("leave out --wide."), ended.stderr
 

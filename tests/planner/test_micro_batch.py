@@ -235,10 +235,10 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, step_bytes(conf
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@sweep(
     "model",
     [{}, {"architecture": "llama", "num_key_value_heads": 2}, {"architecture": "llama", "num_experts": 4}],
+    slow=(2,),
     ids=["gpt", "llama", "experts"],
 )
 def test_a_process_takes_no_more_than_planned(model: dict[str, Any]) -> None:

@@ -69,7 +69,7 @@ LAYOUTS: dict[str, tuple[Case, Case]] = {
 }
 
 
-@sweep("name", LAYOUTS, slow=slice(1, None, 4))
+@sweep("name", LAYOUTS, slow=slice(1, None, 8))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     case, spread = LAYOUTS[name]
     check(pool, one_process(case), spread)

@@ -59,7 +59,7 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-@sweep("name", LAYOUTS, slow=slice(0, None, 5))
+@sweep("name", LAYOUTS, slow=slice(0, None, 10))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     dp, tp, pp, settings = LAYOUTS[name]
     check(pool, one_process(MOE), with_layout(MOE, dp, tp, pp, **settings))
@@ -84,8 +84,7 @@ def test_exact_run_is_the_run_up_to_rounding(
     check_near_plain(pool, one_process(case), case)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [(4, 2, 1, ep(4, **SP)), (8, 1, 1, ep(8, parallel__zero=2))])
+@sweep("layout", [(4, 2, 1, ep(4, **SP)), (8, 1, 1, ep(8, parallel__zero=2))], slow=(1,))
 def test_ranks_whose_experts_get_no_token(
     pool: WorkerPool, one_process: Callable[[Case], Trace], layout: tuple[int, int, int, dict[str, Any]]
 ) -> None:
@@ -94,8 +93,7 @@ def test_ranks_whose_experts_get_no_token(
     check(pool, one_process(few), with_layout(few, dp, tp, pp, **settings))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", [(2, 4, 1, {}), (4, 1, 2, ep(4, parallel__zero=1)), (4, 2, 1, ep(2, **SP))])
+@sweep("layout", [(2, 4, 1, {}), (4, 1, 2, ep(4, parallel__zero=1)), (4, 2, 1, ep(2, **SP))], slow=(1,))
 def test_bf16(
     pool: WorkerPool, one_process: Callable[[Case], Trace], layout: tuple[int, int, int, dict[str, Any]]
 ) -> None:
@@ -161,8 +159,7 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("mistake", "name"), MISTAKES)
+@sweep(("mistake", "name"), MISTAKES, slow=(0, 3))
 def test_mistake_is_found(
     pool: WorkerPool, one_process: Callable[[Case], Trace], mistake: Callable[[], list[Patch]], name: str
 ) -> None:
@@ -172,8 +169,7 @@ def test_mistake_is_found(
     assert differences(one_process(MOE), found[0])[0].split(":")[0] in ("gradient of step 0", "loss of step 0")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("threads", [2, 4])
+@sweep("threads", [2, 4], slow=(0,))
 def test_bits_do_not_depend_on_threads(pool: WorkerPool, one_process: Callable[[Case], Trace], threads: int) -> None:
     few = replace(MOE, layers=1)
     expected = one_process(few)

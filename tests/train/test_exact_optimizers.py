@@ -44,7 +44,7 @@ LAYOUTS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
 CASES = {f"{name}, {layout}": (name, layout) for name in OPTIMIZERS for layout in LAYOUTS}
 
 
-@sweep("case", CASES, quick=(8,), slow=slice(2, None, 3))
+@sweep("case", CASES, quick=(8,), slow=slice(2, None, 6))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], case: str) -> None:
     name, layout = CASES[case]
     sizes, settings = LAYOUTS[layout]
@@ -52,8 +52,8 @@ def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [2, 4])
-@pytest.mark.parametrize("name", ["momentum", "lion", "muon"])
+@sweep("threads", [2, 4], slow=(0,))
+@sweep("name", ["momentum", "lion", "muon"], slow=(0, 2))
 def test_bits_do_not_depend_on_threads(
     pool: WorkerPool, one_process: Callable[[Case], Trace], name: str, threads: int
 ) -> None:

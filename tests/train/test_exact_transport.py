@@ -53,7 +53,7 @@ def test_bits_in_bf16_without_dropout(pool: WorkerPool, one_process: Callable[[C
 
 @pytest.mark.parametrize("case", [NARROW, PLAIN], ids=["dropout", "plain"])
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [2, 4])
+@pytest.mark.parametrize("threads", slow_but([2, 4], sweep=[4]))
 def test_bits_in_bf16_do_not_depend_on_threads(
     pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case, threads: int
 ) -> None:

@@ -88,7 +88,8 @@ def test_layouts_of_a_run_are_equal(layout: str, folder: Path, tmp_path: Path) -
     assert {"blocks.0", "blocks.3.attn.proj", "embed", "head.norm"} <= outputs
 
 
-@sweep("mistake", MISTAKES, slow=(0,))
+@pytest.mark.sweep
+@pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_in_a_layout_is_named(mistake: str, folder: Path, tmp_path: Path) -> None:
     text, said = MISTAKES[mistake]
     (tmp_path / "sitecustomize.py").write_text(text, encoding="utf-8")

@@ -18,7 +18,7 @@ DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
 
 @sweep("dtype", ["fp64", "fp32"], quick=(1,))
-@sweep("optimizer", ["adamw", "sgd"], quick=(0,))
+@sweep("optimizer", ["adamw", "sgd"], quick=(0,), slow=())
 def test_layouts_are_equal(pool, tmp_path: Path, dtype: str, optimizer: str) -> None:
     given = config(model=DROPOUT, optimizer={"name": optimizer})
     todo = task(*LAYOUTS, dtype=dtype, given=given)

@@ -34,7 +34,7 @@ def muon(**changes: Any) -> Case:
         {"cp": 2, "dp": 2, "sequence": 16, "settings": ZERO3},
         {"dp": 2, "tp": 2, "sequence": 12, "settings": (("parallel.sequence_parallel", True),)},
     ],
-    slow=(4, 6, 9, 12),
+    slow=(4, 9),
     ids=str,
 )
 def test_muon(pool, expected, changes: dict[str, Any]) -> None:
@@ -42,8 +42,7 @@ def test_muon(pool, expected, changes: dict[str, Any]) -> None:
     check(pool, expected, muon(**changes))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
+@sweep(
     "changes",
     [
         {"tp": 2},
@@ -55,6 +54,7 @@ def test_muon(pool, expected, changes: dict[str, Any]) -> None:
         {"dp": 2, "pp": 2, "settings": (("parallel.ep", 2),)},
         {"dp": 2, "cp": 2, "sequence": 12, "settings": (("parallel.ep", 2), *ZERO3)},
     ],
+    slow=(0, 5, 6),
     ids=str,
 )
 def test_muon_of_a_mixture(pool, expected, changes: dict[str, Any]) -> None:
@@ -84,6 +84,7 @@ def test_adam_adds_its_decay_to_the_gradient(pool, expected) -> None:
     "changes",
     [{"dp": 2, "tp": 2, "pp": 2}, {"dp": 3, "settings": ZERO1}, {"dp": 2, "tp": 2, "settings": ZERO3}],
     quick=(2,),
+    slow=(0,),
     ids=str,
 )
 @sweep(
