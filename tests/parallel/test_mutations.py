@@ -35,7 +35,7 @@ from tests.support.sweep import sweep
 from threefold.parallel import cross_entropy, parallelize, parameter
 from threefold.parallel.gradients import GradientBuckets
 from threefold.parallel.pipeline.stage import LocalBatch
-from threefold.train import gradient_norm, step_batch
+from threefold.train import optim, step_batch
 from threefold.train.optim import Optimizer
 from threefold.train.step import Engine
 
@@ -81,7 +81,7 @@ def tied_weight_untied_by_splitting() -> list[Patch]:
 
 
 def replicated_parameters_counted_tp_times_in_the_norm() -> list[Patch]:
-    return [(gradient_norm, "is_split", lambda parameter: True)]
+    return [(optim, "is_split", lambda parameter: True)]
 
 
 def norm_of_one_rank() -> list[Patch]:

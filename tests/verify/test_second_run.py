@@ -14,7 +14,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.huggingface import export_hf
 from threefold.parallel import gradients as grad_buckets
 from threefold.parallel import zero
-from threefold.train import gradient_norm, step, step_batch
+from threefold.train import optim, step, step_batch
 from threefold.verify import rank_worker as second_run
 from threefold.verify.rank_worker import CHECKS, EXPORT, MIXED, MOVED, OVERFLOW, RESUMED
 from threefold.verify.verifier import DEPARTS, EQUAL
@@ -40,13 +40,13 @@ def only_the_first_bucket_is_summed() -> list[Patch]:
 
 
 def large_tensors_are_not_in_the_norm() -> list[Patch]:
-    squared = gradient_norm.squared_norm
+    squared = optim.squared_norm
 
     def of_small(tensors: list[Tensor], piece: int) -> Tensor:
         small = [tensor for tensor in tensors if tensor.numel() < piece]
         return squared(small, piece) if small else torch.zeros((), dtype=torch.float64)
 
-    return [(gradient_norm, "squared_norm", of_small)]
+    return [(optim, "squared_norm", of_small)]
 
 
 def gathered_weights_are_kept() -> list[Patch]:

@@ -26,7 +26,7 @@ from threefold.parallel.gradient_sums import COMPRESSIONS
 from threefold.parallel.parallelize import PieceSizes, TrainingSettings
 from threefold.parallel.parameter import ShardedMatrix, publish_
 from threefold.plugins import require_one_of
-from threefold.train.gradient_norm import GradientNorm
+from threefold.train.optim import GradientNorm
 from threefold.train.optimizers import UpdatedWeights
 from threefold.train.step import GradientStep, clip_and_update
 from threefold.train.update_rule import Entry, LossScale

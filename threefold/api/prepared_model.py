@@ -20,7 +20,7 @@ from threefold.parallel.leaf import like, local, stored
 from threefold.parallel.parameter import Weight, slice_of, whole
 from threefold.parallel.zero import report_gradients
 from threefold.random.rng import signed, stream_key
-from threefold.train.gradient_norm import GradientNorm
+from threefold.train.optim import GradientNorm
 from threefold.train.step import clip_
 from threefold.train.update_rule import LossScale
 

@@ -21,7 +21,7 @@ from threefold.models.own_batch import map_tensors
 from threefold.parallel.leaf import local
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.stage import Stage
-from threefold.train.gradient_norm import squared_norm
+from threefold.train.optim import squared_norm
 from threefold.train.step import Engine, GradientStep
 
 _OUTPUT, _WEIGHT = 0, 1

@@ -44,8 +44,7 @@ from threefold.parallel.recompute import as_written
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 from threefold.train.fingerprint import Fingerprints
-from threefold.train.gradient_norm import GradientNorm, sum_exactly
-from threefold.train.optim import Optimizer, learning_rate
+from threefold.train.optim import GradientNorm, Optimizer, learning_rate, sum_exactly
 from threefold.train.optimizers import update_rule
 from threefold.train.step_batch import BatchFacts, BatchPreparation
 from threefold.train.stop import Stop, sum_over_ranks
