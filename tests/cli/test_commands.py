@@ -1,5 +1,6 @@
 """Commands up to the point where workers start: what they print, and the status they end with."""
 
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,25 @@ from threefold.config import load_config
 
 def test_version(threefold) -> None:
     assert threefold("--version") == (0, f"threefold {__version__}\n", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"),
+    [({}, "2000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    ids=str,
+)
+def test_idle_threads_sleep_unless_the_user_chose_how_they_wait(given: dict[str, str], spins: str) -> None:
+    code = """if True:
+        import atexit, os, sys
+        from threefold.cli import main
+        atexit.register(lambda: print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules))
+        sys.argv = ["threefold", "--version"]
+        main()
+    """
+    unset = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
+    environment = {name: value for name, value in os.environ.items() if name not in unset} | given
+    ended = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert ended.stdout.splitlines()[-1] == f"{spins} False"  # set before torch, which loads OpenMP, is imported
 
 
 @pytest.mark.parametrize(

@@ -77,12 +77,14 @@ class BufferedPipelineStage(PipelineStage):
     def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
         with self._without_memory():
             super()._setup_forward_recv_info(num_microbatches, has_backward)
-        _drop_buffers(self.args_recv_info)
+        for info in chain.from_iterable(self.args_recv_info.values()):
+            info.buffer = None
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         with self._without_memory():
             super()._setup_backward_recv_info(num_microbatches)
-        _drop_buffers(self.grad_recv_info)
+        for info in chain.from_iterable(self.grad_recv_info.values()):
+            info.buffer = None
 
     @contextmanager
     def _without_memory(self) -> Iterator[None]:
@@ -91,11 +93,6 @@ class BufferedPipelineStage(PipelineStage):
             yield
         finally:
             self.device = device
-
-
-def _drop_buffers(of_micro_batches: dict[int, tuple[RecvInfo, ...]]) -> None:
-    for info in chain.from_iterable(of_micro_batches.values()):
-        info.buffer = None
 
 
 class Schedule1F1BOfAnyCount(Schedule1F1B):
