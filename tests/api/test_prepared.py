@@ -66,6 +66,7 @@ def test_replicas_divide_the_batches_of_one_process(pool, ranks: int, drop_last:
     assert max(map(len, parts)) - min(map(len, parts)) <= 1
 
 
+@pytest.mark.slow
 def test_narrow_precision_computes_near_fp32_and_in_its_own_dtype(pool) -> None:
     expected = pool.run(1, plain, Script("stack", "sgd"))[0]
     for precision, bound in (("bf16", 0.05), ("fp16", 0.01)):

@@ -137,6 +137,7 @@ def wrong_tables() -> list[str]:
     return said
 
 
+@pytest.mark.slow
 def test_a_wrong_table_is_one_sentence(pool) -> None:
     for said in pool.run(4, wrong_tables):
         assert said == [

@@ -81,7 +81,7 @@ def test_what_is_copied_comes_back(
     assert remote.steps() == [2, 3]
 
 
-@pytest.mark.parametrize("kind", ["memory", "file", "s3"])
+@pytest.mark.parametrize("kind", ["memory", "file", pytest.param("s3", marks=pytest.mark.slow)])
 def test_none_is_listed_before_all_its_bytes_are_there(
     kind: str, trained: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run("sample", str(folder))
 
 
+@pytest.mark.slow
 def test_the_sample_is_megabytes_of_english(sample: tuple[Path, str]) -> None:
     folder, output = sample
     size = sum(path.stat().st_size for path in folder.iterdir())
@@ -38,6 +39,7 @@ def test_the_sample_is_megabytes_of_english(sample: tuple[Path, str]) -> None:
     assert f"threefold data prepare {folder} --out" in output
 
 
+@pytest.mark.slow
 def test_the_sample_prepared_and_shown(sample: tuple[Path, str], tmp_path: Path) -> None:
     out = tmp_path / "tokens"
     output = run("prepare", str(sample[0]), "--out", str(out), "--vocab-size", "2048")

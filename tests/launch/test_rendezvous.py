@@ -106,6 +106,7 @@ def test_the_run_ends_with_the_sentence(config_file: Path, listener: socket.sock
     assert not log_file(config_file.parent / "run", 0).exists()
 
 
+@pytest.mark.slow
 def test_a_signal_ends_the_waiting_after_the_line_that_says_why(config_file: Path, tmp_path: Path) -> None:
     """Torch's own wait, in native code, went on for half an hour. All wait at the same time."""
     ports = free_port(), free_port()

@@ -51,7 +51,7 @@ CASES = {
 }
 
 
-@sweep("name", CASES, quick=(1, 3, 12), slow=slice(0, None, 2))
+@sweep("name", CASES, quick=(1, 3), slow=slice(0, None, 2))
 def test_gradients_and_steps(pool, expected, name: str) -> None:
     check(pool, expected, CASES[name])
 

@@ -438,6 +438,7 @@ def test_a_run_in_fp64_tells_factors_in_bf16(narrow: dict[str, Record], tmp_path
     assert verdict.equal, verdict.sentence
 
 
+@pytest.mark.slow
 def test_updates_below_the_last_place_of_a_weight(narrow: dict[str, Record], tmp_path: Path) -> None:
     """They are measured in last places, and no tolerance exceeds four times an update."""
     noisy = [narrow["noise-1"], narrow["noise-2"]]

@@ -51,7 +51,7 @@ SPREAD: dict[str, tuple[dict[str, Any], int, int]] = {
 }
 
 
-@sweep("name", list(SPREAD), quick=(1,))
+@sweep("name", list(SPREAD))
 def test_peaks_are_those_of_dry_runs(name: str) -> None:
     """Of small layers, whose smallest tensors count for more than in large ones: `benchmarks.planner` has these."""
     given, rank, pp_rank = SPREAD[name]

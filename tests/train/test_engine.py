@@ -51,7 +51,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
-@sweep("dtype", ["fp32", "bf16"], quick=(0,))
+@sweep("dtype", ["fp32", "bf16"])
 def test_unsplit_weights_stay_bit_equal_in_a_tp_group(pool: WorkerPool, dtype: str) -> None:
     case = Case(layers=2, dropout=0.1, dtype=dtype).with_layout(1, 4, 1)
     first, *others = pool.run(4, after_steps, case, 20)

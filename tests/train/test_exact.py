@@ -31,7 +31,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp 8", "zbv", "dp 2 tp 2 pp 2", sweep=[*LAYOUTS][::2]))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "zbv", "dp 2 tp 2 pp 2", sweep=[*LAYOUTS][::2]))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     check(pool, one_process(CASE), LAYOUTS[name])
 

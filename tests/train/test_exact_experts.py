@@ -77,7 +77,7 @@ PLAIN = moe(
 """Dropless, with one expert for each token, and no shared one."""
 
 
-@pytest.mark.parametrize("case", [MOE, PLAIN], ids=["capacity", "dropless"])
+@sweep("case", [MOE, PLAIN], ids=["capacity", "dropless"], quick=(1,))
 def test_exact_run_is_the_run_up_to_rounding(
     pool: WorkerPool, one_process: Callable[[Case], Trace], case: Case
 ) -> None:

@@ -178,7 +178,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp 8", "dp 2 tp 2 pp 2", sweep=[*LAYOUTS][::2]))
+@pytest.mark.parametrize("name", slow_but(LAYOUTS, "dp 2 tp 2 pp 2", sweep=[*LAYOUTS][::2]))
 def test_bits_are_those_of_one_process(pool: WorkerPool, alone: Any, name: str) -> None:
     expected, named, evaluated = alone(own())
     assert named == []

@@ -43,7 +43,7 @@ def test_gradients_are_those_of_fp32_to_what_the_dtype_rounds(
     assert not narrow_departures(exact, pool.run(case.world_size, in_layout, case), limit)
 
 
-@sweep("layout", [{}, {"dp": 2, "tp": 2, "pp": 2}, {"dp": 3, "zero": 1}], ids=str, quick=(1,))
+@sweep("layout", [{}, {"dp": 2, "tp": 2, "pp": 2}, {"dp": 3, "zero": 1}], ids=str, slow=(1, 2))
 def test_pure_bf16_follows_fp32(pool, expected, layout: dict[str, int]) -> None:
     """Weights, gradients and Adam's memory in bf16: ten steps within two hundredths; what ranks share, bit-equal."""
     reference = expected(Case(steps=10)).losses

@@ -103,6 +103,7 @@ def changed(folder: Path, *changes: tuple[str, str]) -> FileSource:
 FIRST_LINE = '            "embed.tokens": Vocab(),\n'
 
 
+@pytest.mark.slow
 def test_blocks_given_whole_are_still_cut_inside(pool, tmp_path: Path) -> None:
     """Equal, and with half of the model on each rank: it once was equal because nothing was cut."""
     source = changed(tmp_path, (FIRST_LINE, '            "blocks.*": Replicated(),\n' + FIRST_LINE))

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -208,6 +209,7 @@ def test_every_check_is_made_and_is_in_the_document(pool, tmp_path: Path, dtype:
     assert all(0 < relative <= todo.tolerance for relative in checks.values()), checks
 
 
+@pytest.mark.slow
 def test_a_run_without_a_clip_stays_without(pool, tmp_path: Path) -> None:
     given = config(optimizer={"clip_grad_norm": 0.0})
     [result] = verify(pool, task("dp2", given=given), tmp_path, "dp2")

@@ -160,6 +160,7 @@ def run_of(small_run: Run, file: Path, **changes: Any) -> Run:
     return small_run.but(dtype="fp64", set=(*settings, *changes.pop("set", ())), **changes)
 
 
+@pytest.mark.slow
 def test_the_same_losses_in_another_layout_and_resumed(
     pool: WorkerPool, small_run: Run, file: Path, tmp_path: Path
 ) -> None:

@@ -101,6 +101,7 @@ def told(events: list[str], step: int) -> list[str]:
     return [event.format(step) for event in events]
 
 
+@pytest.mark.slow
 def test_stop_from_a_rank_that_is_not_the_first(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """On dp 2 · tp 2 · pp 2: rank 5 asks after step 1, which the collective of step 2 tells all; each rank has had the
     same moments in the same order, the checkpoint is of that step, and the reason is one line."""

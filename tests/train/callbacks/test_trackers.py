@@ -77,6 +77,7 @@ def _leveldb_log(content: bytes) -> Iterator[bytes]:
             part = b""
 
 
+@pytest.mark.slow
 def test_mlflow_in_a_folder(tmp_path: Path, small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own store of files, read back by its own client."""
     pytest.importorskip("mlflow")

@@ -19,7 +19,6 @@ HALF, WHOLE = 3, 6
         ("sgd", {"momentum": 0.9, "lr": 0.1}),
         ("sgd", {"momentum": 0.8, "nesterov": True, "lr": 0.1}),
     ],
-    quick=(0,),
     ids=str,
 )
 def test_resumes_in_another_layout(
