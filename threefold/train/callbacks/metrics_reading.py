@@ -1,4 +1,4 @@
-"""Reading of RUN/metrics.jsonl, whose lines may be damaged; and of what a resumed run keeps of them."""
+"""Reading of a run's metrics.jsonl, in which lines may be damaged, and the cut that a resumed run begins with."""
 
 import json
 import os

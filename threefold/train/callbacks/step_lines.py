@@ -1,4 +1,4 @@
-"""Lines about the steps of a run, as text: that of the log, and the shorter ones of a terminal."""
+"""Text of the lines about a run's steps: the log's, and the terminal's shorter ones."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final, NamedTuple
