@@ -197,7 +197,7 @@ def test_the_example_of_what_does_not_fit_has_its_own_memory(run: Run) -> None:
             "--fix parallel.zero=9: parallel.zero is 9 but must be at most 3.",
         ),
         (["--gpus", "1e3", "--hardware", "h100"], "--gpus 1e3 must be a whole number; use 1000."),
-        (["--gpus", "100000", "--hardware", "h100"], "; use 65536."),
+        pytest.param(["--gpus", "100000", "--hardware", "h100"], "; use 65536.", marks=pytest.mark.slow),
         (
             ["--gpus", "8", "--hardware", "h100", "--fix", "parallel.schedule=2f2b"],
             "parallel.schedule is '2f2b' but must be a function as in my_file.py:schedule, the path of a .csv file",

@@ -284,6 +284,7 @@ def test_the_readers_of_a_wrong_gradient_are_named(reference: Path, noisy: list[
     assert "the gradient of the output of blocks.1.norm, which blocks.1.up reads" in sentence
 
 
+@pytest.mark.slow
 def test_a_small_factor_shows_in_bf16(tmp_path: Path) -> None:
     def factor(model: Model, step: int) -> None:
         model.head.weight.grad.mul_(1.03)  # type: ignore[union-attr]

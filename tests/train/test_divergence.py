@@ -34,7 +34,7 @@ def diverged(pool: WorkerPool, run: Run, run_dir: Path) -> str:
     return str(caught.value.error)
 
 
-@sweep(("layout", "keep"), [({}, 1), ({"dp": 2}, 2), ({"pp": 2}, 1)], ids=["1", "dp2", "pp2"], quick=(1,))
+@sweep(("layout", "keep"), [({}, 1), ({"dp": 2}, 2), ({"pp": 2}, 1)], ids=["1", "dp2", "pp2"], quick=(0,))
 def test_skipped_steps_replace_no_good_checkpoint(
     pool: WorkerPool, small_run: Run, tmp_path: Path, layout: dict[str, int], keep: int
 ) -> None:

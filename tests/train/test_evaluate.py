@@ -44,8 +44,14 @@ def offline(run: Run, batches: int) -> tuple[float, int]:
     return joined.mean().item(), joined.numel()
 
 
-@pytest.mark.parametrize("batches", [2, 10_000])  # the latter takes the whole part, whose last batch is not full
-@sweep(("dp", "tp", "pp", "cp"), [(1, 1, 1, 1), (4, 1, 1, 1), (2, 2, 2, 1), (1, 1, 1, 2), (1, 2, 2, 2)], quick=(2,))
+# The larger number takes the whole part, whose last batch is not full.
+@sweep("batches", [2, 10_000], quick=(0,))
+@sweep(
+    ("dp", "tp", "pp", "cp"),
+    [(1, 1, 1, 1), (4, 1, 1, 1), (2, 2, 2, 1), (1, 1, 1, 2), (1, 2, 2, 2)],
+    quick=(2,),
+    slow=(3,),
+)
 def test_it_equals_an_offline_average(
     pool: WorkerPool, small_run: Run, dp: int, tp: int, pp: int, cp: int, batches: int
 ) -> None:

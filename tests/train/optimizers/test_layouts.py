@@ -95,7 +95,7 @@ def test_adam_adds_its_decay_to_the_gradient(pool, expected) -> None:
         ("sgd", (("optimizer.momentum", 0.8), ("optimizer.nesterov", True))),
         ("lion", ()),
     ],
-    quick=(1, 3),
+    quick=(1,),
     ids=str,
 )
 def test_elementwise(pool, expected, optimizer: str, update: tuple, changes: dict[str, Any]) -> None:
