@@ -243,7 +243,7 @@ def test_under_torchrun_this_process_is_a_rank(tmp_path: Path, ranks: str, outpu
     assert torchrun(tmp_path, ranks).stdout == output
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_torchrun_with_another_number_of_ranks(tmp_path: Path) -> None:
     assert "ranks is 3 but the launcher started 2; use 2." in torchrun(tmp_path, ", ranks=3").stderr
 

@@ -114,7 +114,7 @@ print("all nine steps")
 """
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_two_runs_of_a_small_script(tmp_path: Path) -> None:
     (tmp_path / "small.py").write_text(SMALL)
     options = ("--noise", "1", "--steps", "1")

@@ -20,7 +20,7 @@ def long_pipeline(layers: int = 16, batch: int = 12, **parallel: object) -> Conf
     return resolve(Config.model_validate(given), 1)
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 def test_stages_of_a_long_pipeline_are_those_of_whole_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     config, run = long_pipeline(), []
 
