@@ -97,8 +97,8 @@ def _let_threads_sleep() -> None:
     """Shorten the time in which idle threads of GNU OpenMP spin, unless the user chose how they wait.
 
     By default they spin for milliseconds, which takes the cores from other processes: three runs at a time on two cores
-    took ten times as long as one, and take twice as long with this. A run on its own is as fast. OpenMP reads the
-    variable when torch is imported.
+    took four to ten times as long as one, and take twice as long with this. A run on its own is as fast. OpenMP reads
+    the variable when torch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", str(_SPINS))
