@@ -30,8 +30,8 @@ demo: .venv/ready
 	@echo "  $(NEXT)"
 	@echo "  source .venv/bin/activate       # then \`threefold\` alone is enough"
 
-# Idle threads of the tests' many processes sleep at once, and leave the cores to the others.
-export GOMP_SPINCOUNT ?= 2000
+# Idle threads of the tests' many processes sleep at once, and leave the cores to the others; benchmarks run as torch does.
+test test-slow test-sweep test-mutations: export GOMP_SPINCOUNT ?= 2000
 
 # Tests start many processes; they read what the first ones have compiled, also where Python is told to write none.
 unexport PYTHONDONTWRITEBYTECODE

@@ -29,7 +29,6 @@ GROUPS: Final = {
 subcommands. A class `Parser` in it replaces Typer's parser of the command's arguments."""
 COMMANDS: Final = tuple(name for names in GROUPS.values() for name in names)
 FAILED, MISUSED = 1, 2
-_SPINS: Final = 2000  # iterations, some microseconds
 _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS)
 """Errors caused by a path that the user gave."""
 
@@ -101,7 +100,7 @@ def _let_threads_sleep() -> None:
     the variable when torch is imported.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", str(_SPINS))
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")  # iterations, some microseconds
 
 
 def _tell(error: Exception) -> int:
