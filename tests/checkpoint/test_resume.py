@@ -101,7 +101,7 @@ def zero(stage: int, **changes: Any) -> dict[str, Any]:
         (zero(1, pp=2), zero(2, tp=2)),
         (zero(2, dp=4, set=(("parallel.zero", 2), ("parallel.zero_shards", 2))), {"dtype": "fp64", "dp": 2}),
     ],
-    slow=(0, 3),
+    slow=(0, 1, 3),
     ids=str,
 )
 def test_shards_of_the_replicas_go_on_equal(

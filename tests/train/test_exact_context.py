@@ -69,7 +69,7 @@ LAYOUTS: dict[str, tuple[Case, Case]] = {
 }
 
 
-@sweep("name", LAYOUTS, slow=slice(1, None, 8))
+@sweep("name", LAYOUTS, slow=(1, 9, 13, 16, 17, 20, 25))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     case, spread = LAYOUTS[name]
     check(pool, one_process(case), spread)

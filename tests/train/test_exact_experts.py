@@ -59,7 +59,7 @@ LAYOUTS: dict[str, tuple[int, int, int, dict[str, Any]]] = {
 }
 
 
-@sweep("name", LAYOUTS, slow=slice(0, None, 10))
+@sweep("name", LAYOUTS, slow=(0, 2, 15, 23))
 def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
     dp, tp, pp, settings = LAYOUTS[name]
     check(pool, one_process(MOE), with_layout(MOE, dp, tp, pp, **settings))

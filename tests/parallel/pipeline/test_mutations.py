@@ -151,8 +151,8 @@ MISTAKES = [
 
 
 UNSET = (tied_weight_of_a_rank_in_two_copies, third_use_forgotten, ties_of_borrowers_alone_forgotten)
-"""Mistakes that train weights which nothing was drawn for or copied to: these hold what the memory held before, at times
-no finite numbers."""
+"""Mistakes that train weights which nothing was drawn for or copied to: these hold what the memory held before, which
+may be no finite numbers."""
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ def muon(**changes: Any) -> Case:
         {"cp": 2, "dp": 2, "sequence": 16, "settings": ZERO3},
         {"dp": 2, "tp": 2, "sequence": 12, "settings": (("parallel.sequence_parallel", True),)},
     ],
-    slow=(4, 9),
+    slow=(4, 9, 12),
     ids=str,
 )
 def test_muon(pool, expected, changes: dict[str, Any]) -> None:
