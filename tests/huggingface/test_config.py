@@ -234,6 +234,43 @@ def test_spellings_that_disagree_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        (
+            {"rope_scaling": None, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            r"rope_theta is 500000.0 and rope_theta of rope_parameters is 10000.0; delete the one that is wrong",
+        ),
+        ({"rope_scaling": LLAMA_3_1["rope_scaling"] | {"rope_theta": 1e6}}, "rope_theta of rope_scaling is 1000000.0"),
+        (
+            {
+                "rope_theta": None,
+                "rope_scaling": LLAMA_3_1["rope_scaling"] | {"rope_theta": 1e6},
+                "rope_parameters": LLAMA_3_1["rope_scaling"] | {"rope_theta": 1e4},
+            },
+            "rope_theta of rope_scaling is 1000000.0 and rope_theta of rope_parameters is 10000.0",
+        ),
+        ({"rope_scaling": {"rope_type": "dynamic", "type": "linear", "factor": 2.0}}, "is 'dynamic' and type is 'lin"),
+    ],
+)
+def test_bases_and_types_that_disagree_are_refused(changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(UserError, match=sentence):
+        read_model(LLAMA_3_1 | changed, "config.json")
+
+
+def test_numbers_of_experts_that_disagree_are_refused() -> None:
+    both = QWEN3_MOE | {"num_local_experts": 2 * QWEN3_MOE["num_experts"]}
+    with pytest.raises(UserError, match=r"num_local_experts is \d+ and num_experts is \d+; delete the one"):
+        read_model(both, "config.json")
+
+
+def test_a_base_that_only_the_new_spelling_has_counts_beside_the_old_one() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    given = LLAMA_3_1 | {"rope_scaling": scaling, "rope_parameters": scaling | {"rope_theta": 3e5}, "rope_theta": None}
+    assert read_model(given, "config.json")[1]["rope_theta"] == 3e5
+    assert read_model(given | {"rope_theta": 3e5}, "config.json")[1]["rope_theta"] == 3e5
+
+
+@pytest.mark.parametrize(
     ("step", "dense", "expected"),
     [
         (1, [], (1, 0)),

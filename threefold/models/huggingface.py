@@ -53,6 +53,20 @@ class ConfigJson:
         self._seen.add(key)
         return self._values.get(key, self._defaults.get(key, default))
 
+    def agreed(self, places: Mapping[str, Any]) -> Any:
+        """Return the value that all places that have one give, None if none has; raise UserError if two differ."""
+        given = [(place, value) for place, value in places.items() if value is not None]
+        for place, value in given[1:]:
+            if value != given[0][1]:
+                first, second = (f"{name} is {shortened(repr(each))}" for name, each in (given[0], (place, value)))
+                raise self.problem(f"{first} and {second}", "delete the one that is wrong")
+        return given[0][1] if given else None
+
+    def given(self, key: str) -> Any:
+        """Return a key's value in the file; None if missing or null."""
+        self._seen.add(key)
+        return self._values.get(key)
+
     def number(self, key: str, default: float | None = None) -> Any:
         """Return a number; null means the default. Raise UserError if it is missing or not a number."""
         value = self.take(key)
@@ -146,8 +160,8 @@ _NUMBERS = {key for names in _METHODS.values() for _, key in names} | {"rope_the
 def read_rope(keys: ConfigJson, positions: int) -> dict[str, Any]:
     """Read the settings of rotary positions; raise UserError if a method or a value is unsupported.
 
-    The old spelling is `rope_theta` next to `rope_scaling`; the new one is `rope_parameters` with both. Like
-    transformers, prefer the old one if a file has both. `positions` is the length of the longest sequence.
+    The old spelling is `rope_theta` next to `rope_scaling`; the new one is `rope_parameters` with both. A file with
+    both must say the same in each. `positions` is the length of the longest sequence.
     """
     old, new = keys.take("rope_scaling") or {}, keys.take("rope_parameters") or {}
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
@@ -158,10 +172,13 @@ def read_rope(keys: ConfigJson, positions: int) -> dict[str, Any]:
     given = {key: value for key, value in (old or new).items() if value is not None}
     for key in _NUMBERS & given.keys():
         keys.checked_number(key, given[key])
-    theta = given.get("rope_theta", keys.number("rope_theta"))
+    inside = {"rope_theta of rope_scaling": old, "rope_theta of rope_parameters": new}
+    bases = {"rope_theta": keys.given("rope_theta")} | {place: rope.get("rope_theta") for place, rope in inside.items()}
+    base = keys.agreed(bases)
+    theta = keys.number("rope_theta") if base is None else keys.checked_number("rope_theta", base)
     settings: dict[str, Any] = {"position_embedding": "rope", "rope_theta": float(theta)}
     keys.require("partial_rotary_factor", 1.0, None)
-    method = given.get("rope_type", given.get("type", "default"))
+    method = keys.agreed({name: given.get(name) for name in ("rope_type", "type")}) or "default"
     if method == "default":
         return settings
     if not isinstance(method, str) or method not in _METHODS:

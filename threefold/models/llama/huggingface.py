@@ -122,7 +122,7 @@ class LlamaType(hf.HuggingFaceType):
         given.require("router_jitter_noise", 0.0, None)
         key = "num_local_experts" if given.take("num_local_experts") else "num_experts"
         count = given.whole(key, least=1, most=_MOST_EXPERTS)
-        given.take("num_experts")
+        given.agreed({name: given.given(name) or None for name in ("num_local_experts", "num_experts")})
         settings: dict[str, Any] = {
             "num_experts": count,
             "experts_per_token": given.whole("num_experts_per_tok", least=1),
