@@ -4,6 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
+
+from threefold.planner import hardware
+from threefold.planner.stage_memory import RESERVE
 
 CONFIG = """
 model: {num_layers: 4, hidden_size: 16, num_attention_heads: 2, vocab_size: 64}
@@ -28,8 +32,7 @@ def test_tables_of_all_stages(threefold, config: Path, tmp_path: Path) -> None:
     assert "embed to blocks.1" in output
     assert "blocks.2 to head" in output
     assert "all_reduce_max" in output
-    assert "which fits into the" in output
-    assert "that tensors may have of NVIDIA H100" in output
+    assert "; both fit into the 82.8 GB that tensors may have of NVIDIA H100" in output
     assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
 
 
@@ -87,6 +90,30 @@ def test_the_json_document(threefold, config: Path) -> None:
     assert not {"at_peak", "activation_bytes"} & rank.keys()  # the same words for other bytes
     assert {each["axis"] for each in rank["collectives"]} == {"tp", "pp", "tie", "world"}
     assert rank["flops"] > 0
+
+
+def test_a_gpu_is_judged_by_its_own_kernels_too(threefold, config: Path, tmp_path: Path) -> None:
+    """The kernels of a CPU keep other tensors: where one of the two numbers fits only, no verdict is given."""
+    entry = yaml.safe_load(Path(hardware.__file__).with_suffix(".yaml").read_text())["h100"]
+    arguments = "dry-run", config, "--set", "precision.dtype=bf16", "--set", "model.hidden_size=512"
+
+    def with_memory(nbytes: int) -> tuple[dict, str]:
+        (tmp_path / "gpu.yaml").write_text(yaml.safe_dump({"gpu": entry | {"memory_bytes": RESERVE + nbytes}}))
+        on = "--hardware", tmp_path / "gpu.yaml"
+        found, line = threefold(*arguments, *on, "--json")[1], threefold(*arguments, *on)[1].splitlines()[-1]
+        return json.loads(found), line
+
+    document, line = with_memory(10**9)
+    assert document["fits"] is True
+    assert "; both fit into the 1.0 GB that tensors may have of" in line
+    run, estimated = document["peak_bytes"], document["estimated_bytes"]
+    assert estimated != run
+    document, line = with_memory((run + estimated) // 2)
+    assert document["fits"] is None
+    assert f"; only the {'first' if run < estimated else 'second'} fits into the" in line
+    document, line = with_memory(min(run, estimated) // 2)
+    assert document["fits"] is False
+    assert "; neither fits into the" in line
 
 
 @pytest.mark.parametrize(

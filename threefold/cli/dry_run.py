@@ -2,7 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from threefold.files import format_bytes
 if TYPE_CHECKING:
     from threefold.config import Config
     from threefold.planner.dry_step import DryRunReport
+    from threefold.planner.hardware import Hardware
 
 
 def command(
@@ -53,8 +55,11 @@ def command(
 
     on = None if hardware is None else find_hardware(hardware)
     terminal.require_ranks((number,), resolved, "--rank is")
+    if on is not None and on.device == "cuda":
+        from threefold.config.resolve import on_device
+
+        resolved = on_device(resolved, "cuda")  # the default number of logits at once is that of the device
     from threefold.planner.dry_run import run_ranks, run_stages
-    from threefold.planner.estimate import usable_memory
 
     with terminal.Steps("Running", shown=not as_json) as steps:
         reports = run_stages(resolved, steps.tell) if all_stages else run_ranks(resolved, [number], tell=steps.tell)
@@ -68,7 +73,7 @@ def command(
             del values["at_peak"], values["activation_bytes"]
             document["ranks"].append(values)
         if on is not None:
-            document |= {"hardware": on.name, "fits": largest.peak_bytes <= usable_memory(on)}
+            document |= {"hardware": on.name, **_Room.of(resolved, on, reports).as_json()}
         typer.echo(json.dumps(document, indent=2))
         return
     _print_reports(resolved, reports)
@@ -76,9 +81,57 @@ def command(
     if on is None:
         typer.echo(f"{needs}; buffers inside kernels and of the communication library are not counted.")
     else:
-        usable = usable_memory(on)
-        verb = "fits" if largest.peak_bytes <= usable else "does not fit"
-        typer.echo(f"{needs}, which {verb} into the {format_bytes(usable)} that tensors may have of {on.title}.")
+        typer.echo(_Room.of(resolved, on, reports).sentence(needs, on))
+
+
+@dataclass(frozen=True)
+class _Room:
+    """Memory that the largest of some ranks needs on hardware: with the kernels of a CPU, which the dry run executes,
+    and with the hardware's, by the formulas of `threefold estimate`; None for a model that has none."""
+
+    run_bytes: int
+    estimated_bytes: int | None
+    usable_bytes: int
+
+    @classmethod
+    def of(cls, config: "Config", on: "Hardware", reports: Sequence["DryRunReport"]) -> "_Room":
+        from threefold.models.block import UnknownBlock
+        from threefold.planner.estimate import own_system, usable_memory
+        from threefold.planner.stage_memory import stage_memory
+
+        largest = max(report.peak_bytes for report in reports)
+        if on.device == "cpu":
+            return cls(largest, largest, usable_memory(on))
+        estimated = None
+        with suppress(UnknownBlock):
+            stages = stage_memory(config, on.device, own_system(config, on).name)
+            estimated = max(stages[report.coordinates["pp"]].needed for report in reports)
+        return cls(largest, estimated, usable_memory(on))
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the ranks fit; None if only one of the numbers does, or if one is unknown."""
+        run_fits = self.run_bytes <= self.usable_bytes
+        return run_fits if self.estimated_bytes is not None and run_fits == self._estimate_fits else None
+
+    @property
+    def _estimate_fits(self) -> bool:
+        return self.estimated_bytes is not None and self.estimated_bytes <= self.usable_bytes
+
+    def as_json(self) -> dict[str, Any]:
+        return {"fits": self.fits, "estimated_bytes": self.estimated_bytes, "usable_bytes": self.usable_bytes}
+
+    def sentence(self, needs: str, on: "Hardware") -> str:
+        room = f"the {format_bytes(self.usable_bytes)} that tensors may have of {on.title}"
+        if on.device == "cpu":
+            return f"{needs}, which {'fits' if self.fits else 'does not fit'} into {room}."
+        needs = f"{needs} with the kernels of a CPU"
+        if self.estimated_bytes is None:
+            return f"{needs}, of {room}; what a GPU's kernels keep of this model is not known."
+        needs = f"{needs}, and {format_bytes(self.estimated_bytes)} with a GPU's by threefold estimate"
+        if self.fits is not None:
+            return f"{needs}; {'both fit' if self.fits else 'neither fits'} into {room}."
+        return f"{needs}; only the {'second' if self._estimate_fits else 'first'} fits into {room}."
 
 
 def _replicas(config: "Config", world: int) -> int:

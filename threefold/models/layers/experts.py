@@ -42,9 +42,9 @@ class Choice(NamedTuple):
 class Routing(nn.Module):
     """Choice of the k experts with the highest probability for each token (Shazeer et al., arXiv 1701.06538).
 
-    In training, an expert takes at most `capacity_factor` · S·k/E tokens of a sequence (0: no limit). `aux_loss` weighs
-    the load balancing loss of each token (Fedus et al., Switch Transformers, arXiv 2101.03961, section 2.2), `z_loss`
-    the squared log-sum-exp of its logits (Zoph et al., ST-MoE, arXiv 2202.08906).
+    In training, an expert takes at most ⌈`capacity_factor` · S·k/E⌉ tokens of a sequence (0: no limit). `aux_loss` is
+    the weight of the load balancing loss of each token (Fedus et al., Switch Transformers, arXiv 2101.03961, section
+    2.2), `z_loss` of the squared log-sum-exp of its logits (Zoph et al., ST-MoE, arXiv 2202.08906).
     """
 
     def __init__(
