@@ -30,10 +30,10 @@ from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.huggingface.files import PREFIX, end_tokens
 from threefold.inference.inputs import check_layout, find_checkpoint
+from threefold.inference.own_logits import OwnLogits, check_own_model, gives_columns
 from threefold.models.family import make_model, model_plan
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
-from threefold.models.sharding import VocabLoss
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelize import Parallelism, apply_parallelism
 from threefold.parallel.pipeline.partition import StageMap, partition_by_cost
@@ -64,6 +64,8 @@ class Trained:
         if self.is_own:
             require_match(self.config.model, plan, self.checkpoint.path)
         check_layout(plan, layout)
+        if self.is_own:
+            check_own_model(self.config, plan)
 
     @property
     def is_own(self) -> bool:
@@ -177,39 +179,31 @@ class Model:
         """Run the forward pass through all layers except the head. Collective over the pp axis.
 
         `tokens`, int64 [B, S], are the same on every rank of a replica. Returns the input of the head, [B, S, H], on
-        the last stage, and None on the others.
+        the last stage, and None on the others. A user's own model has no head that could run on some positions alone,
+        so of it the result is the logits themselves, as the last layer returns them.
         """
         pp = self.mesh.pp
         x = tokens.to(self.mesh.device)
+        if self.trained.is_own:
+            return OwnLogits(self.trained.config, self.stage, self.dtype)(x, self.mesh)
         if not pp.is_first:
             width = self.trained.config.model.hidden_size
-            if self.trained.is_own:  # no setting gives it
-                width = int(pp.receive_(torch.empty(1, dtype=torch.int64, device=x.device), pp.index - 1))
             x = pp.receive_(torch.empty((*tokens.shape, width), dtype=self.dtype, device=x.device), pp.index - 1)
         layers = self.stage.layer_names
         for name in layers[:-1] if self.stage.gives_loss else layers:
             x = self.stage.get_submodule(name)(x, NOTHING)
         if pp.is_last:
             return x
-        if self.trained.is_own:
-            pp.send(torch.tensor([x.shape[-1]], device=x.device), pp.index + 1)
         pp.send(x, pp.index + 1)
         return None
 
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute this tp rank's columns of the logits, [..., columns], from `hidden` [..., H] on the last stage."""
+        if self.trained.is_own:
+            return hidden if gives_columns(self.stage.model_plan) else local_part(hidden, self.mesh.tp, -1)
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         out: Tensor = self.stage.get_submodule(self.stage.layer_names[-1])(flat)
-        rules = self.stage.model_plan.split.values()
-        if self.trained.is_own and not any(isinstance(rule, VocabLoss) for rule in rules):  # it gives all columns
-            rows = self.trained.config.model.vocab_size
-            if out.shape[-1] != rows:
-                raise UserError(
-                    f"model.vocab_size is {rows} but the model's last layer gives {out.shape[-1]} logits; train it "
-                    f"with model.vocab_size {out.shape[-1]}."
-                )
-            out = local_part(out, self.mesh.tp, -1)
         return out.reshape(*hidden.shape[:-1], out.shape[-1])
 
     @contextmanager

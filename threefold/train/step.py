@@ -189,9 +189,11 @@ class GradientStep:
             if loss is not None:
                 local, sizes = self._batches.own_samples(batch, loss)
                 self.runner.evaluate(local)
+                assert local.loss is not None  # it is `loss`, with its counts
                 return self._summed(local.loss, sum(sizes))
             tokens = self._batches.local_batch(batch)
             losses = self.runner.evaluate(tokens)
+        assert tokens.labels is not None  # a `Batch` has them
         count = (tokens.labels != IGNORE_INDEX).sum().double().view(1)
         if self.settings.grain is None:
             totals = torch.cat([losses.sum().double().view(1), count])

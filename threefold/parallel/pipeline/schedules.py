@@ -138,7 +138,7 @@ def find_activations(
         received = None
         if number:
             source = placement.ranks[number - 1]
-            received = last if source == rank else _receive(mesh, source)
+            received = last if source == rank else receive_activations(mesh, source)
             found[number - 1] = _on_meta(received)
         if stage.gives_loss:
             break
@@ -149,7 +149,7 @@ def find_activations(
         last = tuple(each.detach().requires_grad_(each.requires_grad) for each in outputs)
         receiver = placement.ranks[number + 1]
         if receiver != rank:
-            _send(mesh, receiver, last)
+            send_activations(mesh, receiver, last)
     return found
 
 
@@ -159,7 +159,8 @@ def _on_meta(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
     )
 
 
-def _send(mesh: Mesh, to: int, tensors: Sequence[Tensor]) -> None:
+def send_activations(mesh: Mesh, to: int, tensors: Sequence[Tensor]) -> None:
+    """Send activations with their shapes to a rank of the pipeline, which calls `receive_activations`."""
     shapes = [(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
     with mesh.pp.waiting("send"):
         dist.send_object_list([shapes], mesh.pp.ranks[to], mesh.pp.group, mesh.device)
@@ -167,7 +168,8 @@ def _send(mesh: Mesh, to: int, tensors: Sequence[Tensor]) -> None:
         mesh.pp.send(tensor.detach(), to)
 
 
-def _receive(mesh: Mesh, source: int) -> tuple[Tensor, ...]:
+def receive_activations(mesh: Mesh, source: int) -> tuple[Tensor, ...]:
+    """Receive the activations that a rank of the pipeline sends, of any number, shapes and dtypes."""
     arrived: list[Any] = [None]
     with mesh.pp.waiting("receive"):
         dist.recv_object_list(arrived, mesh.pp.ranks[source], mesh.pp.group, mesh.device)

@@ -182,18 +182,23 @@ class StepSamples(ABC):
 
 @dataclass(frozen=True)
 class LocalBatch(StepSamples):
-    """Tokens and labels int64 [B, S] of a rank's replica, at the rank's positions of each sequence."""
+    """Tokens and labels int64 [B, S] of a rank's replica, at the rank's positions of each sequence.
+
+    Without labels, the last layer returns this tensor rank's columns of the logits.
+    """
 
     tokens: Tensor
-    labels: Tensor
+    labels: Tensor | None
     samples: SampleInfo = NOTHING
 
     def split(self, parts: int) -> list["LocalBatch"]:
         if len(self.tokens) % parts:
             raise ValueError(f"{len(self.tokens)} samples do not divide into {parts} micro-batches")
-        facts = [[None] * parts if fact is None else fact.chunk(parts) for fact in self.samples]
+        labels, *facts = (
+            [None] * parts if each is None else each.chunk(parts) for each in (self.labels, *self.samples)
+        )
         samples = [SampleInfo(*each) for each in zip(*facts, strict=True)]
-        micro_batches = zip(self.tokens.chunk(parts), self.labels.chunk(parts), samples, strict=True)
+        micro_batches = zip(self.tokens.chunk(parts), labels, samples, strict=True)
         return [LocalBatch(*each) for each in micro_batches]
 
     def through(self, stage: Stage, received: tuple[Tensor, ...] | None = None) -> Any:
@@ -206,10 +211,13 @@ class LocalBatch(StepSamples):
 
 @dataclass(frozen=True)
 class OwnBatch(StepSamples):
-    """Batch of a user's own model (tensors in any nesting), whose loss is a function of the last layer's output."""
+    """Batch of a user's own model (tensors in any nesting), whose loss is a function of the last layer's output.
+
+    Without a loss, the result is that output.
+    """
 
     data: Any
-    loss: TermSums
+    loss: TermSums | None
     dtype: torch.dtype
     samples: SampleInfo = NOTHING
 
@@ -222,9 +230,10 @@ class OwnBatch(StepSamples):
         first = stage.layer_signatures[stage.layer_names[0]]
         inputs = first.inputs_of(self.data, self.dtype) if received is None else LayerInputs(received, {})
         output = stage(inputs, None, self.samples)
-        if not stage.gives_loss:
+        loss = self.loss
+        if loss is None or not stage.gives_loss:
             return output
-        return stage.loss_of(lambda: self.loss(output, self.data, batch_size(self.data)))
+        return stage.loss_of(lambda: loss(output, self.data, batch_size(self.data)))
 
     @property
     def shapes(self) -> Hashable:
