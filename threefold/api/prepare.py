@@ -26,10 +26,11 @@ from threefold.parallel.context import ShardingContext
 from threefold.parallel.gradient_sums import COMPRESSIONS
 from threefold.parallel.gradients import Gradients, buckets_by_dtype
 from threefold.parallel.leaf import local
-from threefold.parallel.parameter import longest_shard
-from threefold.parallel.shard_modules import SHARDINGS
+from threefold.parallel.parameter import in_place_of, longest_shard
+from threefold.parallel.shard_modules import SHARDINGS, has_own_forward, uncut_tensors
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
 from threefold.plugins import require_one_of
+from threefold.torch_private.tensors import has_gradient_hooks, has_module_hooks
 from threefold.train.update_rule import LossScale
 
 _TAKEN: Final = (Optimizer, DataLoader, LRScheduler, PreparedLoader, PreparedScheduler)
@@ -222,12 +223,27 @@ def _prepare_model(
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             mesh.world.broadcast_(tensor.detach(), 0)
+    hooked = {name: each for name, each in model.named_parameters() if has_gradient_hooks(each)}
     partial = [] if tensor_parallel is None else shard_by_patterns(model, tensor_parallel, mesh)
+    left = set() if zero and mesh.dp.size > 1 else set(model.parameters())
+    if (lost := next((name for name, each in hooked.items() if each not in left), None)) is not None:
+        cut = f"zero {zero}" if not left else f"tp {mesh.tp.size}"
+        raise UserError(
+            f"The parameter {lost!r} has a gradient hook, which would see the gradient of a shard with {cut}; change "
+            "gradients in the optimizer, or the computation in forward."
+        )
     norms = [module for module in model.modules() if isinstance(module, _NORMS)]
     if sync_batch_norm and mesh.dp.size > 1 and norms:
         # A separate process group, because gradient sums may be in flight over dp.
         axis = mesh.new_axis("batch norm", mesh.layout.groups("dp"))
         assert axis is not None  # each rank is in one of them
+        for name, norm in model.named_modules():
+            if isinstance(norm, _NORMS) and (has_module_hooks(norm) or type(norm).forward is not _NORMS[0].forward):
+                own = "a hook" if has_module_hooks(norm) else "a forward of its own"
+                raise UserError(
+                    f"{name!r} is a {type(norm).__name__} with {own}, which batch normalization over the global batch "
+                    "would not have; use sync_batch_norm=False."
+                )
         made = {norm: GlobalBatchNorm(norm, axis, current) for norm in norms}
         if model in made:
             model = made[model]
@@ -323,7 +339,25 @@ def _check_rule(name: str, modules: Mapping[str, nn.Module], rule: Split, ranks:
             f"tensor_parallel has {type(rule).__name__}() for {name!r}, a {type(module).__name__}, but that rule is "
             f"for {suits}; leave it out to keep the module whole."
         )
-    if not isinstance(module, nn.Linear) or not isinstance(rule, Column | Row):
+    if isinstance(rule, PerHead | Replicated):
+        return
+    said = f"tensor_parallel has {type(rule).__name__}() for {name!r}, a {type(module).__name__}"
+    if has_own_forward(module):
+        raise UserError(
+            f"{said} with a forward of its own, which a cut layer would not have; leave it out, or name the module "
+            "inside it."
+        )
+    if foreign := uncut_tensors(module, rule):
+        raise UserError(f"{said} with the {foreign[0]}, which that rule does not cut; leave it out.")
+    if isinstance(module, nn.Embedding) and (module.max_norm is not None or module.scale_grad_by_freq or module.sparse):
+        option = "max_norm" if module.max_norm is not None else "scale_grad_by_freq" if not module.sparse else "sparse"
+        raise UserError(f"{said} with {option}, which a cut table does not have; make the embedding without it.")
+    if has_module_hooks(module) and ranks > 1:
+        raise UserError(
+            f"{said} with a hook, which would see a part of the features with tp {ranks}; register it on a module "
+            "around it that is not cut."
+        )
+    if not isinstance(module, nn.Linear) or isinstance(rule, Vocab):
         return
     if module is getattr(modules[""], "get_output_embeddings", lambda: None)():
         raise UserError(
@@ -361,7 +395,7 @@ class GlobalBatchNorm(nn.Module):
         self.weight, self.bias = module.weight, module.bias
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(name, getattr(module, name))
-        self.train(module.training)
+        in_place_of(self, module)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize `x` [N, C, …], this replica's rows, over N and the dims after C."""

@@ -6,6 +6,7 @@ much as a small layer's own operations. If ZeRO shards a parameter further, anot
 """
 
 from collections.abc import Sequence
+from typing import Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from threefold.torch_private.distributed import fresh_parameter
+
+_KEPT_HERE: Final = frozenset({"local_leaf", "stored_whole", "_is_param"})
+"""Attributes of a parameter that are set by this module, or by torch, and are its own."""
+_Made = TypeVar("_Made", bound=Tensor)
+
+
+def with_marks(made: _Made, original: Tensor) -> _Made:
+    """Give a tensor made from a parameter the attributes that a model has set on that, such as `no_weight_decay`."""
+    vars(made).update({name: value for name, value in vars(original).items() if name not in _KEPT_HERE})
+    return made
 
 
 def as_stored(shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], whole: Tensor) -> DTensor:
@@ -30,7 +41,7 @@ def local(parameter: Tensor) -> Tensor:
     leaf: Tensor | None = getattr(parameter, "local_leaf", None)
     if leaf is None:
         with torch.no_grad():  # autograd would record the view otherwise
-            leaf = parameter.to_local().detach().requires_grad_(parameter.requires_grad)
+            leaf = with_marks(parameter.to_local().detach(), parameter).requires_grad_(parameter.requires_grad)
         parameter.local_leaf = leaf  # type: ignore[attr-defined]
     return leaf
 
@@ -58,4 +69,5 @@ def stored(parameter: nn.Parameter) -> nn.Parameter:
 
 def keep_stored(parameter: nn.Parameter, whole: Tensor) -> None:
     """Record what `stored` returns for a parameter that ZeRO shards: `whole`, which has all its shardings."""
-    parameter.stored_whole = nn.Parameter(whole, parameter.requires_grad)  # type: ignore[attr-defined]
+    kept = with_marks(nn.Parameter(whole, parameter.requires_grad), parameter)
+    parameter.stored_whole = kept  # type: ignore[attr-defined]

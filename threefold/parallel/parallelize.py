@@ -33,7 +33,7 @@ from threefold.parallel.context import ShardingContext
 from threefold.parallel.experts import ParallelExperts
 from threefold.parallel.gradient_sums import LeafOrder
 from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients
-from threefold.parallel.leaf import like, local, stored, stored_as
+from threefold.parallel.leaf import like, local, stored, stored_as, with_marks
 from threefold.parallel.parameter import (
     Weight,
     initialise_,
@@ -364,7 +364,8 @@ def _untie(stages: Sequence[Stage]) -> None:
         kept = set()
         for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
             if parameter in kept:
-                set_in(stage, name, nn.Parameter(torch.empty_like(parameter), parameter.requires_grad))
+                own = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+                set_in(stage, name, with_marks(own, parameter))
             kept.add(parameter)
 
 

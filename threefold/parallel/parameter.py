@@ -5,6 +5,7 @@ values.
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from threefold.comm.layout import shard_bounds
 from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
 from threefold.models.source import ConstructedModel, drawn
 from threefold.parallel.gradients import Gradients
-from threefold.parallel.leaf import as_stored, like, local
+from threefold.parallel.leaf import as_stored, like, local, with_marks
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.distributed import fresh_parameter
 from threefold.torch_private.tensors import foreach_copy_
@@ -25,6 +26,7 @@ from threefold.torch_private.tensors import foreach_copy_
 def split_parameter(whole: Tensor, *cuts: tuple[Axis, int]) -> nn.Parameter:
     """Return a parameter stored as this rank's shard of `whole`, whose sizes need not be divisible.
 
+    It is trained if `whole` is, and keeps the attributes that were set on that.
     Each of `cuts` is an axis and the dim that it shards. Of two axes the outer one comes first; its `device_mesh` has
     both. `whole` may be on the meta device, for the shape alone.
     """
@@ -34,7 +36,8 @@ def split_parameter(whole: Tensor, *cuts: tuple[Axis, int]) -> nn.Parameter:
     # A dense copy, so that nothing refers to the whole tensor's storage.
     dense = part.clone(memory_format=torch.contiguous_format)
     # The global stride must be contiguous, as the shard is.
-    return _as_parameter(dense, torch.empty(whole.shape, device="meta"), cuts[0][0], [dim for _, dim in cuts])
+    shape, dims = torch.empty(whole.shape, device="meta"), [dim for _, dim in cuts]
+    return with_marks(_as_parameter(dense, shape, cuts[0][0], dims, whole.requires_grad), whole)
 
 
 def empty_parameter(shape: tuple[int, ...], axis: Axis, dim: int, device: torch.device | None = None) -> nn.Parameter:
@@ -44,13 +47,16 @@ def empty_parameter(shape: tuple[int, ...], axis: Axis, dim: int, device: torch.
     return _as_parameter(local, torch.empty(shape, device="meta"), axis, [dim])
 
 
-def _as_parameter(local: Tensor, whole: Tensor, axis: Axis, dims: Sequence[int]) -> nn.Parameter:
+def _as_parameter(
+    local: Tensor, whole: Tensor, axis: Axis, dims: Sequence[int], requires_grad: bool = True
+) -> nn.Parameter:
     """Wrap a rank's shard as a parameter of the shape of `whole`, whose `dims` the axes of `axis.device_mesh` shard."""
     if axis.device_mesh is None and axis.size == 1:  # of `Mesh.alone`
-        return fresh_parameter(local)
+        return fresh_parameter(local, requires_grad)
     if axis.device_mesh is None:
         raise ValueError(f"axis {axis.name!r} is not an axis of the mesh, so no parameter can be split over it")
-    return fresh_parameter(as_stored(local, axis.device_mesh, [Shard(dim) for dim in dims], whole))
+    stored = as_stored(local, axis.device_mesh, [Shard(dim) for dim in dims], whole)
+    return fresh_parameter(stored, requires_grad)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -124,13 +130,25 @@ def has_uneven_shards(parameter: Tensor) -> bool:
 
 
 def replace_parameters(module: nn.Module, make: Callable[[nn.Parameter], nn.Parameter]) -> None:
-    """Replace each parameter by `make(parameter)`; tied ones stay one parameter."""
+    """Replace each parameter by `make(parameter)`, which keeps its attributes; tied ones stay one parameter."""
     made: dict[nn.Parameter, nn.Parameter] = {}
     for child in module.modules():
         for name, parameter in list(child.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in made:
-                made[parameter] = make(parameter)
+                made[parameter] = with_marks(make(parameter), parameter)
             setattr(child, name, made[parameter])
+
+
+_Replacing = TypeVar("_Replacing", bound=nn.Module)
+
+
+def in_place_of(made: _Replacing, original: nn.Module) -> _Replacing:
+    """Give a module that replaces another the other's mode (`training`) and the attributes that it has not itself."""
+    made.train(original.training)
+    for name, value in vars(original).items():
+        if not hasattr(made, name):
+            setattr(made, name, value)
+    return made
 
 
 def set_in(root: nn.Module, name: str, value: Tensor | nn.Module) -> None:
@@ -220,6 +238,7 @@ def make_weights(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -
     for name, parameter in parameters:
         leaf = local(parameter)
         master = leaf if leaf.dtype == dtype else leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+        with_marks(master, parameter)
         weights.append(Weight(name, parameter, leaf, master))
     return weights
 

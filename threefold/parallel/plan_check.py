@@ -15,7 +15,6 @@ from threefold.config.section import nearest_divisor
 from threefold.errors import UserError
 from threefold.files import first_of
 from threefold.models import module_check, sharding
-from threefold.models.layers.decoder import Embedding, Linear
 from threefold.models.own_batch import LayerSignature
 from threefold.models.plan import as_pattern, nearest
 from threefold.models.source import ModelSource
@@ -23,12 +22,9 @@ from threefold.parallel.context import check_whole_sequences
 from threefold.parallel.parameter import set_in
 from threefold.parallel.pipeline.partition import covers, stage_map
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.shard_modules import SHARDINGS, grain_units
+from threefold.parallel.shard_modules import SHARDINGS, grain_units, has_own_forward, uncut_tensors
 from threefold.torch_private.distributed import persistent_buffers
 from threefold.torch_private.tensors import child_names, has_module_hooks
-
-_CUT_FORWARDS = {each.forward for each in (nn.Linear, nn.Embedding, Linear, Embedding)}
-"""Forward methods that a cut layer can replace."""
 
 _WITHIN = (sharding.Replicated, sharding.PerHead)
 """Splits that leave the modules inside a module to other patterns."""
@@ -293,17 +289,15 @@ def _check_split(name: str, module: nn.Module, pattern: str, split: sharding.Spl
             f"{said} with heads={unit.count}, which must divide the {features} features of {name!r}; use "
             f"heads={nearest_divisor(unit.count, features)}."
         )
-    if isinstance(split, sharding.Column | sharding.Row | sharding.Vocab) and type(module).forward not in _CUT_FORWARDS:
+    if isinstance(split, sharding.Column | sharding.Row | sharding.Vocab) and has_own_forward(module):
         raise UserError(
             f"{said}, but {name!r} is a {kind} with a forward of its own, which a cut layer would not have; use "
             "Replicated(), or write what it adds as a module around it."
         )
-    held = [each for each, _ in module.named_parameters()]
-    foreign = [each for each in held if each not in (held if split.parameters is None else split.parameters)]
-    if foreign:
+    if foreign := uncut_tensors(module, split):
         raise UserError(
-            f"{said} but {name!r} has the parameter {foreign[0]!r}, which it does not cut; use Replicated() or keep it "
-            "in a module beside it."
+            f"{said} but {name!r} has the {foreign[0]}, which it does not cut; use Replicated() or keep it in a module "
+            "beside it."
         )
 
 

@@ -12,7 +12,7 @@ from threefold.comm.axis import Axis
 from threefold.errors import UserError
 from threefold.models.sharding import Split
 from threefold.parallel.leaf import local, stored
-from threefold.parallel.parameter import empty_parameter, offset, slice_of, split_parameter
+from threefold.parallel.parameter import empty_parameter, in_place_of, offset, slice_of, split_parameter
 from threefold.random.rng import fill_normal_, stream_key
 
 Initializer = Callable[[Tensor], Tensor | None]
@@ -65,7 +65,7 @@ class SplitLinear(SplitLayer):
             layer = cls(module.in_features, module.out_features, axis, name="", **options)
         layer.weight = layer._split("weight", module.weight)
         layer.bias = None if module.bias is None else layer._split("bias", module.bias)
-        return layer
+        return in_place_of(layer, module)
 
     def _initialise(
         self,

@@ -16,6 +16,7 @@ from threefold.ops import exact, fp8
 from threefold.ops.exact import Pieces, RowSum
 from threefold.ops.kernels import embedding, linear
 from threefold.parallel.leaf import local
+from threefold.parallel.parameter import in_place_of
 from threefold.parallel.split_layer import Initializer, SplitLayer, SplitLinear, check_sizes, fill_, new_key
 from threefold.torch_private.tensors import assert_async
 
@@ -83,7 +84,7 @@ class VocabParallelEmbedding(SplitLayer):
             layer = cls(*sizes, axis, name="", sequence_dim=sequence_dim, pieces=pieces)
         layer.weight = layer._split("weight", embedding.weight)
         layer.padding_idx = embedding.padding_idx
-        return layer
+        return in_place_of(layer, embedding)
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up ids [...], the same on every rank → rows [..., H], whole on every rank, or its shard.

@@ -25,7 +25,7 @@ from threefold.models.sharding import OverExperts
 from threefold.parallel.experts import ParallelExperts
 from threefold.parallel.gradient_sums import LeafOrder, SenderTrees, narrowed, widen_
 from threefold.parallel.gradients import Gradients, Observer
-from threefold.parallel.leaf import as_stored, keep_stored, like, local, stored
+from threefold.parallel.leaf import as_stored, keep_stored, like, local, stored, with_marks
 from threefold.parallel.parameter import has_uneven_shards, is_of_experts, replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import unwrapped
@@ -84,6 +84,7 @@ def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dt
         stage.to(mesh.device)  # makes torch take over the new tensors (and pad those that need it)
         for name, parameter in stage.named_parameters():
             of_experts = is_of_experts(before[name])
+            with_marks(parameter, before[name])  # which `fully_shard` has replaced
             _describe(parameter, before[name], zero.expert_shards if of_experts else zero.shards)
 
 
@@ -104,7 +105,7 @@ def shard_values(
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     _wrap_layers(module, _listed_layers(module), zero, policy, compression, tp)
     for name, parameter in module.named_parameters():
-        _describe(parameter, before[name], zero.shards)
+        _describe(with_marks(parameter, before[name]), before[name], zero.shards)
 
 
 def report_gradients(module: nn.Module, report: Callable[[str], None]) -> None:
