@@ -19,7 +19,7 @@ from threefold.launch.worker_pool import WorkerError
 from threefold.verify import rank_worker
 from threefold.verify import self_check as self_check_module
 from threefold.verify.rank_worker import RankReport
-from threefold.verify.self_check import FILE, self_check
+from threefold.verify.self_check import FILE, find_hidden_state, self_check
 
 ALONE = micro_batches(1)
 
@@ -101,6 +101,24 @@ SENTENCES = {
 def test_what_depends_on_the_layout_or_is_in_no_checkpoint_is_refused(pool, tmp_path: Path, kind: str) -> None:
     said = refusal(pool, run_of(kind, steps=1, **DEPARTING[kind]), tmp_path / "run")
     assert SENTENCES.get(kind, "does not compute in ") in said, said
+
+
+class Root(torch.nn.Module):
+    """Square root at 0, whose gradient is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = torch.nn.Parameter(torch.zeros(2))
+
+    def forward(self) -> torch.Tensor:
+        return (self.gain * 0).sqrt().sum()
+
+
+def test_gradients_that_are_not_finite_equal_nothing() -> None:
+    found = find_hidden_state(Root(), Root, lambda model: model())
+    assert found.refusal.startswith("Root has a loss or gradients that are not finite with its initial weights")
+    one, other = torch.tensor(1.0), torch.tensor([torch.nan])
+    assert not self_check_module._are_equal([one, other], [one, torch.zeros(1)])
 
 
 EQUAL = {

@@ -142,6 +142,24 @@ def test_comparison_cannot_pass_what_is_not_a_number() -> None:
     assert [error.relative for error in comparison.errors] == [float("inf"), float("inf"), 0.0]
 
 
+@pytest.mark.parametrize(
+    ("expected", "got", "is_equal"),
+    [
+        ([1.0, -torch.inf], [1.0, -torch.inf], True),
+        ([1.0, -torch.inf], [1.0, torch.inf], False),
+        ([1.0, -torch.inf], [1.0, 5.0], False),
+        ([1.0, torch.nan], [1.0, torch.nan], False),
+        ([1.0, torch.nan], [1.0, 5.0], False),
+    ],
+    ids=str,
+)
+def test_buffers_are_equal_up_to_the_infinities_of_a_mask(expected: list, got: list, is_equal: bool) -> None:
+    trace = Trace({}, [], [], [], [], {}, buffers=[{"mask": torch.tensor(expected)}])
+    comparison = Comparison(trace, {}, 0)
+    comparison.buffers(0, {"mask": torch.tensor(got)})
+    assert [error.relative for error in comparison.errors] == [0.0 if is_equal else float("inf")]
+
+
 @pytest.mark.slow
 def test_result_as_json(pool, tmp_path: Path) -> None:
     [result] = verify(pool, task("dp2"), tmp_path, "dp2")

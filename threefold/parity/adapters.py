@@ -21,16 +21,19 @@ from torch.optim import Optimizer
 
 from threefold.errors import UserError
 from threefold.parity.placement import Piece, Placement, fill, whole
+from threefold.parity.record import OUTPUT_GRADIENT
 from threefold.torch_private.distributed import local_box, persistent_buffers
 
 Place = Callable[[str, str, Tensor], Placement | Sequence[Placement] | None]
-"""Function of ("parameter", "activation" or "buffer", name, the rank's tensor); returns None to leave it to PyTorch.
+"""Function of (what, name, the rank's tensor); returns None to leave the tensor to PyTorch.
 
-It returns several placements for a parameter that contains several parameters of the whole model.
+It is asked about a "parameter", "activation", "output gradient" or "buffer". "activation" is a module's output, and also its gradient, if the function returns None for "output gradient". It returns
+several placements for a parameter that contains several parameters of the whole model.
 """
 Placed = list[tuple[Tensor, Placement]]
 """Parts of a tensor on this rank, each with its placement."""
 
+ACTIVATION: Final = "activation"
 WHOLE: Final = "(model)"
 """Name of the module that forward passes begin with; no module inside it can have this name."""
 _CLIPPING: Final = ("clip_grad_norm_", "clip_grads_with_norm_")
@@ -113,7 +116,7 @@ class Adapter:
             yield from buffers_of(model)
 
     def placement(self, what: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
-        """Return this rank's own tensor and its placement; `what` is "parameter" or "activation"."""
+        """Return this rank's own tensor and its placement; `what` is as for `Place`."""
         copy = self._copy if what == "parameter" else 0
         if (placed := self.given(what, name, tensor)) is not None:
             return local(tensor), placed
@@ -125,8 +128,13 @@ class Adapter:
         return tensor, whole(tensor, copy)
 
     def given(self, what: str, name: str, tensor: Tensor) -> Placement | None:
-        """Return the placement that `place` gives; None if it leaves the tensor to PyTorch."""
+        """Return the placement that `place` gives; None if it leaves the tensor to PyTorch.
+
+        The gradient of an output, `OUTPUT_GRADIENT`, is placed like the output unless `place` tells them apart.
+        """
         placed = None if self.place is None else self.place(what, name, tensor)
+        if placed is None and what == OUTPUT_GRADIENT:
+            return self.given(ACTIVATION, name, tensor)
         if placed is None or isinstance(placed, Placement):
             return placed
         raise UserError(f"The adapter gave several placements for the {what} of {name}; give one.")
@@ -136,7 +144,7 @@ class Adapter:
 
         `kind` is "output" or "output gradient", and `name` that of the module.
         """
-        return self.placement("activation", name, tensor)
+        return self.placement(kind if kind == OUTPUT_GRADIENT else ACTIVATION, name, tensor)
 
     def numbers(self) -> Mapping[str, float]:
         """Return numbers that the framework itself reports for an update, such as its "gradient norm"."""

@@ -5,15 +5,16 @@ forward pass, loss, output gradients in that of the backward pass, gradients, th
 optimizer states, buffers. The first quantity that departs is at the mistake, or directly after it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
-from math import isfinite, isnan, nan, sqrt
+from math import inf, isfinite, isnan, nan, sqrt
 from typing import Any, Final
 
 from threefold.errors import UserError
 from threefold.files import first_of, shown
 from threefold.parity.departure import LOSS, NORM, NUMBER, RATE, SAME, SAMPLES, Departure, Findings, phase_of
 from threefold.parity.measure import Measure, Quantities, Tolerances, last_places
+from threefold.parity.mistake import NOT_FINITE
 from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, Record, align
 from threefold.parity.tensors import StepPair, TensorStep
 
@@ -78,7 +79,9 @@ def compare(
         pair = step, reference, candidate, expected, got, tolerances
         found.departures += TensorStep(*pair, before, places).compare(found)
         if step:
-            found.departures += ReportedStep(*pair).compare(found)
+            reported = ReportedStep(*pair)
+            found.departures += reported.compare(found)
+            found.shares |= reported.loss[1]
         if step == 1:
             outputs = sorted({(each.order, each.name) for each in expected.values() if each.kind == OUTPUT})
             found.order = list(dict.fromkeys(name for _, name in outputs))
@@ -178,6 +181,11 @@ def _note(found: Findings, reference: Record, candidate: Record) -> None:
     for name in sorted(ours.keys() & theirs.keys()):
         if ours[name] != theirs[name]:
             found.notes.append(f"The runs have different versions of {name}: {ours[name]} and {theirs[name]}.")
+    if found.shares:
+        found.notes.append(
+            "The candidate's ranks report shares of the loss, and their sum was compared: a log of one rank's number "
+            "would be too small."
+        )
     if len(reference.ranks) > 1:
         found.notes.append(f"The reference has {len(reference.ranks)} ranks itself.")
 
@@ -192,6 +200,12 @@ class ReportedStep(StepPair):
     @cached_property
     def theirs(self) -> list[dict[str, Any]]:
         return _numbers(self.reference, self.step)
+
+    @cached_property
+    def loss(self) -> tuple[float, bool]:
+        """The candidate's loss, and whether it is a sum of the ranks' shares."""
+        ranks = ((now, *facts["numbers"].values()) for now, facts in zip(self.mine, self.candidate.ranks, strict=True))
+        return _nearest_loss(_loss(self.theirs[0]), list(ranks))
 
     def learn(self) -> None:
         for name, value, got in self._pairs_of_numbers():
@@ -220,7 +234,7 @@ class ReportedStep(StepPair):
         """Yield name, value in the reference and value on each rank, for numbers that every rank must report alike."""
         for name, text in (self.theirs[0].get("scalars", {}) if self.theirs else {}).items():
             if name == "loss":
-                yield name, float(text), _nearest_loss(float(text), self.mine)
+                yield name, float(text), self.loss[0]
                 continue
             for each in self.mine:
                 if name in each.get("scalars", {}):
@@ -246,7 +260,9 @@ class ReportedStep(StepPair):
             kind = {"loss": LOSS, "gradient norm": NORM, "clip factor": NORM}.get(name, NUMBER)
             factor = got / value if value else nan
             shape = f"is {got:.6g} instead of {value:.6g}"
-            if isfinite(factor) and factor > 0 and abs(factor - 1) > 0.02:
+            if not isfinite(value) and not isfinite(got):
+                shape = NOT_FINITE
+            elif isfinite(factor) and factor > 0 and abs(factor - 1) > 0.02:
                 shape += f": {self.factors.name(factor)} times"
             yield Departure(self.step, kind, name, off, tolerance, factor, shape)
 
@@ -287,26 +303,41 @@ def _samples_of(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def _off(got: float, expected: float) -> float:
-    if isnan(got) or isnan(expected):
-        return 0.0 if isnan(got) and isnan(expected) else float("inf")
+    """Return the relative difference of two numbers; what is not finite equals nothing."""
+    if not isfinite(got) or not isfinite(expected):
+        return inf
     return abs(got - expected) / (abs(expected) or 1.0) if got != expected else 0.0
 
 
-def _nearest_loss(expected: float, ranks: list[dict[str, Any]]) -> float:
-    """Return the ranks' losses as one number: all alike, their mean, weighted mean or sum, whichever is nearest.
+def _nearest_loss(expected: float, ranks: Sequence[tuple[Mapping[str, Any], ...]]) -> tuple[float, bool]:
+    """Return the ranks' losses as one number, and whether it is the sum of shares that the ranks report.
 
-    Ranks may report the mean over all samples, over their own, or their share of a sum; a rank without a loss, as on an
-    early pipeline stage, reports none.
+    `ranks` are the numbers of each rank, in this step and in all. The number is that of all ranks if they report the
+    same in every step; or their mean, weighted mean or sum, whichever is nearest. Ranks may report the mean over all
+    samples, over their own, or their share of a sum; a rank without a loss, as on an early pipeline stage, reports
+    none.
     """
-    ranks = [each for each in ranks if "loss" in each.get("scalars", {})]
-    reported = [(float(each["scalars"]["loss"]), each.get("valid_tokens", 0)) for each in ranks]
-    if not reported:
-        return nan
-    losses = [loss for loss, _ in reported]
-    total = sum(losses)
-    ways = [total / len(losses), total]
-    if weights := sum(tokens for _, tokens in reported):
-        ways.append(sum(loss * tokens for loss, tokens in reported) / weights)
-    if max(losses) - min(losses) <= 1e-6 * abs(max(losses)):
-        ways = [losses[0], total] if len(losses) > 1 else [losses[0]]
-    return min(ways, key=lambda way: _off(way, expected))
+    ranks = [each for each in ranks if "loss" in each[0].get("scalars", {})]
+    if not ranks:
+        return nan, False
+    reported = [(_loss(now), now.get("valid_tokens", 0), now.get("samples", ())) for now, *_ in ranks]
+    losses = [loss for loss, *_ in reported]
+    steps = ([_loss(each) for each in step] for step in zip(*ranks, strict=False))
+    if all(_are_alike(each) for each in steps if all(map(isfinite, each))):
+        return losses[0], False
+    distinct: list[tuple[float, Any]] = []  # tensor-parallel ranks repeat the share of their samples
+    for loss, _, samples in reported:
+        if not any(samples == other and _are_alike([loss, known]) for known, other in distinct):
+            distinct.append((loss, samples))
+    ways = [(sum(losses) / len(losses), False), (sum(loss for loss, _ in distinct), True)]
+    if weights := sum(tokens for _, tokens, _ in reported):
+        ways.append((sum(loss * tokens for loss, tokens, _ in reported) / weights, False))
+    return min(ways, key=lambda way: _off(way[0], expected))
+
+
+def _loss(numbers: Mapping[str, Any]) -> float:
+    return float(numbers.get("scalars", {}).get("loss", nan))
+
+
+def _are_alike(losses: Sequence[float]) -> bool:
+    return max(losses) - min(losses) <= 1e-6 * max(map(abs, losses))

@@ -65,8 +65,10 @@ class Departure:
         if kind == OUTPUT_GRADIENT:
             readers = f", which {self.readers} reads" if self.readers else ""
             return f"the gradient of the output of {self.name}{readers}"
-        if kind in (SAMPLES, LOSS, NORM):
+        if kind in (SAMPLES, LOSS):
             return f"the {kind}"
+        if kind == NORM:
+            return f"the {self.name}"
         if kind.startswith(STATE):
             return f"{kind.removeprefix(STATE).strip()} of {self.name} in the optimizer"
         if kind in (NUMBER, TENSOR):
@@ -90,6 +92,7 @@ class Findings:
         loose: parameters and modules whose tolerance is so wide that only factors and large mistakes show.
         whole: by kind and name, whether all elements of a tensor were compared in every step.
         skipped: modules whose output one of the records has only in part, in another shape or for other samples.
+        shares: whether the candidate's loss is a sum of shares that its ranks report.
     """
 
     departures: list[Departure] = field(default_factory=list)
@@ -102,6 +105,7 @@ class Findings:
     loose: set[str] = field(default_factory=set)
     whole: dict[tuple[str, str], bool] = field(default_factory=dict)
     skipped: set[str] = field(default_factory=set)
+    shares: bool = False
 
     @property
     def equal(self) -> bool:

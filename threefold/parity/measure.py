@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import inf, isfinite, prod, sqrt
+from math import inf, isfinite, isnan, prod, sqrt
 from typing import Final
 
 import torch
@@ -83,11 +83,15 @@ class Measure:
         return abs(self.scale - 1) if isfinite(self.scale) else 0.0
 
 
-def measure(candidate: Kept, reference: Kept, least: float = 0.0, scale: float = 1.0) -> Measure:
+def measure(
+    candidate: Kept, reference: Kept, least: float = 0.0, scale: float = 1.0, infinities: bool = False
+) -> Measure:
     """Compare a tensor with that of the reference, of the same shape, after a division by `scale`.
 
-    Differences are relative to a mean magnitude of an element of at least `least`.
+    Differences are relative to a mean magnitude of an element of at least `least`. What is not finite equals nothing;
+    with `infinities`, the same infinities in the same places are equal, as in scores behind a causal mask.
     """
+    masked = infinities and _same_infinities(candidate, reference)
     worst, dot, square = 0.0, 0.0, 0.0
     for index, (got, expected) in enumerate(zip(candidate.vectors, reference.vectors, strict=True)):
         a, b = got.flatten() / scale, expected.flatten()
@@ -96,7 +100,7 @@ def measure(candidate: Kept, reference: Kept, least: float = 0.0, scale: float =
         floor = least * sqrt(terms)
         finite = torch.isfinite(a) & torch.isfinite(b)
         if not bool(finite.all()):
-            if not torch.equal(torch.isfinite(a), torch.isfinite(b)):
+            if not masked or not torch.equal(torch.isfinite(a), torch.isfinite(b)):
                 worst = inf
             a, b = a.where(finite, 0.0), b.where(finite, 0.0)
         dot += float(a @ b) / terms
@@ -113,6 +117,17 @@ def measure(candidate: Kept, reference: Kept, least: float = 0.0, scale: float =
             ratios = torch.where(against > 0, norms[0] / against, torch.where(norms[0] > 0, inf, 0.0))
             worst = max(worst, float(ratios.max()))
     return Measure(worst, dot / square if square > 0 and magnitude(reference) > least else torch.nan)
+
+
+def _same_infinities(candidate: Kept, reference: Kept) -> bool:
+    """Return whether two tensors have no NaN, and infinities of the same signs in the same places of the grid.
+
+    A projection of an infinity may be NaN, the sum of squares is not.
+    """
+    a, b = candidate.elements, reference.elements
+    if isnan(candidate.squares) or isnan(reference.squares) or bool(a.isnan().any() | b.isnan().any()):
+        return False
+    return torch.equal(a.isinf() * a.sign(), b.isinf() * b.sign())
 
 
 @cache

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from threefold.errors import UserError
 from threefold.parity.adapters import (
+    ACTIVATION,
     WHOLE,
     Adapter,
     AroundCall,
@@ -27,6 +28,7 @@ from threefold.parity.adapters import (
     modules_of,
 )
 from threefold.parity.placement import Piece, Placement, fill, flat_range, shard, whole
+from threefold.parity.record import OUTPUT_GRADIENT
 
 _EMBEDDING, _OUTPUT_LAYER = "embedding.word_embeddings.weight", "output_layer.weight"
 _STAGE_COPY: Final = 1 << 20
@@ -109,7 +111,7 @@ class MegatronAdapter(Adapter):
     def placement(self, what: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
         if (placed := self.given(what, name, tensor)) is not None:
             return tensor, placed
-        return tensor, whole(tensor, self._tp_rank if what == "activation" else self._dp_rank)
+        return tensor, whole(tensor, self._tp_rank if what in (ACTIVATION, OUTPUT_GRADIENT) else self._dp_rank)
 
     def _of_parameter(self, name: str, parameter: Any) -> Placement:
         """Return the placement of this rank's whole tensor of a parameter, ignoring the distributed optimizer."""
@@ -126,7 +128,8 @@ class MegatronAdapter(Adapter):
         return shard(parameter, parameter.partition_dim, self._tp_rank, self._tp, blocks, copy)
 
     def activation(self, kind: str, name: str, tensor: Tensor) -> tuple[Tensor, Placement]:
-        if (placed := self.given("activation", name, tensor)) is not None:
+        what = kind if kind == OUTPUT_GRADIENT else ACTIVATION
+        if (placed := self.given(what, name, tensor)) is not None:
             return tensor, placed
         module: Any = self._modules.get(name)
         type_name = type(module).__name__

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from threefold.parity.sketch import Kept
 
+NOT_FINITE: Final = "is not finite in either run"
+"""Shape of what cannot be compared."""
 _SHARDS: Final = (2, 3, 4, 6, 8, 12, 16)
 _CLOSE: Final = 0.05
 """Largest relative error of an explanation."""
@@ -90,8 +92,9 @@ def shape_of(
     """
     close = min(max(3 * tolerance, 1e-6), _CLOSE)
     whole_a, whole_b = _all(candidate), _all(reference)
-    if not bool(torch.isfinite(whole_a).all()):
-        return "is not finite" if bool(torch.isfinite(whole_b).all()) else None
+    finite = bool(torch.isfinite(whole_a).all()), bool(torch.isfinite(whole_b).all())
+    if not all(finite):
+        return NOT_FINITE if not any(finite) else "is not finite" if finite[1] else "is finite, unlike the reference"
     if not whole_b.any():
         return "is not zero, as in the reference" if whole_a.any() else None
     if not whole_a.any():

@@ -123,6 +123,7 @@ class Recorder:
         self._roots = [_Root(each) for each in self._adapter.roots()]
         self._calls: dict[str, int] = {}
         self._seen: dict[int, tuple[weakref.ref[Tensor], list[str]]] = {}
+        self._awaited: dict[int, list[str]] = {}  # whole names of outputs whose gradients have not come, by tensor
         self._dtypes: set[str] = set()
         self._readers: dict[str, list[str]] = {}
         self._current: tuple[str, ...] | None = None
@@ -319,27 +320,37 @@ class Recorder:
             return changed
         call = self._calls.get(name, 1)
         called = name if call == 1 else f"{name} (call {call})"
-        self._record_activation(OUTPUT, [called], samples, tensor)
+        recorded = self._record_activation(OUTPUT, [called], samples, tensor)
         known = self._seen.get(id(tensor))
         if known is not None and known[0]() is tensor:
             known[1].append(called)
+            self._awaited.get(id(known[1]), []).extend(recorded)
             return changed
         names = [called]
         self._seen[id(tensor)] = weakref.ref(tensor), names
-        if tensor.requires_grad and not tensor.is_leaf:
-            tensor.register_hook(partial(self._record_activation, OUTPUT_GRADIENT, names, samples))
+        reaches = tensor.requires_grad and not tensor.is_leaf
+        if reaches:
+            tensor.register_hook(partial(self._record_output_gradient, names, samples))
+        if reaches or (torch.is_grad_enabled() and not tensor.requires_grad):  # without: in reentrant recompute
+            self._awaited[id(names)] = recorded
         return changed
 
-    def _record_activation(self, kind: str, names: list[str], samples: tuple[str, ...], tensor: Tensor) -> None:
+    def _record_output_gradient(self, names: list[str], samples: tuple[str, ...], gradient: Tensor) -> None:
+        self._awaited.pop(id(names), None)
+        self._record_activation(OUTPUT_GRADIENT, names, samples, gradient)
+
+    def _record_activation(self, kind: str, names: list[str], samples: tuple[str, ...], tensor: Tensor) -> list[str]:
+        """Record an activation or its gradient, and return its names in the whole model."""
         if not self._recording or not tensor.is_floating_point():
-            return
+            return []
         self._dtypes.add(str(tensor.dtype).removeprefix("torch."))
         placed = [self._adapter.activation(kind, name, tensor.detach()) for name in names]
         mine, placement = placed[-1]
         rows = _rows(mine, replace(placement, name=None), len(samples), self._batch_dim)
+        called = [each.name or name for name, (_, each) in zip(names, placed, strict=True)]
         if rows is not None:
-            called = [each.name or name for name, (_, each) in zip(names, placed, strict=True)]
             self._page.add_samples(kind, called, *rows, samples)
+        return called
 
     # ---- the end of a step ------------------------------------------------------------------------------------------
 
@@ -403,6 +414,9 @@ class Recorder:
             self.scalar(name, value)
         if counters:
             self._numbers["counters"] = counters
+        if self._awaited:
+            self._numbers["unreached"] = sorted({name for names in self._awaited.values() for name in names})
+            self._awaited.clear()
         self._facts["numbers"][str(self._step)] = self._numbers
         self._write_page(self._step)
         self._step += 1

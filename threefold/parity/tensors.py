@@ -106,6 +106,12 @@ class TensorStep(StepPair):
         return found
 
     @cached_property
+    def unreached(self) -> set[str]:
+        """Modules of the candidate whose outputs no backward pass has reached."""
+        step = str(self.step)
+        return {name for facts in self.candidate.ranks for name in facts["numbers"].get(step, {}).get("unreached", ())}
+
+    @cached_property
     def measured(self) -> dict[Key, Measure]:
         """Differences of the tensors that both records have whole."""
         both = ((key, reference, self.got.get(key)) for key, reference in self.expected.items())
@@ -138,7 +144,7 @@ class TensorStep(StepPair):
         least = self.least.get(reference.kind, 0.0)
         if reference.kind == UPDATE:
             least = max(least, self.places.get(reference.name, 0.0))
-        return measure(got.kept, reference.kept, least, self._scale(reference))
+        return measure(got.kept, reference.kept, least, self._scale(reference), reference.kind == OUTPUT)
 
     def compare(self, found: Findings) -> Iterator[Departure]:
         """Yield the departures, and count the compared quantities in `found`."""
@@ -189,9 +195,17 @@ class TensorStep(StepPair):
     def _missing(self, kind: str, name: str, pairs: list[tuple[Quantity, Quantity | None]]) -> Iterator[Departure]:
         """Yield a departure if the candidate lacks a tensor of a parameter, or elements of it, that the reference has.
 
-        The output of a module may not be recorded everywhere; a missing one is counted as skipped. Optimizers of other
-        frameworks may keep other states, but not parts of a state.
+        The output of a module may not be recorded everywhere; a missing one is counted as skipped, as is a gradient of
+        it unless no backward pass reached the output. Optimizers of other frameworks may keep other states, but not
+        parts of a state.
         """
+        if kind == OUTPUT_GRADIENT and name in self.unreached:
+            lacking = [ours for ours, other in pairs if other is None and bool(ours.kept.elements.any())]
+            if lacking:
+                where = f"{len(lacking)} of {len(pairs)} samples" if len(lacking) < len(pairs) else ""
+                readers = self._readers(name)
+                shape = "is missing, as after a detach"
+                yield Departure(self.step, kind, name, 1.0, 0.0, 0.0, shape, where, readers=readers)
         if kind in (OUTPUT, OUTPUT_GRADIENT, TENSOR):
             return
         for reference, other in pairs:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from threefold.files import first_of
 from threefold.parity.departure import LOSS, NORM, NUMBER, PHASES, SAMPLES, Departure, Findings, phase_of, without_key
+from threefold.parity.mistake import NOT_FINITE
 from threefold.parity.record import BUFFER, GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, UPDATE, Record
 
 _LISTED: Final = 8
@@ -87,6 +88,8 @@ def _sentence(lead: Departure, together: Sequence[Departure], found: Findings) -
     when = f" at step {lead.step}" if lead.step else ""
     kind = without_key(lead.kind)
     begin = f"{PHASES[kind]}{when}"
+    if lead.shape == NOT_FINITE:
+        begin = f"The runs cannot be compared{when or ' before the first step'}"
     shape = lead.shape or f"differs by {lead.error:.2g} of its size (rounding: {lead.tolerance:.1g})"
     where = f", {lead.where}" if lead.where and lead.where not in shape else ""
     total = found.totals.get((lead.step, kind), 0)

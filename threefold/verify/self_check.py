@@ -95,6 +95,11 @@ def find_hidden_state(
     before = _attributes(model)
     with state_preserved(model), _watching(model) as drawing:
         first = _passes(model, loss)
+    if not all(bool(each.isfinite().all()) for each in first):
+        return HiddenState(
+            f"{type(model).__name__} has a loss or gradients that are not finite with its initial weights, which equal "
+            "nothing; correct its initial weights or its forward"
+        )
     after = _attributes(model)
     with state_preserved(model):
         second = _passes(model, loss)
@@ -173,7 +178,7 @@ def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
     if len(one) != len(other) or not torch.equal(one[0], other[0]):
         return False
     gradients = zip(one[1:], other[1:], strict=True)
-    return all(a.shape == b.shape and not (a - b).abs().max() > _ALIKE * a.abs().max() for a, b in gradients)
+    return all(a.shape == b.shape and bool((a - b).abs().max() <= _ALIKE * a.abs().max()) for a, b in gradients)
 
 
 def _place(name: str, attribute: str) -> str:

@@ -1,0 +1,268 @@
+"""Comparison of training pairs: what the ranks report, gradients that never arrive, and values that are not finite."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from threefold import parity
+from threefold.launch.worker_pool import WorkerPool
+from threefold.parity.compare import Findings, compare
+from threefold.parity.departure import LOSS, NORM
+from threefold.parity.record import GRADIENT, OUTPUT_GRADIENT, Record
+from threefold.parity.verdict import Judgement, judge
+
+WIDTH, HEADS, SIZE, WORDS = 12, 4, 5, 23
+
+
+class CopyTo(torch.autograd.Function):
+    """Identity, whose gradient is summed over ranks: the input of a column-parallel layer."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        summed = gradient.clone()
+        dist.all_reduce(summed)
+        return summed
+
+
+class ReduceFrom(torch.autograd.Function):
+    """Sum over ranks, whose gradient is the identity: the output of a row-parallel layer."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        summed = x.clone()
+        dist.all_reduce(summed)
+        return summed
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+class Attention(nn.Module):
+    """Multi-query attention, whose query heads tensor-parallel ranks share; each has the key and the value head."""
+
+    def __init__(self, ranks: int, is_detached: bool) -> None:
+        super().__init__()
+        self.ranks, self.is_detached, self.heads = ranks, is_detached, HEADS // ranks
+        self.q, self.k, self.v = (nn.Linear(WIDTH, count * SIZE) for count in (self.heads, 1, 1))
+        self.out = nn.Linear(self.heads * SIZE, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = CopyTo.apply(x) if self.ranks > 1 else x
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        if self.is_detached:  # as a collective without a backward pass leaves them
+            q, k, v = q.detach(), k.detach(), v.detach()
+        q = q.unflatten(-1, (self.heads, SIZE)).transpose(1, 2)
+        mixed = F.scaled_dot_product_attention(q, k[:, None], v[:, None], is_causal=True)
+        mixed = self.out(mixed.transpose(1, 2).flatten(2))
+        return ReduceFrom.apply(mixed) if self.ranks > 1 else mixed
+
+
+class Model(nn.Module):
+    def __init__(self, ranks: int = 1, is_detached: bool = False) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+        self.attention = Attention(ranks, is_detached)
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        return self.head(x + self.attention(self.norm(x)))
+
+
+@dataclass
+class Run:
+    """Training run: what its ranks share, and the mistake in it."""
+
+    tp: int = 1
+    dp: int = 1
+    clip: float = 0.5
+    is_detached: bool = False
+    tells_gradients: bool = True  # the adapter tells an output from its gradient
+    reported: Callable[[float], float] = float
+    change: Callable[[Model, int], object] | None = None
+
+    def cut(self, model: Model, rank: int) -> Model:
+        """Return this rank's part of a model."""
+        mine = Model(self.tp, self.is_detached)
+        parts = {}
+        for name, weight in model.state_dict().items():
+            dim = {"q.weight": 0, "q.bias": 0, "out.weight": 1}.get(name.removeprefix("attention."))
+            parts[name] = weight if dim is None or self.tp == 1 else weight.chunk(self.tp, dim)[rank]
+        mine.load_state_dict(parts)
+        return mine
+
+    def place(self, what: str, name: str, tensor: Tensor) -> parity.Placement | None:
+        if self.tp == 1:
+            return parity.whole(tensor, copy=dist.get_rank() if what == "parameter" and self.dp > 1 else 0)
+        rank, last = dist.get_rank(), name.removeprefix("attention.")
+        if what == "parameter" and last in ("q.weight", "q.bias", "out.weight"):
+            return parity.shard(tensor, 1 if last == "out.weight" else 0, rank, self.tp)
+        if what != "parameter" and last == "q":
+            return parity.shard(tensor, -1, rank, self.tp)
+        own = what == "activation" and last == "out"  # a part of the sum over heads; its gradient is whole
+        if what == "output gradient" and last in ("k", "v"):
+            own = self.tells_gradients
+        return parity.whole(tensor, partial=True) if own else parity.whole(tensor, copy=rank)
+
+    def train(self, folder: Path, steps: int = 2) -> None:
+        torch.manual_seed(3)
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        model = self.cut(Model(), rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        axes = {"dp": self.dp, "tp": self.tp}
+        place = self.place if self.dp * self.tp > 1 else None
+        recorder = parity.Recorder(model, optimizer, place, folder=folder, steps=steps, axes=axes)
+        data = torch.Generator().manual_seed(5)
+        for step in range(steps):
+            batch = torch.randint(WORDS, (4, 9), generator=data)
+            mine = batch.chunk(self.dp)[rank % self.dp]
+            loss = F.cross_entropy(model(mine[:, :-1]).flatten(0, 1), mine[:, 1:].flatten())
+            loss.backward()
+            for name, parameter in model.named_parameters():
+                if parameter.grad is not None and (self.dp > 1 or name.startswith(("attention.k", "attention.v"))):
+                    if self.dp * self.tp > 1:
+                        dist.all_reduce(parameter.grad)
+                    parameter.grad /= self.dp
+            if self.change is not None:
+                self.change(model, step)
+            if self.dp > 1:
+                loss = loss.detach()
+                dist.all_reduce(loss)
+                loss /= self.dp
+            recorder.after_backward(self.reported(loss.item()))
+            if self.tp == 1:  # a norm of shards takes another sum
+                nn.utils.clip_grad_norm_(model.parameters(), self.clip)
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def compared(reference: Path, candidate: Path) -> tuple[Judgement, Findings]:
+    found = compare(Record(reference), Record(candidate))
+    return judge(found), found
+
+
+def pair(folder: Path, candidate: Run, reference: Run | None = None) -> Judgement:
+    (reference or Run()).train(folder / "reference")
+    candidate.train(folder / "candidate")
+    return compared(folder / "reference", folder / "candidate")[0]
+
+
+def halved(loss: float) -> float:
+    return loss / 2
+
+
+def rank_of(run: Run, folder: Path) -> None:
+    torch.set_num_threads(1)
+    run.train(folder)
+
+
+def test_a_loss_that_every_rank_divides_departs(pool: WorkerPool, tmp_path: Path) -> None:
+    """A sum over ranks would be the right loss, but the ranks report the same number, which is no share."""
+    Run().train(tmp_path / "reference")
+    pool.run(2, rank_of, Run(dp=2), tmp_path / "right")
+    verdict, found = compared(tmp_path / "reference", tmp_path / "right")
+    assert verdict.equal, verdict.sentence
+    assert not found.shares
+    pool.run(2, rank_of, Run(dp=2, reported=halved), tmp_path / "wrong")
+    verdict, _ = compared(tmp_path / "reference", tmp_path / "wrong")
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.kind) == (1, LOSS), verdict.sentence
+    assert verdict.first.shape.endswith(": 1/2 (1 / dp) times"), verdict.sentence
+
+
+def test_query_key_and_value_behind_a_detach_are_named(tmp_path: Path) -> None:
+    """Not the module before them, whose gradient is another one."""
+    verdict = pair(tmp_path, Run(is_detached=True))
+    assert verdict.first is not None
+    assert verdict.first.kind == OUTPUT_GRADIENT, verdict.sentence
+    assert verdict.first.name in ("attention.q", "attention.k", "attention.v"), verdict.sentence
+    assert verdict.first.shape == "is missing, as after a detach"
+    assert {"attention.q", "attention.k", "attention.v"} <= {each.name for each in verdict.together}
+
+
+@pytest.mark.parametrize("tells", [True, False], ids=["told", "not told"])
+def test_multi_query_attention_over_tensor_ranks(pool: WorkerPool, tmp_path: Path, tells: bool) -> None:
+    """Each rank has the whole key, and of its gradient the part of its own heads: `place` can tell them apart."""
+    Run(clip=1e9).train(tmp_path / "reference")
+    pool.run(2, rank_of, Run(tp=2, tells_gradients=tells), tmp_path / "tp")
+    verdict, found = compared(tmp_path / "reference", tmp_path / "tp")
+    assert verdict.equal == tells, verdict.sentence
+    assert found.compared[OUTPUT_GRADIENT] == 2 * 4 * 9  # steps, samples, modules
+    if not tells:
+        assert verdict.first is not None
+        assert (verdict.first.kind, verdict.first.name) == (OUTPUT_GRADIENT, "attention.v"), verdict.sentence
+
+
+def test_another_clip_is_named_as_a_clip(tmp_path: Path) -> None:
+    verdict = pair(tmp_path, Run(clip=0.25))
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.name) == (NORM, "clip factor")
+    assert "departs at step 1: the clip factor is " in verdict.sentence
+    assert verdict.sentence.endswith(": 1/2 times."), verdict.sentence
+
+
+def spoiled(value: float, model: Model, step: int) -> None:
+    if step == 1:
+        assert model.head.bias.grad is not None
+        model.head.bias.grad[3] = value
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_what_is_not_finite_in_both_runs_is_not_equal(value: float, tmp_path: Path) -> None:
+    spoil = partial(spoiled, value)
+    verdict = pair(tmp_path, Run(change=spoil), Run(change=spoil))
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.kind, verdict.first.name) == (2, GRADIENT, "head.bias")
+    start = "The runs cannot be compared at step 2: first the gradient of head.bias: it is not finite in either run"
+    assert verdict.sentence.startswith(start), verdict.sentence
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_a_loss_that_is_not_finite_in_both_runs_is_not_equal(value: float, tmp_path: Path) -> None:
+    verdict = pair(tmp_path, Run(reported=lambda loss: value), Run(reported=lambda loss: value))
+    assert verdict.sentence == "The runs cannot be compared at step 1: the loss is not finite in either run."
+
+
+class Masked(nn.Module):
+    """Scores with the same infinities behind a causal mask in any run."""
+
+    def __init__(self, sign: float) -> None:
+        super().__init__()
+        self.scores, self.sign = Scores(), sign
+        self.linear = nn.Linear(21, 21)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scores(self.linear(x), self.sign).softmax(-1)
+
+
+class Scores(nn.Module):
+    def forward(self, x: Tensor, sign: float) -> Tensor:
+        return (x @ x.mT).masked_fill(torch.ones(21, 21).triu(1).bool(), sign * torch.inf)
+
+
+def test_the_same_infinities_of_a_mask_are_equal(tmp_path: Path) -> None:
+    for name, sign in (("one", -1.0), ("same", -1.0), ("other", 1.0)):
+        torch.manual_seed(1)
+        model = Masked(sign)
+        optimizer = torch.optim.SGD(model.parameters())
+        recorder = parity.Recorder(model, optimizer, folder=tmp_path / name, steps=1)
+        model(torch.linspace(-1, 1, 2 * 21 * 21).view(2, 21, 21))[:, :, 0].sum().backward()
+        recorder.after_backward()
+        optimizer.step()
+    verdict, _ = compared(tmp_path / "one", tmp_path / "same")
+    assert verdict.equal, verdict.sentence
+    verdict, _ = compared(tmp_path / "one", tmp_path / "other")
+    assert verdict.first is not None
+    assert verdict.first.name == "scores", verdict.sentence
