@@ -129,7 +129,7 @@ def test_weights_of_other_kinds(tmp_path: Path) -> None:
 def test_texts_that_go_along_are_looked_at(tmp_path: Path) -> None:
     source = write_llama(tmp_path / "hf")
     (source / "tokenizer.json").write_text("{}")
-    assert "tokenizer.json cannot be read (Model missing" in refused(source, tmp_path / "run")
+    assert "tokenizer.json is not a tokenizer.json that can be read (Model missing" in refused(source, tmp_path / "run")
     (source / "tokenizer.json").unlink()
     (source / "tokenizer_config.json").write_bytes(b'{"bos_token": "\xe9"}')
     assert "tokenizer_config.json is not UTF-8 text (byte 15)" in refused(source, tmp_path / "run")

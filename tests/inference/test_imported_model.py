@@ -26,7 +26,10 @@ ENDS = list(range(2, 301, 5))
 
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose texts begin with <s>, and end with any of several tokens."""
+    """A Llama whose texts begin with <s>, and end with any of several tokens.
+
+    Its tokenizer.json holds the state that transformers writes after a padded and truncated call, and ignores.
+    """
     from pydoc_data.topics import topics
 
     folder = write_llama(tmp_path_factory.mktemp("words") / "hf", {"eos_token_id": ENDS[0], "bos_token_id": 1})
@@ -38,6 +41,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     tokenizer.train_from_iterator(topics.values(), trainer)
     tokenizer.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=[("<s>", 1)])
+    tokenizer.enable_padding(length=24, pad_id=2, pad_token="</s>", direction="left")
+    tokenizer.enable_truncation(3)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ENDS, "bos_token_id": 1}))
     return folder

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from tokenizers import Tokenizer
-
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import (
     TOKENIZER,
@@ -26,7 +24,7 @@ from threefold.config.resolve import is_derived
 from threefold.data.corpus import Content, Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.samples import ConsumedSamples, whole_shares
-from threefold.data.tokenizer import TextRule
+from threefold.data.tokenizer import TextRule, load_tokenizer
 from threefold.errors import UserError
 from threefold.files import read_text, shown
 
@@ -324,7 +322,7 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedC
     # The data's tokenizer must be the one the weights were trained with, if both are known.
     stored, data = checkpoint.path / TOKENIZER, open_dataset(config)
     if data.tokenizer_file is not None and checkpoint.facts.tokenizer_sha256 not in (None, data.tokenizer_sha256):
-        known, given = (Tokenizer.from_file(str(path)) for path in (stored, data.tokenizer_file))
+        known, given = (load_tokenizer(path, "the tokenizer") for path in (stored, data.tokenizer_file))
         if known.get_vocab() != given.get_vocab():
             raise UserError(
                 f"The tokenizer of the data is {data.tokenizer_file}, which is not that of {checkpoint.path}, which "

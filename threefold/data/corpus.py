@@ -14,7 +14,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.data.conversations import ChatTemplate
-from threefold.data.tokenizer import TextRule
+from threefold.data.tokenizer import TextRule, load_tokenizer
 from threefold.errors import UserError
 from threefold.files import STRICT, require_file, shown
 from threefold.random import Int64Array
@@ -226,9 +226,7 @@ class Corpus:
 
     @cached_property
     def tokenizer(self) -> "Tokenizer | None":
-        from tokenizers import Tokenizer
-
-        return None if self.tokenizer_file is None else Tokenizer.from_file(str(self.tokenizer_file))
+        return None if self.tokenizer_file is None else load_tokenizer(self.tokenizer_file, "the tokenizer")
 
     @cached_property
     def tokenizer_sha256(self) -> str | None:

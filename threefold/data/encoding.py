@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer
 
 from threefold.data.conversations import ASSISTANT, Chat, ChatTemplate, Completion, Document, Message
-from threefold.data.tokenizer import TextEncoder, TextRule
+from threefold.data.tokenizer import TextEncoder, TextRule, loaded
 from threefold.errors import UserError
 
 if TYPE_CHECKING:
@@ -52,7 +51,7 @@ class DocumentEncoder:
     """
 
     def __init__(self, text: TextEncoder, eod: int | None, template: ChatTemplate | None = None) -> None:
-        self.text, self._eod = text, eod
+        self.text, self.eod = text, eod
         self._renderer: ChatRenderer | None = None
         if template is not None:
             from threefold.data import chat_renderer  # imports Jinja, which few runs need
@@ -66,7 +65,7 @@ class DocumentEncoder:
         """Encode a document. Raises UserError if a conversation has no template or its answers cannot be located."""
         if isinstance(document, Chat):
             return self._encode_chat(document)
-        end = [] if self._eod is None else [self._eod]
+        end = [] if self.eod is None else [self.eod]
         if isinstance(document, str):
             ids = self.text.encode(document) + end
             return EncodedDocument(ids, [True] * len(ids))
@@ -254,7 +253,7 @@ def encode_documents(documents: Iterable[Document], encoding: EncodingSpec, work
 
 
 def _batch_encoder(encoding: EncodingSpec) -> Callable[[list[Document]], EncodedBatch]:
-    text = TextEncoder(Tokenizer.from_str(encoding.tokenizer), encoding.rule)
+    text = TextEncoder(loaded(encoding.tokenizer, "the tokenizer"), encoding.rule)
     encoder = DocumentEncoder(text, encoding.eod, encoding.template)
 
     def encode(batch: list[Document]) -> EncodedBatch:

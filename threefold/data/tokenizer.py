@@ -1,4 +1,9 @@
-"""Tokenizers: training, loading, and encoding text as tokens."""
+"""Tokenizers: training, loading, and encoding text as tokens.
+
+A tokenizer.json may hold the state of the program that wrote it: padding and truncation, which `transformers` stores
+after a padded call and ignores when it reads, and dropout of merges. `loaded` is the one door through which a
+tokenizer comes in, without this state, so that the tokens of a text depend on the text alone.
+"""
 
 import threading
 from collections.abc import Iterator
@@ -9,6 +14,7 @@ from typing import Final, Literal, Self
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from threefold.errors import UserError
+from threefold.files import shown
 
 SpecialTokens = Literal["parse", "text"]
 """`parse`: text that spells a special token becomes that token, as in transformers. `text`: it is ordinary text."""
@@ -31,20 +37,23 @@ class TextRule:
 BEFORE_RULES: Final = TextRule("text", ())  # rule of token files, caches and checkpoints that record none
 
 
+_TEXT: Final = (1 << 32) - 1
+"""Id of the only token of the text that a post-processor is asked about; no vocabulary is large enough to have it."""
+
+
 def beginning_of(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that a tokenizer's post-processor puts before each text."""
-    tokenizer.no_truncation()
-    plain, full = (tokenizer.encode("a", add_special_tokens=special).ids for special in (False, True))
-    starts = (start for start in range(len(full)) if full[start : start + len(plain)] == plain)
-    return tuple(full[: next(starts, 0)])
+    if tokenizer.post_processor is None:
+        return ()
+    text = Tokenizer(models.WordLevel({"text": _TEXT}, unk_token="text")).encode("text")
+    ids = tokenizer.post_processor.process(text, None, True).ids
+    return tuple(ids[: ids.index(_TEXT)]) if _TEXT in ids else ()
 
 
 class TextEncoder:
-    """Tokenizer with a rule. It takes ownership of the tokenizer: truncation and padding are switched off."""
+    """Tokenizer with a rule. It takes ownership of the tokenizer, which sets how special tokens in text are read."""
 
     def __init__(self, tokenizer: Tokenizer, rule: TextRule) -> None:
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
         tokenizer.encode_special_tokens = rule.special_tokens == "text"
         self.tokenizer, self.rule = tokenizer, rule
 
@@ -97,10 +106,24 @@ def load_tokenizer(path: Path, named: str = "--tokenizer") -> Tokenizer:
     """Load the tokenizer.json at `path`. Raises UserError, naming the option `named`, if it is missing or invalid."""
     if not path.is_file():
         raise UserError(f"{named} {path} does not exist; give a tokenizer.json")
+    return loaded(path, f"{named} {path}")
+
+
+def loaded(stored: Path | str, named: str, remedy: str = "") -> Tokenizer:
+    """Load a tokenizer.json from its path or from its text, without what it stores beyond the tokens of a text.
+
+    Raises UserError, which begins with `named`, if it is invalid.
+    """
     try:
-        return Tokenizer.from_file(str(path))
+        tokenizer = Tokenizer.from_str(stored) if isinstance(stored, str) else Tokenizer.from_file(str(stored))
     except Exception as error:  # the library raises a bare Exception
-        raise UserError(f"{named} {path} is not a tokenizer.json that can be read ({error})") from None
+        reason = shown(str(error))
+        raise UserError(f"{named} is not a tokenizer.json that can be read ({reason}){remedy}") from None
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if isinstance(tokenizer.model, models.BPE):
+        tokenizer.model.dropout = None
+    return tokenizer
 
 
 def end_of_document(tokenizer: Tokenizer, name: str | None) -> int:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from threefold.checkpoint.folder import TOKENIZER
 from threefold.config import ModelConfig
+from threefold.data.tokenizer import loaded
 from threefold.errors import UserError
 from threefold.files import read_text, require_file
 from threefold.huggingface.source import CONFIG, read_json
@@ -165,10 +166,7 @@ def texts_of(source: Path) -> dict[str, str]:
 
 
 def _tokenizer(text: str, path: Path) -> Tokenizer:
-    try:
-        return Tokenizer.from_str(text)
-    except Exception as error:  # the library raises a bare Exception
-        raise UserError(f"{path} cannot be read ({shortened(str(error))}); fetch it again.") from None
+    return loaded(text, str(path), "; fetch it again.")
 
 
 def check_tokenizer(text: str, path: Path, rows: int) -> None:

@@ -9,7 +9,6 @@ from typing import Final
 
 import torch
 import yaml
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from threefold.checkpoint.errors import MODEL
@@ -18,7 +17,7 @@ from threefold.checkpoint.manifest import Facts, write_manifest
 from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
-from threefold.data.tokenizer import find_end
+from threefold.data.tokenizer import find_end, loaded
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.files import first_of
@@ -96,7 +95,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
         check_tokenizer(texts[TOKENIZER], request.source / TOKENIZER, config.model.vocab_size or 0)
     eod = next(iter(end_tokens(request.source)), None)
     if eod is None and TOKENIZER in texts:
-        eod = find_end(Tokenizer.from_str(texts[TOKENIZER]))
+        eod = find_end(loaded(texts[TOKENIZER], str(request.source / TOKENIZER)))
     tensors = _streamed(weights, model_plan(config.model, 1), files, progress)
     total = sum(tensor.nbytes for tensor in tensors.values())
     progress.phase("Importing", total)

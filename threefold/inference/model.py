@@ -25,7 +25,7 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.data.conversations import ChatTemplate
 from threefold.data.encoding import DocumentEncoder
-from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_count
+from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_count, load_tokenizer
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.huggingface.files import PREFIX, end_tokens
@@ -98,11 +98,7 @@ class Trained:
                 f"{folder} was trained on {', '.join(self.config.data.corpora)} without a tokenizer, so output cannot "
                 "be decoded; resume with --resume and data.tokenizer set to its tokenizer.json."
             )
-        path = folder / TOKENIZER
-        try:
-            return Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises a bare Exception
-            raise UserError(f"The tokenizer {path} cannot be read ({error}).") from None
+        return load_tokenizer(folder / TOKENIZER, "the tokenizer")
 
     def load(self, mesh: Mesh | None = None, dtype: str = "fp32") -> "Model":
         """Load this rank's shards of the weights, in any layout and dtype. Collective over the mesh.

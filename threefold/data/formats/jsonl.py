@@ -142,7 +142,10 @@ class JsonLines:
         content = content_hash(self.path, roots)
         version = 2  # incremented when the same file, tokenizer and length give another cache
         given = {"key": self.key, "tokenizer": self.tokenizer_sha256, "eod": self.eod}
-        facts = {"version": version, "content": content, **given, "special_tokens": self.special_tokens, **further}
+        rule: dict[str, Any] = {"special_tokens": self.special_tokens}
+        if self.rule.beginning:  # entries of tokenizers without one keep the names that earlier versions gave them
+            rule["beginning"] = self.rule.beginning
+        facts = {"version": version, "content": content, **given, **rule, **further}
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
         return cached(roots, name, partial(self._encode, content, longest, progress))
 
