@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,11 +12,15 @@ from tests.support.command import Silent
 from threefold.config import Config
 from threefold.data.corpus import Corpus
 from threefold.data.dataset import open_dataset
+from threefold.data.encoding import DocumentEncoder
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.packed import PackedConversations, pack
+from threefold.data.packed import PackedConversations, PackedSamples, PaddedSamples, pack
 from threefold.data.preparation import prepare
+from threefold.data.sources import SourceReader
+from threefold.data.tokenizer import SpecialTokens, TextEncoder, load_tokenizer
 from threefold.errors import UserError
+from threefold.inference.eval_tasks import Perplexity
 from threefold.output import SILENT
 
 
@@ -134,6 +139,54 @@ def test_pairs_of_texts_count_their_completions(tmp_path: Path, tokenizer: Path)
     learned = tokens[mask[: len(files.tokens)] != 0].tolist()
     assert decode(tokens.tolist(), skip_special_tokens=False).startswith("<|begin_of_text|>What is 2 + 2? It is 4.")
     assert decode(learned, skip_special_tokens=False) == " It is 4.<|end_of_text|>"
+
+
+@pytest.mark.parametrize("length", [3, 5, 40])
+@pytest.mark.parametrize("special_tokens", ["parse", "text"])
+def test_no_class_of_samples_counts_the_label_after_a_spelled_end(
+    tmp_path: Path, tokenizer: Path, length: int, special_tokens: SpecialTokens
+) -> None:
+    """In texts, pairs and conversations, prepared or as JSON lines, and in evaluation."""
+    end = "<|end_of_text|>"
+    eod = load_tokenizer(tokenizer).token_to_id(end)
+    turn = (
+        {"role": "user", "content": f"How{end}ever?"},
+        {"role": "assistant", "content": f"As{end}you{end} like{end}."},
+    )
+    kinds: dict[str, dict[str, Any]] = {
+        "text": {"text": f"What{end} is{end}it?"},
+        "pair": {"prompt": f"What{end} is", "completion": f" it{end}?"},
+        "chat": {"messages": turn},
+    }
+    for kind, line in kinds.items():
+        path = tmp_path / f"{kind}.jsonl"
+        path.write_text(json.dumps(line) + "\n")
+        folder = prepare((path,), tmp_path / kind, tokenizer=tokenizer, special_tokens=special_tokens)
+        lines = JsonLines(path, tokenizer, special_tokens=special_tokens)
+        loader: Any = PackedSamples if kind == "text" else PackedConversations
+        both = [loader.open(folder, "train", "1", min(length, len(folder.tokens) - 1))]
+        both.append(
+            (PaddedSamples if kind == "text" else loader).open(lines.corpus(length, SILENT), "train", "1", length)
+        )
+        if kind != "text":
+            both.append(loader.open(folder, "train", "1", length, counts_all=True))
+        spelled = 0
+        for samples in both:
+            tokens, labels = samples.labelled(np.arange(len(samples)))
+            assert (labels[tokens == eod] == -100).all()
+            spelled += int(((tokens == eod) & (samples.documents(np.arange(len(samples))) == 0)).any())
+            assert (labels != -100).any()
+        assert spelled or special_tokens == "text"
+        for loss_tokens in ("answers", "all"):
+            task = Perplexity(length, length, loss_tokens)
+            text = TextEncoder(load_tokenizer(tokenizer), lines.rule)
+            documents = DocumentEncoder(text, eod, lines.template)
+            work = task.prepare(documents, list(SourceReader(path, "text", lambda _: None)), lambda: None)
+            (ids,), masks = work.texts, work.masks or [np.ones(len(work.texts[0]), np.bool_)]
+            evaluated = [place for w in work.windows for place in range(w.first, w.end + 1) if masks[0][place]]
+            assert evaluated
+            assert all(ids[place - 1] != eod for place in evaluated)
+            assert sum(work.counted) == len(evaluated)
 
 
 def test_a_vocabulary_is_not_learned_from_conversations(tmp_path: Path) -> None:

@@ -13,6 +13,14 @@ from threefold.errors import UserError
 from threefold.random import Int64Array
 
 
+def ends_document(tokens: NDArray[np.integer], eod: int | None) -> NDArray[np.bool_]:
+    """Return whether each input token is the end-of-document token, whose label never counts, also within a text.
+
+    The token after it cannot be predicted from the tokens before. Samples of every class follow this rule.
+    """
+    return np.zeros(tokens.shape, np.bool_) if eod is None else tokens == eod
+
+
 @dataclass(frozen=True, eq=False)
 class PackedSamples(Samples):
     """Samples of one split: its documents concatenated in file order, cut every `sequence_length` (S) tokens.
@@ -62,7 +70,6 @@ class PackedSamples(Samples):
     def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
         windows = self.read(indices)
         tokens, labels = windows[:, :-1], windows[:, 1:].copy()
-        # The first token of the next document cannot be predicted from this one.
         labels[self._ends(indices, tokens)] = IGNORE_INDEX
         return tokens, labels
 
@@ -74,7 +81,7 @@ class PackedSamples(Samples):
     def _ends(self, indices: Int64Array, tokens: Int64Array) -> NDArray[np.bool_]:
         """Return whether each input token ends its document, by the end-of-document token if there is one."""
         if self.files.eod is not None:
-            return tokens == self.files.eod
+            return ends_document(tokens, self.files.eod)
         places = self._places(indices, self.sequence_length)
         following = np.searchsorted(self.files.documents, places + 1)
         return self.files.documents[following] == places + 1
@@ -124,7 +131,8 @@ class PackedConversations(Samples):
     rest of a sample is padding, with ignored labels. No label crosses from one document to the next.
 
     A document of more than S + 1 tokens is cut into pieces of S + 1, each beginning with the last token of the previous
-    one. So every token of the loss mask is a label exactly once; a piece without any is left out.
+    one. So every token of the loss mask is a label exactly once, other than one after an end of document; a piece
+    without any is left out.
     """
 
     corpus: Corpus
@@ -153,8 +161,9 @@ class PackedConversations(Samples):
         kept = lengths > 1
         if corpus.loss_mask is not None and not counts_all:
             for piece in cut.tolist():
-                first = int(piece_starts[piece])
-                kept[piece] = corpus.loss_mask[first + 1 : first + int(lengths[piece])].any()
+                first, last = int(piece_starts[piece]), int(piece_starts[piece] + lengths[piece]) - 1
+                has_label = ~ends_document(corpus.tokens[first:last], corpus.eod)
+                kept[piece] = corpus.loss_mask[first + 1 : last + 1][has_label].any()
         if not kept.any():
             raise UserError(f"{corpus.path} has no token that counts in its {name} split; give other data.")
         piece_starts, lengths = piece_starts[kept], lengths[kept]
@@ -197,7 +206,9 @@ class PackedConversations(Samples):
                     counted[row, here] = self.corpus.loss_mask[start : start + length] != 0
                 counted[row, end] = False  # preceded by another document, or by nothing
                 end += length
-        return windows[:, :-1], np.where(counted[:, 1:], windows[:, 1:], IGNORE_INDEX)
+        tokens = windows[:, :-1]
+        has_label = counted[:, 1:] & ~ends_document(tokens, self.corpus.eod)
+        return tokens, np.where(has_label, windows[:, 1:], IGNORE_INDEX)
 
     def documents(self, indices: Int64Array) -> Int64Array:
         """Return the index of each input token's piece in its sample; padding has the next index."""
@@ -279,7 +290,9 @@ class PaddedSamples(Samples):
         windows = np.full(places.shape, self.encoded.eod, dtype=np.int64)
         windows[held] = self.encoded.tokens[places[held]]
         self.encoded.check_samples(windows, places, indices, self.name)
-        return windows[:, :-1], np.where(held[:, 1:], windows[:, 1:], IGNORE_INDEX)
+        tokens = windows[:, :-1]
+        has_label = held[:, 1:] & ~ends_document(tokens, self.encoded.eod)
+        return tokens, np.where(has_label, windows[:, 1:], IGNORE_INDEX)
 
     def documents(self, indices: Int64Array) -> Int64Array:
         return np.repeat(self.lines(indices)[:, None], self.sequence_length, axis=1)

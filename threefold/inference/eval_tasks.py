@@ -12,6 +12,7 @@ from torch import Tensor
 from threefold.comm.layout import shard_bounds
 from threefold.data.conversations import Document
 from threefold.data.encoding import DocumentEncoder
+from threefold.data.packed import ends_document
 from threefold.errors import UserError
 from threefold.inference.inputs import check_stride
 from threefold.inference.model import Model
@@ -135,6 +136,7 @@ class EncodedTexts:
     texts: list[np.ndarray]
     windows: list[Window]
     masks: list[np.ndarray] | None = None  # which tokens are evaluated, one bool mask per text; None for all
+    title: str = "texts"
 
     @property
     def counted(self) -> list[int]:
@@ -161,7 +163,8 @@ class Perplexity:
     A window has `context` input tokens, and windows start every `stride` tokens. All predictions of a text's first
     window are evaluated; each later window evaluates the predictions that no earlier window made. So a token is
     predicted from all tokens before it in its text, or from at least context − stride + 1 of them: a smaller stride
-    gives each token more context and takes longer. Of conversations, only answers may be evaluated, as in training.
+    gives each token more context and takes longer. As in training, only the answers of conversations may be evaluated,
+    and a token after an end of document that the text spells is not.
 
     This follows Hugging Face's "Perplexity of fixed-length models", except that no token is left out at the start of a
     window and that the mean is over tokens, not over windows.
@@ -185,17 +188,18 @@ class Perplexity:
             else:
                 ids, counted = documents.encode(text)
             all_counted = counted is None or self.loss_tokens == "all"
-            encoded.append(np.array(ids, np.int64))
-            masks.append(np.array([True] * len(ids) if all_counted else counted, np.bool_))
+            encoded.append(tokens := np.array(ids, np.int64))
+            masks.append(mask := np.array([True] * len(ids) if all_counted else counted, np.bool_))
+            mask[1:] &= ~ends_document(tokens[:-1], documents.eod)
             advance()
         windows = [window for number, tokens in enumerate(encoded) for window in self.windows(number, len(tokens))]
+        windows = [window for window in windows if window.mask(masks).any()]
         if not windows:
             raise UserError(
                 "No text of --data has more than one token, so there is nothing to predict; give longer texts."
             )
-        if all(isinstance(text, str) for text in texts):
-            return EncodedTexts(encoded, windows)
-        return EncodedTexts(encoded, [window for window in windows if window.mask(masks).any()], masks)
+        title = "texts" if all(isinstance(text, str) for text in texts) else "conversations"
+        return EncodedTexts(encoded, windows, None if all(mask[1:].all() for mask in masks) else masks, title)
 
     def windows(self, text: int, tokens: int) -> list[Window]:
         found: list[Window] = []
@@ -209,9 +213,8 @@ class Perplexity:
     def metrics(self, encoded: EncodedTexts, scores: Scores) -> list[Metric]:
         count = sum(encoded.counted)
         loss = float(scores.losses.sum()) / count
-        title = "texts" if encoded.masks is None else "conversations"
         return [
-            Metric("texts", title, len(encoded.texts)),
+            Metric("texts", encoded.title, len(encoded.texts)),
             Metric("tokens", "evaluated tokens", count),
             Metric("loss", "loss", loss, "nats per token"),
             Metric("perplexity", "perplexity", _exp(loss), "per token"),
