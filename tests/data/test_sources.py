@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from threefold.data import sources
 from threefold.data.sources import SourceReader, find_inputs
 from threefold.errors import UserError
 
@@ -143,3 +144,18 @@ def test_inputs_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "a.pdf").touch()
     with pytest.raises(UserError, match=r"a\.pdf is of an unknown kind; it must end in .jsonl"):
         find_inputs([tmp_path / "a.pdf"])
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.zst"])
+def test_a_line_that_only_compression_makes_small_is_refused(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line of 600 MB in half a megabyte is not read to its end, also where only the first line is wanted."""
+    monkeypatch.setattr(sources, "_LONGEST_DOCUMENT", 1 << 16)
+    long = '{"text": "' + "a" * (1 << 22) + '"}\n'
+    path = stored(tmp_path, name, '{"text": "short"}\n' + long)
+    assert path.stat().st_size < 1 << 15
+    with pytest.raises(UserError, match=rf"{name}:2 has more than 65,536 characters, .* cut it into several"):
+        documents(path)
+    with pytest.raises(UserError, match=rf"{name}:1 has more than 65,536 characters"):
+        sources.holds_chat(stored(tmp_path, f"b{name}", long), "text")

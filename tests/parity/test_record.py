@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.kept import rewrite
+from tests.support.kept import rewrite, rewrite_index
 from threefold import parity
 from threefold.errors import UserError
 from threefold.parity.compare import compare
@@ -48,6 +48,23 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: (folder / "rank-00000.json").write_text("[1]"), r"damaged: rank-00000\.json"),
     (lambda folder: rewrite(folder, version=7), "has version 7, and this program reads version 1"),
     (lambda folder: rewrite(folder, world_size=3), "is of 3 ranks but lacks rank 1 and 1 more"),
+    (lambda folder: rewrite(folder, world_size=0), r"damaged: rank-00000\.json .* \(its world_size is 0\)"),
+    (
+        lambda folder: rewrite(folder, world_size=10**9),
+        "is of 1,000,000,000 ranks but lacks rank 1 and 999,999,998 more",
+    ),
+    (lambda folder: rewrite(folder, world_size=True), r"\(its world_size is true\)"),
+    (lambda folder: rewrite(folder, steps=-1), r"\(its steps is -1\)"),
+    (lambda folder: rewrite(folder, steps=10**9), r"\(its checksums is "),
+    (lambda folder: rewrite(folder, rank=1), r"\(its rank is 1\)"),
+    (lambda folder: rewrite(folder, numbers={"1": {"scalars": {"loss": "much"}}}), r"\(its numbers is "),
+    (lambda folder: rewrite(folder, numbers={}), r"\(its numbers is \{\}\)"),
+    (lambda folder: rewrite(folder, versions=None), r"\(its versions is null\)"),
+    (lambda folder: rewrite(folder, without=("versions",)), r"\(it has no versions\)"),
+    (lambda folder: rewrite(folder, weight_dtypes={"weight": "float33"}), r"\(its weight_dtypes is "),
+    (lambda folder: rewrite_index(folder, shape=[10**12, 1]), "damaged: rank-00000-step-0000"),
+    (lambda folder: rewrite_index(folder, start=[3, 0], size=[9, 3]), "damaged: rank-00000-step-0000"),
+    (lambda folder: rewrite_index(folder, order="first"), "damaged: rank-00000-step-0000"),
     (lambda folder: rewrite(folder, steps=1), r"is cut: rank 0 recorded 1 of 2 steps; .* --steps 1"),
     (lambda folder: cut(folder / "rank-00000-step-0001.safetensors"), "damaged: rank-00000-step-0001"),
     (lambda folder: (folder / "rank-00000-step-0002.safetensors").unlink(), "lacks step 2 of rank 0"),

@@ -461,7 +461,8 @@ def test_a_run_in_fp64_that_is_of_no_use(narrow: dict[str, Record], tmp_path: Pa
     rewrite(narrowed, activation_dtypes=["bfloat16", "float64"])
     with pytest.raises(UserError, match="computes in bfloat16 in spite of fp64 weights and inputs; leave it out"):
         compare(reference, reference, noisy, wide=Record(narrowed))
-    numbers = {"1": {**reference.facts["numbers"]["1"], "drew_random_numbers": True}}
+    numbers = {**reference.facts["numbers"]}
+    numbers["1"] = {**numbers["1"], "drew_random_numbers": True}
     drew = tmp_path / "drew"
     shutil.copytree(reference.folder, drew)
     rewrite(drew, numbers=numbers)

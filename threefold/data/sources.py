@@ -25,6 +25,11 @@ _KNOWN: Final = ".jsonl, .json, .txt, one of these and .gz or .zst, or .parquet"
 _TEXT_DOCUMENT: Final = 65_536
 _READ_LINE_LIMIT: Final = 4 * _TEXT_DOCUMENT
 _CHUNK: Final = 1 << 18
+_LONGEST_DOCUMENT: Final = 1 << 26
+"""Characters that a line of JSON, or a document of parquet, may have: a small compressed file can hold a line of any
+length, which takes ten times its size in memory."""
+_ZSTD_INPUT: Final = 1 << 12
+"""Bytes that are decompressed at once; their content has at most 128 MiB."""
 
 
 def find_inputs(inputs: Iterable[Path]) -> list[Path]:
@@ -57,7 +62,7 @@ def holds_chat(path: Path, key: str) -> bool:
     if _kind(path) != "json" or not path.is_file():  # a pipe can be read only once
         return False
     with _explained(path), path.open("rb") as raw:
-        first = next((line for line in _decompressed(raw, path) if line.strip()), "null")
+        first = next((line for line in _lines(_decompressed(raw, path), path) if line.strip()), "null")
     try:
         return is_chat(json.loads(first), key)
     except (ValueError, RecursionError):
@@ -100,7 +105,7 @@ class SourceReader:
     def objects(self) -> Iterator[tuple[dict[str, Any], int]]:
         """Yield each JSON line's object and number. Raises UserError if a line cannot be read or is not an object."""
         with self._stream() as lines:
-            for number, line in enumerate(lines, start=1):
+            for number, line in enumerate(_lines(lines, self.path), start=1):
                 if not line.strip():
                     continue
                 try:
@@ -179,7 +184,9 @@ class SourceReader:
                         "--key"
                     )
                 for batch in file.iter_batches(batch_size=1024, columns=[self._key]):
-                    yield from (text for text in batch.column(0).to_pylist() if text is not None)
+                    for text in batch.column(0).to_pylist():
+                        if text is not None:
+                            yield _checked(text, f"A document of {self.path}")
                     # Parquet is read out of order, so a second reader follows for the hash and the progress.
                     rows += batch.num_rows
                     while self.bytes < rows / file.metadata.num_rows * size and raw.read(_CHUNK):
@@ -241,6 +248,21 @@ def _decompressed(raw: io.BufferedReader, path: Path) -> io.TextIOWrapper:
     return io.TextIOWrapper(stream, encoding="utf-8-sig")
 
 
+def _lines(stream: io.TextIOWrapper, path: Path) -> Iterator[str]:
+    """Yield the lines of JSON; raise a `UserError` for one that is too long, before it is read to its end."""
+    for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_DOCUMENT + 1), ""), start=1):
+        yield _checked(line, f"{path}:{number}")
+
+
+def _checked(document: str, where: str) -> str:
+    if len(document) > _LONGEST_DOCUMENT:
+        raise UserError(
+            f"{where} has more than {_LONGEST_DOCUMENT:,} characters, and a document may have as many; cut it into "
+            "several, one a line"
+        )
+    return document
+
+
 @contextmanager
 def _explained(path: Path) -> Iterator[None]:
     try:
@@ -264,7 +286,7 @@ class _ZstdFile(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         while not self._output:
             if not self._input:
-                self._input = self._file.read(_CHUNK)
+                self._input = self._file.read(_ZSTD_INPUT)
             if not self._input:
                 if self._in_frame:
                     raise EOFError("the zstd frame has no end")

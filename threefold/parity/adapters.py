@@ -27,8 +27,9 @@ from threefold.torch_private.distributed import local_box, persistent_buffers
 Place = Callable[[str, str, Tensor], Placement | Sequence[Placement] | None]
 """Function of (what, name, the rank's tensor); returns None to leave the tensor to PyTorch.
 
-It is asked about a "parameter", "activation", "output gradient" or "buffer". "activation" is a module's output, and also its gradient, if the function returns None for "output gradient". It returns
-several placements for a parameter that contains several parameters of the whole model.
+It is asked about a "parameter", "activation", "output gradient" or "buffer". An "activation" is a module's output, and
+also its gradient, if the function returns None for "output gradient". It returns several placements for a parameter
+that contains several parameters of the whole model.
 """
 Placed = list[tuple[Tensor, Placement]]
 """Parts of a tensor on this rank, each with its placement."""

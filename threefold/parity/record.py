@@ -5,6 +5,7 @@ one vector and their index in the metadata, and `rank-00000.json` with the facts
 """
 
 import json
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import isfinite, prod
@@ -16,14 +17,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from threefold.checksums import checksum, seal, unseal
+from threefold.checksums import checksum, seal
 from threefold.errors import UserError
-from threefold.files import first_of, read_json, shown
+from threefold.files import shown
+from threefold.parity.facts import FORMAT, VERSION, read_facts
 from threefold.parity.placement import Piece, Placement
-from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Kept, keep, length
-
-FORMAT: Final = "threefold-parity"
-VERSION: Final = 1
+from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Kept, keep, kept_size, length
 
 INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT = "initial weight", "buffer", "output", "output gradient"
 GRADIENT, UPDATE, STATE, TENSOR = "gradient", "update", "optimizer state", "tensor"
@@ -31,6 +30,9 @@ GRADIENT, UPDATE, STATE, TENSOR = "gradient", "update", "optimizer state", "tens
 KINDS: Final = (INITIAL, BUFFER, OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, TENSOR)
 DETAILS: Final = {"parameter": PARAMETER, "sample": SAMPLE, "copy": COPY, "whole": WHOLE}
 """Amounts that are kept of a tensor, by their names in the index."""
+_SPARE: Final = 1 << 24
+"""Values that tensors may take beyond what ranks keep of them, and the size that a dim may have in any case."""
+_FACTS_FILE: Final = re.compile(r"rank-\d{5,}\.json")
 _SHARED: Final = (OUTPUT, OUTPUT_GRADIENT, GRADIENT, UPDATE, STATE)
 """Kinds that have equal shares of the bytes of whole tensors; tensors of other kinds count with the states."""
 
@@ -81,9 +83,15 @@ class IndexEntry(NamedTuple):
     def from_json(cls, values: list[Any]) -> "IndexEntry":
         kind, name, order, shape, start, size, detail, copy, partial, samples = values
         known = kind in KINDS or (isinstance(kind, str) and kind.startswith(f"{STATE} "))
-        if not known or not isinstance(name, str) or detail not in DETAILS:
+        texts = [name, *(samples or ())]
+        numbers = [order, copy, *shape, *start, *size]
+        if not known or detail not in DETAILS or not all(isinstance(each, str) for each in texts):
             raise ValueError(kind)
+        if not all(type(each) is int and each >= 0 for each in numbers) or type(partial) is not bool:
+            raise ValueError(name)
         at = tuple(shape), tuple(start), tuple(size)
+        if not all(first + extent <= whole for whole, first, extent in zip(*at, strict=True)):
+            raise ValueError(name)
         return cls(kind, name, order, *at, detail, copy, partial, None if samples is None else tuple(samples))
 
 
@@ -253,14 +261,16 @@ class Record:
                 f"The folder {shown(folder)} {what}: no run recorded there, or rank 0 ended before its first step; "
                 "give the folder of a record."
             )
-        world = _facts(first)["world_size"]
-        absent = [rank for rank in range(world) if not (folder / facts_file(rank)).is_file()]
-        if absent:
+        world = read_facts(first, 0)["world_size"]
+        present = {path.name for path in folder.iterdir()}
+        absent = next((rank for rank in range(world) if facts_file(rank) not in present), None)
+        if absent is not None:
+            more = world - len([name for name in present if _FACTS_FILE.fullmatch(name)]) - 1
             raise UserError(
-                f"The record {shown(folder)} is of {world} ranks but lacks rank {first_of(absent, 1)}; let every rank "
-                "record into one folder."
+                f"The record {shown(folder)} is of {world:,} ranks but lacks rank {absent}"
+                f"{f' and {more:,} more' if more > 0 else ''}; let every rank record into one folder."
             )
-        self.ranks = [_facts(folder / facts_file(rank)) for rank in range(world)]
+        self.ranks = [read_facts(folder / facts_file(rank), rank) for rank in range(world)]
         self.facts = self.ranks[0]
         self.steps = min(facts["steps"] for facts in self.ranks)
         for facts in self.ranks:
@@ -318,6 +328,13 @@ class Record:
                 index = json.loads((file.metadata() or {})["index"])
                 values = file.get_tensor("values")
             entries = [IndexEntry.from_json(line) for line in index]
+            if values.dim() != 1 or not values.is_floating_point():
+                raise ValueError(values.shape)
+            # Ranks together keep the projections and the grid of a whole tensor: a larger one is of no run.
+            room = _SPARE + 4 * len(self.ranks) * len(values)
+            wanted = (kept_size(each.shape, DETAILS[each.detail]) * len(each.samples or ("",)) for each in entries)
+            if max((size for each in entries for size in each.shape), default=0) > room or sum(wanted) > room:
+                raise ValueError(room)
             at = 0
             for entry in entries:
                 count = entry.values * (1 if entry.samples is None else len(entry.samples))
@@ -329,22 +346,6 @@ class Record:
             raise UserError(
                 f"The record {shown(self.folder)} is damaged: {path.name} cannot be read; record the run again."
             ) from None
-
-
-def _facts(path: Path) -> dict[str, Any]:
-    found = read_json(path, "the record ")
-    facts = unseal(found) if isinstance(found, dict) else None
-    numbers = ("world_size", "steps", "rank")
-    if facts is None or facts.get("format") != FORMAT or not all(isinstance(facts.get(at), int) for at in numbers):
-        raise UserError(
-            f"The record {shown(path.parent)} is damaged: {path.name} is not what a run wrote; record again."
-        )
-    if facts.get("version") != VERSION:
-        raise UserError(
-            f"The record {shown(path.parent)} has version {facts.get('version')}, and this program reads version "
-            f"{VERSION}; record again."
-        )
-    return facts
 
 
 def write_weights(
@@ -401,15 +402,16 @@ def read_weights(folder: Path) -> Callable[[str], Tensor]:
         for path, key, _, _ in parts[name]:
             with safe_open(path, "pt") as file:
                 found.append(file.get_tensor(key))
-        value = torch.empty(parts[name][0][2], dtype=found[0].dtype)
-        for (*_, piece), part in zip(parts[name], found, strict=True):
-            value[piece.box] = part
-        lacking = value.numel() - sum(prod(piece.size) for piece in {piece for *_, piece in parts[name]})
+        shape = parts[name][0][2]
+        lacking = prod(shape) - sum(prod(piece.size) for piece in {piece for *_, piece in parts[name]})
         if lacking > 0:
             raise UserError(
                 f"The initial weights in {shown(folder)} lack {lacking:,} elements of {name}; let every rank of the "
                 "reference write its parts, and its adapter place them all."
             )
+        value = torch.empty(shape, dtype=found[0].dtype)
+        for (*_, piece), part in zip(parts[name], found, strict=True):
+            value[piece.box] = part
         return value
 
     return read

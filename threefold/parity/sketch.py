@@ -44,6 +44,12 @@ def has_projections(shape: tuple[int, ...], detail: Detail) -> bool:
     return prod(shape) > detail.elements
 
 
+def kept_size(shape: tuple[int, ...], detail: Detail) -> int:
+    """Return the number of values that are kept of a whole tensor at most, without making its grid."""
+    projections = sum(buckets(size, detail) for size in shape) if has_projections(shape, detail) else 0
+    return min(prod(shape), detail.elements) + projections
+
+
 def buckets(size: int, detail: Detail) -> int:
     """Return the number of elements of the projection along a dim of `size`."""
     return min(size, detail.slices) if detail.slices else size
