@@ -65,7 +65,15 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
         "A model distributed over the mesh, its optimizer, data and checkpoints.",
         (
             *("parallelize", "types.DistributedModel", "CountedLoss", "LossTerm", "distributed_optimizer"),
-            *("types.ModelOptimizer", "DistributedDataLoader", "save", "load", "types.LossFunction", "types.LossSums"),
+            *(
+                "types.ModelOptimizer",
+                "DistributedDataLoader",
+                "GlobalBatchSampler",
+                "save",
+                "load",
+                "types.LossFunction",
+            ),
+            "types.LossSums",
         ),
     ),
     "prepare": (
@@ -112,7 +120,18 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
         (
             *("compat.horovod.DistributedOptimizer", "compat.horovod.broadcast_parameters"),
             *("compat.horovod.broadcast_optimizer_state", "compat.horovod.broadcast_object"),
-            "compat.horovod.allreduce",
+            *("compat.horovod.allgather_object", "compat.horovod.init", "compat.horovod.rank", "compat.horovod.size"),
+            *("compat.horovod.local_rank", "compat.horovod.local_size", "compat.horovod.is_initialized"),
+            *("compat.horovod.shutdown", "compat.horovod.allreduce", "compat.horovod.allreduce_"),
+            *("compat.horovod.allreduce_async", "compat.horovod.allreduce_async_"),
+            *("compat.horovod.grouped_allreduce", "compat.horovod.grouped_allreduce_", "compat.horovod.allgather"),
+            *("compat.horovod.allgather_async", "compat.horovod.broadcast", "compat.horovod.broadcast_"),
+            *("compat.horovod.broadcast_async", "compat.horovod.broadcast_async_", "compat.horovod.poll"),
+            *("compat.horovod.synchronize", "compat.horovod.barrier", "compat.horovod.join"),
+            *("compat.horovod.PendingResult", "compat.horovod.Compression", "compat.horovod.Compressor"),
+            *("compat.horovod.ReduceOperation", "compat.horovod.Average", "compat.horovod.Sum", "compat.horovod.Min"),
+            *("compat.horovod.Max", "compat.horovod.Product", "compat.horovod.Adasum", "compat.horovod.nccl_built"),
+            *("compat.horovod.gloo_built", "compat.horovod.mpi_built"),
         ),
     ),
     "paddle": (

@@ -75,7 +75,7 @@ _NAMES: Final = {
     "api.trainer": "Trainer verify_model",
     "comm.mesh": "Mesh",
     "config": "Config load_config",
-    "data.map_dataset": "DistributedDataLoader",
+    "data.map_dataset": "DistributedDataLoader GlobalBatchSampler",
     "errors": "UserError",
     "launch.failure": "RankFailed",
     "models.loss_terms": "CountedLoss LossTerm",
@@ -92,7 +92,7 @@ _NAMES: Final = {
 _MOVED_TO: Final = {
     "callbacks": "EvaluationRecord RunContext StepRecord",
     "compat.horovod": "DistributedOptimizer allreduce broadcast_object broadcast_optimizer_state broadcast_parameters",
-    "compat.paddle": "DistributedBatchSampler Splitter split",
+    "compat.paddle": "Splitter split",
     "pipeline": "layers_by_rank partition_by_class partition_by_cost partition_uniform partition_uniform_chunks",
     "types": (
         "Axis Coordinates DistributedModel Initializer InspectedModule Inspection Layout LossFunction LossSums "
@@ -105,6 +105,7 @@ _MODULES: Final = {name: module for module, names in _NAMES.items() for name in 
 _MOVED: Final = {
     **{name: f"{room}.{name}" for room, names in _MOVED_TO.items() for name in names.split()},
     "DataLoader": "DistributedDataLoader",
+    "DistributedBatchSampler": "GlobalBatchSampler",
     "Shard": "Sharded",
 }
 """Name that was public once → where it is now."""

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 import threefold
-from threefold.data.map_dataset import DistributedBatchSampler
+from threefold.data.map_dataset import GlobalBatchSampler
 from threefold.errors import UserError
 
 
@@ -37,11 +37,11 @@ def replica(index: int, size: int, tp: int = 0) -> Any:
     return SimpleNamespace(dp=SimpleNamespace(index=index, size=size), tp=SimpleNamespace(index=tp))
 
 
-def samplers(size: int, batch: int, dp: int, **options: Any) -> list[DistributedBatchSampler]:
-    return [DistributedBatchSampler(Squares(size), batch, replica(index, dp), **options) for index in range(dp)]
+def samplers(size: int, batch: int, dp: int, **options: Any) -> list[GlobalBatchSampler]:
+    return [GlobalBatchSampler(Squares(size), batch, replica(index, dp), **options) for index in range(dp)]
 
 
-def global_batches(made: list[DistributedBatchSampler]) -> list[list[int]]:
+def global_batches(made: list[GlobalBatchSampler]) -> list[list[int]]:
     """What is left of the epoch, the rows of all replicas together; all have as many."""
     parts = [list(sampler) for sampler in made]
     assert len({len(part) for part in parts}) == 1
@@ -105,7 +105,7 @@ def test_resuming_with_another_dp_reads_what_was_left(steps: int, before: int, a
     assert seen + walk(second, 12 - steps) == whole
 
 
-def walk(made: list[DistributedBatchSampler], steps: int) -> list[list[int]]:
+def walk(made: list[GlobalBatchSampler], steps: int) -> list[list[int]]:
     """So many global batches, over epochs."""
     found: list[list[int]] = []
     while len(found) < steps:
@@ -119,7 +119,7 @@ def walk(made: list[DistributedBatchSampler], steps: int) -> list[list[int]]:
 
 
 def test_resuming_with_another_batch_size_reads_the_rest_of_the_epoch() -> None:
-    first, second = DistributedBatchSampler(Squares(30), 6), DistributedBatchSampler(Squares(30), 4)
+    first, second = GlobalBatchSampler(Squares(30), 6), GlobalBatchSampler(Squares(30), 4)
     read = walk([first], 3)
     second.load_state_dict(first.state_dict())
     assert sorted(joined(read + list(second))) == list(range(30))

@@ -273,16 +273,11 @@ def init_mesh(
     for name, size in (("dp", dp), ("tp", tp), ("pp", pp), ("cp", cp), ("ep", ep)):
         if (not isinstance(size, int) or isinstance(size, bool)) and not (name == "dp" and size is None):
             raise UserError(f"{name} is {size!r} but must be a whole number of ranks; use {name}=1.")
-    launched = None
+    launched = None if dist.is_initialized() else _launched_rank()
     if dist.is_initialized():
         world_size, because = dist.get_world_size(), ""
-    elif launched := find_launched_rank():
+    elif launched is not None:
         world_size, because = launched.world_size, launched.variables
-    elif missing := missing_variables():
-        raise UserError(
-            f"The environment has a rank of a launcher but no {' and no '.join(missing)}; start the ranks with "
-            "torchrun or srun, which set all of them, or unset RANK and WORLD_SIZE to run alone."
-        )
     else:
         world_size, because = 1, ""
     with naming_arguments():
@@ -295,11 +290,7 @@ def init_mesh(
                 f"ranks={layout.world_size})."
             )
         layout.require_world(world_size, because)
-        if launched is not None:
-            join_launched(launched, device)
-        elif not dist.is_initialized():
-            stay_on_loopback()
-            join(RankInfo(0, 1, 0, 1, device_of(device, 1)), dist.HashStore())
+        join_ranks(device)
     first = default_store().compare_set(_LAYOUT, "", str(layout)).decode()
     if first != str(layout):
         raise UserError(
@@ -311,6 +302,41 @@ def init_mesh(
     mesh = Mesh(layout, torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
     _ = mesh.check_group, mesh.local_rank  # created here because it is collective
     return mesh
+
+
+def join_ranks(device: DeviceSetting = "auto") -> None:
+    """Initialise `torch.distributed` if needed: with the ranks of a launcher, or with this process alone.
+
+    Raises:
+        UserError: the launcher's variables are incomplete, or there are fewer GPUs than ranks.
+    """
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        return
+    if launched := _launched_rank():
+        join_launched(launched, device)
+    else:
+        stay_on_loopback()
+        join(RankInfo(0, 1, 0, 1, device_of(device, 1)), dist.HashStore())
+
+
+def _launched_rank() -> LaunchedRank | None:
+    launched = find_launched_rank()
+    if launched is None and (missing := missing_variables()):
+        raise UserError(
+            f"The environment has a rank of a launcher but no {' and no '.join(missing)}; start the ranks with "
+            "torchrun or srun, which set all of them, or unset RANK and WORLD_SIZE to run alone."
+        )
+    return launched
+
+
+def layout_of_ranks() -> str | None:
+    """Return the layout of the first mesh of these ranks, such as `dp 2 · tp 2 · pp 1`; None without a mesh."""
+    from threefold.torch_private.distributed import default_store
+
+    store = default_store()
+    return store.get(_LAYOUT).decode() if store.check([_LAYOUT]) else None
 
 
 def mesh_of_all_ranks() -> "Mesh":

@@ -21,6 +21,9 @@ class WrappedOptimizer(Optimizer):
     It is not initialised as an `Optimizer`: parameters, state and hooks are the other's.
     """
 
+    _step_supports_amp_scaling = False
+    """What `GradScaler` asks: a fused optimizer would unscale by attributes set on it, which are set on this one."""
+
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from threefold.comm.axis import Axis
 from threefold.comm.layout import shard_bounds
-from threefold.data.map_dataset import DistributedBatchSampler
+from threefold.compat.batch_sampler import DistributedBatchSampler
 from threefold.errors import UserError
 from threefold.parallel.split_layer import Initializer, check_axis, keep_shard_
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding

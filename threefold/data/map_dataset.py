@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh
 
 
-class DistributedBatchSampler(Sampler[list[int]]):
+class GlobalBatchSampler(Sampler[list[int]]):
     """Indices of this replica's samples in each global batch, for `torch.utils.data.DataLoader(batch_sampler=)`.
 
     Iterating yields the batches left in the current epoch, from `start` samples on; call `advance` after a global batch
@@ -40,6 +40,13 @@ class DistributedBatchSampler(Sampler[list[int]]):
 
     Raises:
         UserError: the dataset is not map-style or has too few samples, or the batch does not divide by dp.
+
+    Example:
+        >>> sampler = threefold.GlobalBatchSampler(dataset, global_batch_size=64, mesh=mesh, seed=0)
+        >>> for batch in torch.utils.data.DataLoader(dataset, batch_sampler=sampler):
+        ...     sampler.advance()
+        >>> sampler.begin_next_epoch()
+        True
     """
 
     def __init__(
@@ -161,13 +168,13 @@ class DistributedDataLoader:
         seed: key of each epoch's order.
         shuffle: False keeps the order of the dataset.
         drop_last: drop the samples at the end of an epoch that do not fill a global batch, as in
-            `DistributedBatchSampler`.
+            `GlobalBatchSampler`.
         num_workers: processes that read ahead, as in `torch.utils.data.DataLoader`; 0 for none.
         collate_fn: makes a batch from a list of samples; None uses torch's.
         options: further arguments of `torch.utils.data.DataLoader`, such as `pin_memory` or `persistent_workers`.
 
     Raises:
-        UserError: as in `DistributedBatchSampler`.
+        UserError: as in `GlobalBatchSampler`.
 
     Example:
         >>> loader = threefold.DistributedDataLoader(dataset, global_batch_size=64, mesh=mesh, seed=0)
@@ -193,7 +200,7 @@ class DistributedDataLoader:
             if name in options:
                 raise UserError(f"{name} follows from global_batch_size, mesh and seed; leave it out.")
         self.dataset = dataset
-        self.sampler = DistributedBatchSampler(
+        self.sampler = GlobalBatchSampler(
             dataset, global_batch_size, mesh, seed=seed, shuffle=shuffle, drop_last=drop_last
         )
         self._loader: DataLoader[Any] = DataLoader(
@@ -243,6 +250,6 @@ class DistributedDataLoader:
         """Continue after the last batch that another loader returned, which may have had another dp.
 
         Raises:
-            UserError: as in `DistributedBatchSampler.load_state_dict`.
+            UserError: as in `GlobalBatchSampler.load_state_dict`.
         """
         self.sampler.load_state_dict(state)
