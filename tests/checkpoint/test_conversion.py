@@ -1,6 +1,7 @@
 """`threefold checkpoint convert`: the same tensors in another format, dtype or number of files."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.conversion import Conversion, convert_checkpoint
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import newest
-from threefold.checkpoint.manifest import read_writer
+from threefold.checkpoint.manifest import Facts, read_writer, write_manifest
 from threefold.checkpoint.summary import verify_checkpoint
-from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.checkpoint.tensors import load_tensors, save_tensors_alone, stored_tensors
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 
@@ -100,6 +101,19 @@ def test_weights_alone_in_another_dtype(threefold: Command, small_run: Run, run:
     assert generated.status == 0, generated.error
 
 
+def test_other_values_do_not_keep_the_fingerprint(run: Path, tmp_path: Path) -> None:
+    """A fingerprint is of the weights' values, which another dtype rounds."""
+    before = newest(run)
+    assert before is not None
+    facts = replace(before.facts, fingerprint="0123456789ab")
+    write_again(run, tmp_path / "exact", tensors_of(before.path), facts)
+    for dtype, expected in ((None, "0123456789ab"), ("bf16", None)):
+        convert(tmp_path / "exact", tmp_path / f"{dtype}", dtype=dtype)
+        made = newest(tmp_path / f"{dtype}")
+        assert made is not None
+        assert made.facts == replace(before.facts, fingerprint=expected)
+
+
 @pytest.mark.parametrize("shard_bytes", [5_000_000_000, 20_000])
 def test_safetensors(run: Path, tmp_path: Path, shard_bytes: int) -> None:
     out = convert(run, tmp_path / "out", format="safetensors", shard_bytes=shard_bytes)
@@ -154,18 +168,22 @@ def test_values_that_a_dtype_does_not_have(run: Path, tmp_path: Path, monkeypatc
 
 def large_embedding(run: Path, to: Path, name: str) -> None:
     """A copy of a run with one weight that fp16 does not have."""
-    from threefold.checkpoint.manifest import read_manifest, write_manifest
-    from threefold.checkpoint.tensors import save_tensors_alone
+    before = newest(run)
+    assert before is not None
+    tensors = tensors_of(before.path)
+    tensors[name][0, 0] = 1e6
+    write_again(run, to, tensors, before.facts)
 
+
+def write_again(run: Path, to: Path, tensors: dict[str, Tensor], facts: Facts) -> None:
+    """Write a run's newest checkpoint with other tensors or facts."""
     before = newest(run)
     assert before is not None
     folder = to / before.path.relative_to(run)
     folder.mkdir(parents=True)
-    tensors = tensors_of(before.path)
-    tensors[name][0, 0] = 1e6
     save_tensors_alone(tensors, folder)
     (folder / "config.yaml").write_bytes((before.path / "config.yaml").read_bytes())
-    write_manifest(folder, read_manifest(before.path).facts)
+    write_manifest(folder, facts)
 
 
 def test_damage_found_while_reading(run: Path, tmp_path: Path) -> None:

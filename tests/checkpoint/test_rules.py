@@ -76,12 +76,28 @@ def sgd(momentum: float) -> tuple[tuple[str, Any], ...]:
         ("precision.dtype", "bf16"),
         ("precision.fp8", True),
         ("optimizer.betas", (0.8, 0.9)),
+        ("train.spike_factor", 3.0),
+        ("train.spike_window", 7),
     ],
-    quick=(1, 3),
+    quick=(1, 3, 5, 6),
 )
 def test_what_changes_the_losses_is_warned_of(saved: Path, small_run: Run, key: str, value: Any) -> None:
     warnings = find_resumption(saved, changed(small_run, key, value).config).warnings
     assert any(warning.startswith(f"{key} is ") for warning in warnings)
+
+
+def test_another_grain_of_an_exact_run_is_warned_of(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """The sums of the steps to come have other bits."""
+    pool.run(1, train_rank, small_run.but(steps=2, set=exact(grain_samples=2)), tmp_path)
+    found = find_resumption(tmp_path, small_run.but(steps=4, set=exact(grain_samples=4)).config)
+    assert found.warnings == ("train.grain_samples is 4 from here on; up to now it was 2.",)
+    plain = find_resumption(tmp_path, small_run.but(steps=4).config)
+    assert "train.exact is False from here on; up to now it was True." in plain.warnings
+
+
+def exact(**grain: int) -> tuple[tuple[str, Any], ...]:
+    sizes = {"grain_leaf": 1, "grain_tensor": 1, **grain}
+    return (("train.exact", True), *((f"train.{name}", size) for name, size in sizes.items()))
 
 
 @sweep(

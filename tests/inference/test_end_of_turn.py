@@ -9,6 +9,7 @@ from tests.support.chats import TURN_END, write_tokenizer
 from tests.support.command import Silent
 from threefold.data.conversations import Chat
 from threefold.huggingface.import_hf import Import, import_model
+from threefold.inference.eval_tasks import Perplexity
 from threefold.inference.generate import GenerationRequest, Sampling, encode_prompts, generate_text, generate_tokens
 from threefold.inference.model import Trained
 
@@ -66,3 +67,14 @@ def test_text_does_not_end_with_a_turn(answering: tuple[Trained, int]) -> None:
     _, ends = encode_prompts(trained, ["What is 2 + 2?"], REQUEST)
     assert ends == trained.ends()
     assert end not in ends
+
+
+def test_answers_alone_are_evaluated_unless_all_tokens_are(answering: tuple[Trained, int]) -> None:
+    trained, _ = answering
+    chat = Chat("--data:1", (*CHAT.messages, {"role": "assistant", "content": "4"}))
+    documents = trained.documents()
+    ids, answers = documents.encode(chat)
+    for tokens, expected in (("answers", sum(answers)), ("all", len(ids) - 1)):
+        prepared = Perplexity(64, 64, tokens).prepare(documents, [chat], lambda: None)
+        assert sum(prepared.counted) == expected
+    assert 0 < sum(answers) < len(ids) - 1

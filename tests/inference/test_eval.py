@@ -5,6 +5,7 @@ from collections.abc import Callable
 from math import exp
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,7 +13,7 @@ from tests.inference.support import Oracle
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.inference.eval_tasks import EvalTask, LastWord, Perplexity, score
+from threefold.inference.eval_tasks import EvalTask, LastWord, Perplexity, Window, score
 from threefold.inference.inputs import read_texts
 from threefold.inference.model import Trained
 from threefold.launch.worker_pool import WorkerPool
@@ -122,6 +123,24 @@ def test_same_figures_in_every_layout(pool: WorkerPool, runs: Callable[[str], Pa
     for found in pool.run(layout.world_size, in_layout, runs(kind), layout):
         for task, one in zip(found, expected, strict=True):
             assert task == pytest.approx(one, rel=1e-12)
+
+
+def known_in_layout(run: Path, texts: list[list[int]], given: int) -> list[int]:
+    """How many tokens after the first `given` of each text are the likeliest, with the vocabulary on two ranks."""
+    model = Trained.find(run).load(Mesh(Layout(tp=2)), "fp64")
+    windows = [Window(number, 0, len(text) - 1, given) for number, text in enumerate(texts)]
+    return [int(hits) for hits in score(model, [np.array(text) for text in texts], windows, 2).hits]
+
+
+def test_likeliest_tokens_of_every_shard_are_known(
+    pool: WorkerPool, runs: Callable[[str], Path], learned: Trained
+) -> None:
+    model, oracle, texts = learned.load(dtype="fp64"), Oracle(learned), []
+    for begun in range(8):
+        texts.append([begun, begun + 9, *oracle.greedy([begun, begun + 9], 6, model.tokens, frozenset())])
+    shard = -(-learned.config.model.vocab_size // 2)
+    assert {token >= shard for text in texts for token in text[2:]} == {False, True}
+    assert pool.run(2, known_in_layout, runs("learned"), texts, 2) == [[6] * 8] * 2
 
 
 def test_texts_from_files(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """Writing on: every layout, batch and window against the model by hand."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
+from threefold.inference import generate as generation
 from threefold.inference.generate import (
     GenerationRequest,
     Sampling,
@@ -19,6 +21,7 @@ from threefold.inference.generate import (
     generate,
     generate_text,
     generate_tokens,
+    uniform,
 )
 from threefold.inference.inputs import read_prompts
 from threefold.inference.model import Model, Trained
@@ -101,6 +104,49 @@ def test_same_tokens_in_every_layout(
         assert ("tp" in axes) is (tp > 1)  # at tp 1 nothing is sent along an axis of one rank
 
 
+def test_rows_that_are_no_token_are_not_chosen(model: Model) -> None:
+    """The embedding may have more rows than the tokenizer has tokens."""
+    hidden = model.hidden(torch.tensor([PROMPTS[1]]))
+    assert hidden is not None
+    narrow = replace(model, dtype=model.dtype)  # the number of tokens is kept
+    vars(narrow)["tokens"] = 250
+    whole = model.whole_logits(hidden[:, -1])
+    assert torch.equal(narrow.whole_logits(hidden[:, -1]), whole[:, :250])
+
+
+def test_no_number_is_drawn_twice(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also past the context, where the window of a sequence begins anew."""
+    drawn: list[tuple[str, int]] = []
+
+    def noting(seed: int, sequence: str, position: int) -> float:
+        drawn.append((sequence, position))
+        return uniform(seed, sequence, position)
+
+    monkeypatch.setattr(generation, "uniform", noting)
+    prompts = PROMPTS[1:3]
+    complete(model, prompts, GenerationRequest(40, Sampling(1.0)))
+    assert len({sequence for sequence, _ in drawn}) == 2
+    assert sorted(drawn) == sorted(set(drawn))
+    assert {place for _, place in drawn} >= {*range(len(prompts[0]), len(prompts[1]) + 40)}
+
+
+def test_a_character_of_several_tokens_comes_whole(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = "é — 😀 end ¿"
+    tokens = model.tokenizer.encode(text).ids
+    assert len(tokens) > len(text.split()) + 8, "give characters that are several tokens"
+
+    def given(*_: object) -> Iterator[tuple[int, int | None]]:
+        yield from ((0, token) for token in [*tokens, tokens[0]])
+        yield 0, None
+
+    monkeypatch.setattr(generation, "generate_tokens", given)
+    *pieces, end, last = (piece for _, piece in generate_text(model, ["a"], SHORT))
+    assert last is None
+    assert "".join(filter(None, pieces)) == text
+    assert not any("\ufffd" in piece for piece in pieces if piece)
+    assert end == "\ufffd"  # what is cut off has no other text
+
+
 def test_what_has_ended_costs_nothing(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     rows: list[int] = []
     hidden = Model.hidden
@@ -168,6 +214,8 @@ def test_prompts_from_files(tmp_path: Path) -> None:
     lines.write_text("\n".join(json.dumps({"prompt": prompt}) for prompt in ("One\nmore", "Two")) + "\n\n")
     empty.write_text("\n \n")
     assert read_prompts(text) == ["One", "  Two ", "Three"]
+    text.write_text("One\nTwo", encoding="utf-8-sig")
+    assert read_prompts(text) == ["One", "Two"]
     assert read_prompts(lines) == ["One\nmore", "Two"]
     with pytest.raises(UserError, match=r"b.txt has no prompt; give one per line"):
         read_prompts(empty)

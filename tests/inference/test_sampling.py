@@ -43,6 +43,13 @@ def test_how_often_each_is_chosen() -> None:
     assert [found[token] / 4000 for token in range(4)] == pytest.approx(LOGITS, abs=0.03)
 
 
+def test_what_is_left_is_chosen_as_often_as_it_is_likely() -> None:
+    """Of the two likeliest the first has 4/7 of what is left, and not all the numbers above it go to the last."""
+    for sampling in (Sampling(1.0, top_p=0.41), Sampling(1.0, top_k=2)):
+        found = counts(sampling, 4000)
+        assert [found[1] / 4000, found[2] / 4000] == pytest.approx([4 / 7, 3 / 7], abs=0.03)
+
+
 def test_the_greatest_random_number_chooses_a_token_that_may_be() -> None:
     number = torch.tensor([1 - 2**-53], dtype=torch.float64)
     logits = torch.randn(1, 1000, generator=torch.Generator().manual_seed(0))

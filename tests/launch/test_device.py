@@ -57,9 +57,10 @@ def test_over_gloo_one_gpu_is_needed() -> None:
 
 @pytest.mark.usefixtures("two_gpus")
 def test_ranks_that_share_a_gpu_share_its_memory() -> None:
-    of_one, of_two, of_eight = (memory_per_rank("cuda", ranks) for ranks in (1, 2, 8))
+    of_one, of_two, of_three, of_eight = (memory_per_rank("cuda", ranks) for ranks in (1, 2, 3, 8))
     own = 1 << 30
     assert of_one == of_two == int(0.7 * (40 << 30)) - own
+    assert of_three == int(0.7 * (40 << 30) / 2) - own, "two ranks share one of the GPUs"
     assert of_eight == int(0.7 * (40 << 30) / 4) - own
 
 

@@ -60,6 +60,16 @@ def test_ranks_of_other_hosts_need_no_memory_here(monkeypatch: pytest.MonkeyPatc
     assert "of 2 ranks take" in refusal(monkeypatch, needed, given, LaunchedRank(2, 4, 0, 2))
 
 
+def test_ranks_of_this_host_are_those_that_the_launcher_started_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first stage has the positions too, so that its rank needs more than that of the last."""
+    given = config(pp=2)
+    size = ModelSize(given)
+    first, last = (size.largest_rank(rank).bytes for rank in (0, 1))
+    assert last < first
+    assert refusal(monkeypatch, last, given, LaunchedRank(1, 2, 0, 1)) == ""
+    assert refusal(monkeypatch, last, given, LaunchedRank(0, 2, 0, 1)).startswith("The weights, gradients and")
+
+
 def test_an_own_model_needs_its_states_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
     own = config({"architecture": "own", "file": f"{own_token_model.__file__}:Tiny"}, dp=2)
     assert refusal(monkeypatch, 2 * ADAMW * 1000, own, None, (1000, 1000)) == ""

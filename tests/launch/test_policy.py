@@ -102,6 +102,20 @@ def test_a_rank_that_is_lost_twice_has_a_smaller_layout_take_over(small_run: Run
     assert worlds == [(4, 2, 2, ""), (2, 1, 2, "tp2"), (2, 1, 2, "tp2"), (1, 1, 1, "dp1")]
 
 
+def test_a_failure_in_another_layout_is_not_the_second_of_its_kind(small_run: Run, tmp_path: Path) -> None:
+    """The smaller layout has its own two tries, also where its rank of the same number fails as before."""
+    again = restarts_of(small_run.but(dp=2, tp=2), tmp_path, 9, "dp1")
+    reach(tmp_path, 1)
+    worlds = []
+    for _ in range(3):
+        following = again(from_exit_code(0, KILLED))
+        assert following is not None
+        worlds.append(following[1])
+    assert worlds == [4, 1, 1]
+    with pytest.raises(RankFailed, match=r"given up, as step 2 failed in the same way twice in a row"):
+        again(from_exit_code(0, KILLED))
+
+
 def test_a_run_that_was_complete_is_not_repeated(small_run: Run, tmp_path: Path, pool) -> None:
     from tests.train.support import train_rank
 

@@ -1,13 +1,16 @@
 """Garbage collections around imports and forks, and limits of a process."""
 
 import gc
+import os
 import resource
+import threading
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from threefold.errors import UserError
-from threefold.launch.process import lasting_imports, require_room, shared_objects
+from threefold.launch.process import lasting_imports, require_room, shared_objects, worked_seconds
 
 MANY = 10_000
 """Fewer objects than any process of the tests has."""
@@ -39,6 +42,28 @@ def test_forks_leave_objects_to_their_parent() -> None:
     with shared_objects():
         assert gc.get_freeze_count() > MANY
     assert gc.get_freeze_count() == 0
+
+
+def test_threads_of_low_priority_are_not_the_work_of_a_rank() -> None:
+    """A thread that writes a checkpoint may compute while the rank hangs."""
+    begun, over = threading.Event(), threading.Event()
+
+    def work() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        until = time.thread_time() + 0.2
+        while time.thread_time() < until:
+            pass
+        begun.set()
+        over.wait()
+
+    before = worked_seconds(os.getpid())
+    thread = threading.Thread(target=work)
+    thread.start()
+    begun.wait()
+    found = worked_seconds(os.getpid()) - before
+    over.set()
+    thread.join()
+    assert found < 0.15
 
 
 def test_too_few_open_files_are_refused_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:

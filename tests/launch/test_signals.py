@@ -1,9 +1,14 @@
 """Signals to a process that takes them, one after the other."""
 
+import os
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from threefold.launch import process
+from threefold.launch.process import StopSignals
 
 TWICE = """
 import os, signal
@@ -23,3 +28,15 @@ def test_a_signal_to_a_process_that_ends_already_changes_nothing(name: str) -> N
     """Such as the second of two that a launcher and a terminal send."""
     ended = subprocess.run([sys.executable, "-c", TWICE.format(name=name)], text=True, capture_output=True, timeout=300)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, f"{name}\nended in order\n", "")
+
+
+@pytest.mark.parametrize(("apart", "taken"), [(60.0, [False]), (0.0, [False, True])])
+def test_signals_of_one_press_are_one(monkeypatch: pytest.MonkeyPatch, apart: float, taken: list[bool]) -> None:
+    """Ctrl-C reaches a rank from the terminal and from its launcher; a second press is another signal."""
+    monkeypatch.setattr(process, "ONE_PRESS", apart)
+    found: list[bool] = []
+    with StopSignals(process_ends=False) as signals, signals.passed_to(lambda number, again: found.append(again)):
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGUSR1)
+    assert found == taken
+    assert signals.received == signal.SIGUSR1

@@ -6,7 +6,8 @@ from dataclasses import replace
 import pytest
 
 from threefold.comm.rank_state import Activity, RankState, RunSection, Wait
-from threefold.launch.hang_watch import Hang, HangWatch, LostStore
+from threefold.launch import hang_watch
+from threefold.launch.hang_watch import Hang, HangWatch, LostStore, Stopwatch
 from threefold.launch.process import ProcessState
 
 TIMEOUT = 10.0
@@ -67,6 +68,50 @@ def test_ranks_that_do_the_same_for_long() -> None:
     assert ranks.after(9) is None
     ranks.places[0] = replace(WAITING, beats=500, progress=5)
     assert ranks.after(9) is None
+
+
+def test_work_before_the_last_progress_does_not_count() -> None:
+    """A rank that computed for long, made progress and now hangs has the time of one that waits."""
+    ranks = Ranks(FORWARD, WAITING, WAITING, WAITING)
+    ranks.computing = {0}
+    assert ranks.after(30) is None
+    ranks.computing = set()
+    assert ranks.after(1, 0) is None
+    assert ranks.after(9) is None
+    assert ranks.after(2) is not None
+
+
+def test_silence_begins_anew_with_each_beat() -> None:
+    """A rank that was silent twice for less than half of the timeout runs."""
+    ranks = Ranks(WAITING, WAITING, WAITING, WAITING)
+    for silent in ({1}, set(), {1}):
+        ranks.silent = silent
+        assert ranks.after(3 if silent else 1) is None
+    ranks.silent = set()
+    hang = ranks.after(10)
+    assert hang is not None
+    assert hang.ranks == ALL
+
+
+def test_the_rank_that_stopped_first_is_to_blame() -> None:
+    ranks = Ranks(FORWARD, WAITING, FORWARD, WAITING)
+    assert ranks.after(3, 0, 1, 3) is None
+    assert ranks.after(2, 1, 3) is None
+    assert ranks.after(9, 1, 3) is None
+    hang = ranks.after(12)
+    assert hang is not None
+    assert hang.ranks == (2, 0)
+
+
+def test_time_in_which_the_launcher_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [100.0]
+    monkeypatch.setattr(hang_watch.time, "monotonic", lambda: now[0])
+    stopwatch = Stopwatch(0.25)
+    found = []
+    for later in (0.3, 600.0, 0.5):
+        now[0] += later
+        found.append(stopwatch.passed())
+    assert found == pytest.approx([0.3, 1.0, 0.5])
 
 
 def test_a_stopped_process_that_waits() -> None:

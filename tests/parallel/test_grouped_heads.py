@@ -46,12 +46,13 @@ CASES = {
     "recomputed": grouped(2, 4, settings=(("train.recompute", "full"),)),
     "core recomputed": grouped(1, 2, settings=(("train.recompute", "selective"),)),
     "window, documents": grouped(2, 4, ("sliding_window", 5), documents=True),
+    "window inside a context chunk": grouped(2, 1, ("sliding_window", 2), cp=2),
     "experts": grouped(1, 2, *EXPERTS, dp=2, settings=(("parallel.ep", 2),)),
     "muon": grouped(2, 4, optimizer="muon"),
 }
 
 
-@sweep("name", CASES, quick=(1, 3), slow=slice(0, None, 2))
+@sweep("name", CASES, quick=(1, 3, 19), slow=slice(0, None, 2))
 def test_gradients_and_steps(pool, expected, name: str) -> None:
     check(pool, expected, CASES[name])
 

@@ -64,6 +64,7 @@ def train(
     scale: float = 1.0,
     adapter: parity.Adapter | None = None,
     recorded: int | None = None,
+    rows: int = 6,
     save: Path | None = None,
     load: Path | None = None,
 ) -> Model:
@@ -82,7 +83,7 @@ def train(
     before_backward(model)
     for step, batch in enumerate(batches):
         total = 0.0
-        for part in batch.chunk(micro_batches):
+        for part in batch[:rows].chunk(micro_batches):
             loss = F.cross_entropy(model(part[:, :-1]).flatten(0, 1), part[:, 1:].flatten()) / micro_batches
             (loss * scale).backward()
             total += loss.item()
@@ -215,6 +216,12 @@ def test_a_mistake_is_named(
     assert (verdict.first.step, verdict.first.kind) == (1, kind), verdict.sentence
     assert verdict.first.name.startswith(name), verdict.sentence
     assert shape in verdict.first.shape, verdict.sentence
+
+
+def test_samples_that_are_missing_are_named(reference: Path, noisy: list[Path], tmp_path: Path) -> None:
+    train(tmp_path / "fewer", rows=4)
+    verdict = judge(compared(reference, tmp_path / "fewer", noisy))
+    assert verdict.sentence == "The runs read different samples at step 1: they are fewer: 2 of 6 are missing."
 
 
 class HalfOfAGradient(parity.Adapter):

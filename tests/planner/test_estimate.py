@@ -36,6 +36,22 @@ def test_model_and_hardware_flops(recompute: str, hardware: float) -> None:
     assert found.hardware_flops == pytest.approx(hardware * found.model_flops, rel=2e-3)
 
 
+def test_recompute_of_every_second_block_repeats_half() -> None:
+    again = [
+        found.hardware_flops - found.model_flops
+        for found in (estimate(config(train={"recompute": "full", "recompute_every": n}), ideal()) for n in (1, 2, 3))
+    ]
+    assert again == pytest.approx([again[0], again[0] / 2, again[0] / 2])  # of four blocks, two at every third
+
+
+def test_a_layout_fits_if_its_largest_stage_does() -> None:
+    found = estimate(config(LLAMA, pp=2), find_hardware("h100"))
+    low, high = sorted(found.needed_bytes)
+    assert low < high
+    fits = [replace(found, usable_bytes=usable).fits for usable in (low - 1, low, high - 1, high)]
+    assert fits == [False, False, False, True]
+
+
 def test_selective_recompute_repeats_the_core() -> None:
     found = estimate(config(train={"recompute": "selective"}), ideal())
     core = 4 * 4 * 512 * 256  # four layers, two products of two operations

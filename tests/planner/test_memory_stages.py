@@ -60,6 +60,25 @@ def test_peaks_are_those_of_dry_runs(name: str) -> None:
     assert found.tensors == pytest.approx(run.peak_bytes, rel=0.03)
 
 
+@pytest.mark.parametrize(
+    ("width", "parallel", "given"),
+    [
+        # Of three micro-batches, the buffer of the first layer's reduce-scatter is there when the next one begins.
+        (192, {"dp": 8, "zero": 3}, {"dtype": "fp32", "count": 2}),
+        # Gradients of layers whose backward pass is done stay until the update.
+        (64, {"dp": 2, "zero": 3}, {"count": 1, "tie": False}),
+    ],
+    ids=["scattered", "reduced"],
+)
+def test_what_sharded_gradients_leave_behind(width: int, parallel: dict[str, int], given: dict[str, Any]) -> None:
+    layers = 384 // width
+    model = {**GPT, "num_layers": layers, "hidden_size": width, "num_attention_heads": 4}
+    model["tie_embeddings"] = given.pop("tie", True)
+    data = {"path": "unused", "sequence_length": 32}
+    resolved = config(model, parallel=parallel, data=data, train={"micro_batch_size": 1}, **given)
+    assert stage_memory(resolved, "cpu")[0].tensors == pytest.approx(dry_run(resolved, 0).peak_bytes, rel=0.01)
+
+
 @sweep("length", [512, 1024], slow=(0,))
 @sweep("parallel", [{}, {"dp": 2, "pp": 2}, {"dp": 2, "zero": 2}], slow=(1, 2))
 def test_peaks_of_exact_runs_have_leaves_and_trees(parallel: dict[str, int], length: int) -> None:

@@ -150,3 +150,10 @@ def test_ranks_hold_what_is_counted(pool: WorkerPool, case: Case) -> None:
         if not parallel.zero:
             assert tuple(found) == tuple(counted), rank
         assert counted.bytes <= size.largest_rank(at.pp).bytes
+
+
+def test_muon_keeps_one_state_of_a_hidden_matrix_and_two_of_other_weights() -> None:
+    size = sized({"preset": "gpt2-124m"}, optimizer={"name": "muon"})
+    held = size.weights.held(size.weights.layers, ShardCoordinates())
+    assert 0 < held.others < held.hidden
+    assert size.largest_rank(0).optimizer == 4 * (held.hidden + 2 * held.others)

@@ -1,18 +1,28 @@
 """The time of a step: operations counted from the model's own table, and each cause where it belongs."""
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
 
 from tests.planner.ideal import GPT, LLAMA, RATE, config, ideal
+from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.errors import UserError
 from threefold.models.family import model_plan
-from threefold.planner.cost import BUSIEST
-from threefold.planner.estimate import StepTime, exposed_bubble, layer_elements, step_time, waiting_share
+from threefold.planner.cost import BUSIEST, axis_group, memory_seconds, pipeline_seconds, update_seconds
+from threefold.planner.estimate import (
+    StepTime,
+    exposed_bubble,
+    layer_elements,
+    sent_bytes,
+    step_time,
+    waiting_share,
+)
 from threefold.planner.hardware import Link, find_hardware
+from threefold.planner.model_size import Group
+from threefold.planner.schedule import Rounds, StageTimes, simulate
 from threefold.planner.systems import SYSTEMS
 
 CORE, OWN = SYSTEMS["megatron-core"], SYSTEMS["own"]
@@ -108,6 +118,66 @@ def test_overlap_hides_but_never_adds() -> None:
     shown, some, most = (step_time(given, a100, system) for system in (plain, CORE, over))
     assert shown.compute.tensor > some.compute.tensor >= most.compute.tensor > 0
     assert shown.gradients > some.gradients > 0
+
+
+def test_deferred_weight_gradients_fill_the_bubble() -> None:
+    """Of (p - 1)(F + B + W), ZB-H1 leaves (p - 1)(F + B - W): Qi et al. (arXiv 2401.10241), table 1."""
+    parts = [1.0] * 4, [1.5] * 4, [0.75] * 4
+    for schedule, bubble in (("1f1b", 3 * 3.25), ("zero-bubble", 3 * 1.75)):
+        assert pipeline_seconds(*parts, schedule, 1, 16).bubble == pytest.approx(bubble), schedule
+
+
+@pytest.mark.parametrize(("schedule", "wait"), [("1f1b", None), ("zero-bubble", 1)])
+def test_the_bubble_is_that_of_a_simulation_for_any_number_of_micro_batches(schedule: str, wait: int | None) -> None:
+    """Of fewer micro-batches than ranks, too, where a rank has less to defer."""
+    for ranks, micro_batches in product((2, 3, 4, 6), (1, 2, 3, 4, 5, 8, 16)):
+        times = StageTimes((1.0,) * ranks, (1.5,) * ranks, (0.75,) * ranks)
+        orders = [Rounds(hop=1, wait=wait).order(ranks, rank, 1, micro_batches) for rank in range(ranks)]
+        found = pipeline_seconds(*times, schedule, 1, micro_batches).bubble
+        assert found == pytest.approx(simulate(orders, times).length - 3.25 * micro_batches), (ranks, micro_batches)
+
+
+def test_a_micro_batch_is_sent_to_the_last_rank_and_back() -> None:
+    """With overlapped sends only the first way and the last way are waited for, as in a simulation."""
+    found = pipeline_seconds([1.0] * 4, [1.0] * 4, [1.0] * 4, "interleaved", 2, 8, 0.25, overlapped=True)
+    assert found.sends == pytest.approx(2 * 3 * 0.25)
+    times = StageTimes((1.0,) * 4, (1.0,) * 4, (1.0,) * 4)
+    orders = [Rounds(hop=1).order(4, rank, 1, 1) for rank in range(4)]
+    waited = simulate(orders, times, 0.25).length - simulate(orders, times).length
+    assert waited == pytest.approx(2 * 3 * 0.25)
+
+
+def test_tokens_go_to_their_experts_and_back_in_both_passes() -> None:
+    found = _of(config(MIXTURE, dp=2, ep=2), inside=Link(1e9, 0.0)).compute.experts
+    sent = 256 * 2 * 512 * 2 / 2  # tokens, experts for each, width, bytes; half stay
+    assert found == pytest.approx(4 * 16 * 2 * 2 * sent / 1e9)  # layers, micro-batches, passes, ways
+
+
+def test_context_ranks_send_their_own_positions() -> None:
+    assert 2 * sent_bytes(config(cp=2, pp=2), OWN) == sent_bytes(config(pp=2), OWN) == 256 * 512 * 2
+
+
+def test_nodes_of_a_group_are_counted_up() -> None:
+    assert [Group(*sizes).nodes for sizes in ((8, 1, 8), (9, 1, 8), (3, 4, 8), (5, 4, 8), (2, 8, 8))] == [1, 2, 2, 3, 2]
+
+
+def test_the_update_reads_and_writes_each_state() -> None:
+    """AdamW has one state more than SGD with momentum: 4 bytes that are read, and 4 that are written."""
+    hardware, elements = ideal(), 10**9
+    one, two = (update_seconds(hardware, elements, states) for states in (1, 2))
+    assert two - one == pytest.approx(memory_seconds(hardware, 8 * elements, 0))
+    weights = update_seconds(hardware, elements, 0) - update_seconds(hardware, elements, 0, itemsize=4, master=True)
+    assert weights == pytest.approx(memory_seconds(hardware, 2 * elements, 0))  # the bf16 copies are written
+
+
+@pytest.mark.parametrize(
+    "axes", [{"dp": 4}, {"dp": 2, "cp": 4, "tp": 2}, {"cp": 8}, {"dp": 2, "pp": 4, "tp": 2}, {"pp": 2, "cp": 4}]
+)
+def test_groups_of_ranks_have_as_many_in_a_node_as_the_mesh(axes: dict[str, int]) -> None:
+    given, layout = config(**axes), Layout(**axes)
+    for axis, names in (("pp", ["pp"]), ("dp·cp", ["dp", "cp"])):
+        group, ranks = axis_group(given, axis, 4, OWN), layout.groups(*names)[0]
+        assert (group.ranks, group.in_node) == (len(ranks), sum(rank < 4 for rank in ranks)), axis
 
 
 def test_elements_are_those_of_the_shards() -> None:

@@ -70,3 +70,12 @@ def test_a_sparkline_has_at_most_forty_cells() -> None:
     line = sparkline([float(value) for value in range(1000)])
     assert len(line) == 40
     assert (line[0], line[-1], list(line)) == ("▁", "█", sorted(line))
+
+
+def test_points_begin_at_the_first_step() -> None:
+    curves = Curves(most=4)
+    for step in range(1, 9):
+        curves.add(step, {"loss": float(step)})
+    found = curves.document()
+    assert (found["width"], found["first"], found["last"]) == (2, [1, 3, 5, 7], [2, 4, 6, 8])
+    assert found["values"]["loss"]["mean"] == [1.5, 3.5, 5.5, 7.5]

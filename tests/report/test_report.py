@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from tests.support.command import Command
 from threefold.checkpoint.manifest import MANIFEST
 from threefold.report.document import LEDGER, PHASES, RunReport, make_page, report_of
-from threefold.report.record import RunRecord
+from threefold.report.record import RunRecord, number
 from threefold.train.callbacks.goodput import Goodput
 from threefold.train.callbacks.metrics_reading import read_metrics_file
 from threefold.train.callbacks.records import Performance, StepRecord
@@ -85,6 +86,57 @@ def test_it_says_what_ran(recorded: Path) -> None:
     lines = lines_of(recorded)
     last = next(line for line in reversed(lines) if "loss" in line)
     assert summary["loss"] == f"{last['loss']:.4f} at step 6"
+
+
+def test_the_summary_is_of_what_the_steps_did(copied: Copied) -> None:
+    """Speed counts the tokens that were read, and MFU compares the work with what was possible in that time."""
+    folder = copied("summed")
+    steps = [line for line in lines_of(folder) if "loss" in line]
+    made = [
+        line | {"tokens": 100, "tokens_per_second": 75.0, "seconds": 2.0, "tflops": 3.0, "mfu": 0.25} for line in steps
+    ]
+    skipped = made[3] | {"skipped": True, "reason": "a spike"}
+    evaluations = [{"step": step, "valid_loss": loss} for step, loss in ((2, 4.5), (4, 2.5), (6, 3.0))]
+    write_lines(folder, [*made[:3], skipped, *made[4:5], *evaluations])
+    (run,) = report(folder)["runs"]
+    summary = run["summary"]
+    assert summary["speed"] == "75 tokens/s, 2,000 ms a step"
+    assert summary["MFU"] == "25.0%"
+    assert summary["validation"] == "3.0000 at step 6, lowest 2.5000"
+    assert run["curves"]["values"]["tokens_so_far"]["mean"] == [100, 200, 300, 300, 400]
+    assert (run["state"], summary["state"]) == ("ended", "ended after step 5 of 6")
+
+
+def test_the_newest_checkpoint_is_one_that_is_complete(copied: Copied) -> None:
+    folder = copied("cut")
+    _, last = sorted((folder / "checkpoints").iterdir())
+    (last / MANIFEST).unlink()
+    (run,) = report(folder)["runs"]
+    assert run["checkpoints"]["listed"][0]["state"] == "complete"
+    assert "the newest after step 3: " in run["summary"]["checkpoints"]
+
+
+def test_restarts_are_no_resumptions(copied: Copied) -> None:
+    folder = copied("again")
+    ledger = Goodput.read(folder / "goodput.json")
+    assert ledger is not None
+    (folder / "goodput.json").write_bytes(replace(ledger, attempts=4, restarts=2).text())
+    (run,) = report(folder)["runs"]
+    assert run["summary"]["goodput"].endswith(", 2 restarts, resumed once")
+
+
+def test_goodput_of_steps_that_are_made_again_replaces_the_earlier(copied: Copied) -> None:
+    folder = copied("repeated")
+    lines = lines_of(folder)
+    ledgers = [line for line in lines if "goodput" in line]
+    write_lines(folder, [*lines, ledgers[0] | {"goodput": 0.5}])
+    (run,) = report(folder)["runs"]
+    assert [(each["step"], each["goodput"]) for each in run["goodput"]["ledgers"]] == [(3, 0.5)]
+
+
+def test_only_numbers_are_numbers() -> None:
+    line = {"a": 1, "b": 2.5, "c": True, "d": "3", "e": float("inf"), "f": 10**400}
+    assert [number(line, name) for name in "abcdefg"] == [1.0, 2.5, None, None, None, None, None]
 
 
 def test_checkpoints_have_their_hashes(recorded: Path) -> None:

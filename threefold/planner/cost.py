@@ -35,6 +35,11 @@ def larger(one: Number, other: Number) -> Number:
     return np.where(is_more, one, other)
 
 
+def smaller(one: Number, other: Number) -> Number:
+    """Return the smaller of two values; elementwise for arrays."""
+    return one + other - larger(one, other)
+
+
 def matrix_seconds(
     hardware: Hardware, dtype: str, rows: float, columns: int, depth: int, count: int = 1, itemsize: int = 2
 ) -> float:
@@ -263,7 +268,9 @@ def bubble_seconds(
     if schedule in SCHEDULES and SCHEDULES[schedule].defers_weight_gradients:
         # Leaves (p - 1)(F + B - W) of (p - 1)(F + B + W).
         waits = positive(waits - 2 * (weights - of_slowest) / chunks)
-        through = everything - weights
+        # The last rank defers up to p - 1 weight gradients beyond its last backward pass.
+        deferred = smaller(weights - of_slowest, (micro_batches - 1) * of_slowest)
+        through = everything - weights + of_slowest - deferred
     through = through + (micro_batches - 1) * slowest / chunks
     return waits + positive(through - micro_batches * slowest - waits)
 
