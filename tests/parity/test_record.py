@@ -2,17 +2,20 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.support.kept import rewrite, rewrite_index
 from threefold import parity
+from threefold.checksums import checksum
 from threefold.errors import UserError
 from threefold.parity.compare import compare
-from threefold.parity.record import Record
+from threefold.parity.placement import whole
+from threefold.parity.record import GRADIENT, Page, Record, page_file, write_facts
 
 
 def record(folder: Path, model: nn.Module, steps: int = 2) -> Path:
@@ -133,3 +136,25 @@ def test_missing_pieces_are_refused(good: Path, tmp_path: Path) -> None:
         compare(Record(good), Record(tmp_path / "half"))
     with pytest.raises(UserError, match=r"elements of .*, and .* are missing"):
         compare(Record(tmp_path / "half"), Record(tmp_path / "half"))
+
+
+def write_partial(folder: Path, world: int) -> Tensor:
+    """A record of a gradient of which each rank has a summand; returns the sum."""
+    total = torch.zeros(3, 4)
+    folder.mkdir()
+    for rank in range(world):
+        summand = torch.arange(12.0).view(3, 4) * (rank + 1)
+        total += summand
+        page = Page()
+        page.add(GRADIENT, "weight", summand, replace(whole(summand), partial=True))
+        page.save(folder / page_file(rank, 1))
+        known = ["", checksum(folder / page_file(rank, 1))]
+        write_facts(folder, rank, {"world_size": world, "steps": 1, "checksums": known})
+    return total
+
+
+def test_summands_of_ranks_are_added_and_are_no_copies(tmp_path: Path) -> None:
+    total = write_partial(tmp_path / "record", 3)
+    [found] = Record(tmp_path / "record").step(1).values()
+    assert torch.equal(found.kept.elements, total.double())
+    assert (found.missing, found.copies, len(found.owners)) == (0, [], 3)

@@ -19,9 +19,11 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.kept import rewrite
 from tests.support.sweep import sweep
 from threefold import parity
+from threefold.checksums import seal
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.parity.compare import Findings, compare
+from threefold.parity.departure import LOSS, RATE
 from threefold.parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, UPDATE, Record
 from threefold.parity.verdict import compared_whole, judge
 
@@ -222,6 +224,53 @@ def test_samples_that_are_missing_are_named(reference: Path, noisy: list[Path], 
     train(tmp_path / "fewer", rows=4)
     verdict = judge(compared(reference, tmp_path / "fewer", noisy))
     assert verdict.sentence == "The runs read different samples at step 1: they are fewer: 2 of 6 are missing."
+
+
+def with_facts(record: Path, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A copy of a record with other facts of its only rank."""
+    shutil.copytree(record, folder)
+    facts = json.loads((folder / "rank-00000.json").read_text())
+    change(facts)
+    rewrite(folder, **{name: value for name, value in facts.items() if name != "checksum"})
+    return folder
+
+
+def test_a_counter_of_any_rank_departs(reference: Path, noisy: list[Path], tmp_path: Path) -> None:
+    """Of two ranks with copies of all weights, of which the second has another rate."""
+    folder = with_facts(reference, tmp_path / "two", lambda facts: facts.update(world_size=2))
+    for path in list(folder.iterdir()):
+        shutil.copy(path, folder / path.name.replace("00000", "00001", 1))
+    facts = json.loads((folder / "rank-00001.json").read_text())
+    facts["rank"] = 1
+    for numbers in facts["numbers"].values():
+        for counters in numbers.get("counters", {}).values():
+            counters["lr"] = 0.5
+    facts.pop("checksum")
+    (folder / "rank-00001.json").write_text(json.dumps(seal(facts)))
+    verdict = judge(compared(reference, folder, noisy))
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.where) == (RATE, "on rank 1")
+
+
+def test_a_loss_that_is_not_a_number_departs(reference: Path, noisy: list[Path], tmp_path: Path) -> None:
+    folder = with_facts(reference, tmp_path / "nan", lambda facts: facts["numbers"]["2"]["scalars"].update(loss="nan"))
+    verdict = judge(compared(reference, folder, noisy))
+    assert verdict.first is not None
+    assert (verdict.first.step, verdict.first.kind) == (2, LOSS)
+
+
+def test_the_lowest_precision_says_what_is_rounding(reference: Path, tmp_path: Path) -> None:
+    """Without runs with noise, a thousandth is rounding in bf16, and none in fp32."""
+    train(tmp_path / "other", scale=1.001)
+    found = []
+    for dtypes in (["float32"], ["float32", "bfloat16"]):
+        records = [
+            Record(with_facts(each, tmp_path / f"{each.name} {len(dtypes)}", lambda facts: facts.update(dtypes=dtypes)))  # noqa: B023
+            for each in (reference, tmp_path / "other")
+        ]
+        found.append({each.kind for each in compare(*records, steps=1).departures})
+    assert GRADIENT in found[0]
+    assert GRADIENT not in found[1]
 
 
 class HalfOfAGradient(parity.Adapter):

@@ -163,7 +163,7 @@ def test_nodes_of_a_group_are_counted_up() -> None:
 
 def test_the_update_reads_and_writes_each_state() -> None:
     """AdamW has one state more than SGD with momentum: 4 bytes that are read, and 4 that are written."""
-    hardware, elements = ideal(), 10**9
+    hardware, elements = ideal(memory_bandwidth=1e12), 10**9
     one, two = (update_seconds(hardware, elements, states) for states in (1, 2))
     assert two - one == pytest.approx(memory_seconds(hardware, 8 * elements, 0))
     weights = update_seconds(hardware, elements, 0) - update_seconds(hardware, elements, 0, itemsize=4, master=True)

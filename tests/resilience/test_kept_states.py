@@ -8,6 +8,7 @@ from pathlib import Path
 from tests.train.support import Run, manifest, train, train_rank
 from threefold.checkpoint.folder import newest, path_of
 from threefold.launch.worker_pool import WorkerPool
+from threefold.resilience.memory_copy import MemoryCopy
 from threefold.train.attempt import Attempt, memory_files
 from threefold.train.stop import Stopped
 
@@ -48,3 +49,10 @@ def test_a_stop_before_the_first_step_saves_what_is_only_in_memory(
     assert path_of(folder, 3).stat().st_ino == written, "a state that is saved was saved again"
     pool.run(2, train_rank, run, folder, True)
     assert tensors_of(folder, 4) == tensors_of(tmp_path / "whole", 4)
+
+
+def test_of_two_states_the_older_one_is_replaced(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """Another rank may have the newer one not yet."""
+    files = memory_files(1)
+    pool.run(1, started, small_run.but(set=(("checkpoint.memory_every", 1),)), tmp_path, files)
+    assert sorted(MemoryCopy(file).step or 0 for file in files[0]) == [2, 3]

@@ -53,6 +53,11 @@ def test_limits() -> None:
     assert policy.skip("spike") == (
         "train.on_spike is skip, and train.max_skipped_steps allows 3 skipped steps in a run"
     )
+    policy = AnomalyPolicy(config(max_consecutive_skips=1, max_skipped_steps=3))
+    for _ in range(3):
+        assert policy.skip("spike") == "", "three may be skipped, not in a row"
+        policy.updated(1.0, 1.0)
+    assert policy.skip("spike")
     policy = AnomalyPolicy(config(on_nan="rollback", max_rollbacks=1))
     assert policy.roll_back("nan") == ""
     assert policy.roll_back("nan") == "train.on_nan is rollback, and train.max_rollbacks allows 1"

@@ -55,3 +55,11 @@ def test_what_changed_at_rest_is_named_before_the_copies_that_differ_by_it() -> 
     error = explain(4, 5, {}, copies, ["x", "x"], None)
     assert error.ranks == (0, 1)
     assert "different bits in a, b, c and 2 more tensors" in str(error)
+
+
+def test_without_a_majority_the_tensor_with_the_fewest_suspects_is_named() -> None:
+    """The others may differ by what it gave them."""
+    copies = {"a": Verdict((0, 1, 2, 3), False, ()), "b": Verdict((2, 3), False, (0, 1))}
+    error = explain(4, 5, {}, copies, ["x"] * 4, None)
+    assert error.ranks == (2, 3)
+    assert "ranks 2 and 3 have different bits in b, of which" in str(error)
