@@ -9,11 +9,13 @@ says why, does not. The examples of docs/api are run by test_api_page.py.
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -132,13 +134,81 @@ def test_what_is_not_run_says_why() -> None:
 
 
 PAGES = sorted(page.name for page in GUIDES.glob("*.md") if page.name != "README.md")
-LONG = ("a_run.md", "from_fleet.md", "loss_differs.md", "parallel_code.md", "slow_run.md")
-"""Guides whose commands are also in other guides, and in the tests of parity, Fleet's calls and the profile."""
+LONG = ("a_run.md", "loss_differs.md", "parallel_code.md", "slow_run.md")
+"""Guides whose commands are also in other guides, and in the tests of parity and the profile."""
 
 
 @sweep("name", PAGES, slow=[place for place, name in enumerate(PAGES) if name not in LONG])
 def test_a_guide_runs(name: str, tmp_path: Path) -> None:
     assert run_page(GUIDES / name, tmp_path) > 0
+
+
+def script_of(folder: Path, name: str) -> dict[str, Any]:
+    """The names of a script of a guide; what it imports from its folder is forgotten again."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    try:
+        return runpy.run_path(str(folder / name))
+    finally:
+        sys.path.remove(str(folder))
+        for module in set(sys.modules) - before:
+            if str(folder) in str(getattr(sys.modules[module], "__file__", "")):
+                del sys.modules[module]
+
+
+def of_the_fleet_page(folder: Path, dp: int, tp: int, pp: int) -> list[dict[str, Any]]:
+    """Train as the page does; the initial weights, the gradients of each step, and the weights at the end."""
+    from tests.support.parity import whole_tensors
+
+    script = script_of(folder, "train.py")
+    model, optimizer, scheduler, loader = script["make"](dp, tp, pp)
+    parts = model.gradient_step
+    seen: Any = SimpleNamespace(optimizer=optimizer, mesh=model.mesh, model=parts.model, parallelism=parts.parallelism)
+    found = [whole_tensors(seen, "master")]
+    for batch in loader:
+        model.train_batch(batch, script["loss_fn"])
+        found.append(whole_tensors(seen, "gradient"))
+        optimizer.step()
+        scheduler.step()
+    found.append(whole_tensors(seen, "master"))
+    return [{name: tensor.clone() for name, tensor in each.items()} for each in found]
+
+
+def plain_fleet_page(folder: Path, initial: dict[str, Any]) -> list[dict[str, Any]]:
+    """The same model, data and updates in plain PyTorch, from the given weights."""
+    import torch
+    from torch import nn
+
+    script = script_of(folder, "model.py")
+    net = nn.Sequential(*(make() for make in script["layers"])).double()
+    net[5].weight = net[0].weight
+    net.load_state_dict({**initial, "5.weight": initial["0.weight"]})
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5)
+    tokens, found = script["Tokens"](), []
+    for step in range(3):
+        x, y = (torch.stack(each) for each in zip(*(tokens[8 * step + row] for row in range(8)), strict=True))
+        nn.functional.cross_entropy(net(x).flatten(0, 1), y.flatten()).backward()
+        found.append({name: each.grad.clone() for name, each in net.named_parameters()})
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    return [*found, {name: each.detach() for name, each in net.named_parameters()}]
+
+
+@sweep("layout", [(1, 2, 2), (2, 2, 1), (2, 1, 2), (4, 1, 1)], quick=[0])
+def test_the_gradients_of_fleets_page_are_those_of_plain_pytorch(pool: Any, layout: Any, tmp_path: Path) -> None:
+    for block in blocks(GUIDES / "from_fleet.md"):
+        if block.language == "python" and (named := NAMED.match(block.code.splitlines()[0])):
+            (tmp_path / named[1]).write_text(block.code)
+    ranks = pool.run(4, of_the_fleet_page, tmp_path, *layout)
+    joined = [{name: value for rank in ranks for name, value in rank[step].items()} for step in range(5)]
+    expected = plain_fleet_page(tmp_path, joined[0])
+    for ours, theirs in zip(joined[1:], expected, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert float((ours[name] - value).abs().max()) <= 1e-12 * float(value.abs().max()), name
 
 
 @pytest.mark.slow

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
+from tests.support.sweep import sweep
 from threefold.launch.worker_pool import WorkerError
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -131,7 +132,7 @@ def reference(name: str, ranks: int, folder: Path) -> tuple[Seen, dict[str, Tens
         torch.set_default_dtype(torch.float32)
 
 
-@pytest.mark.parametrize(
+@sweep(
     ("name", "changed"),
     [
         ("pytorch_mnist", {}),
@@ -139,6 +140,7 @@ def reference(name: str, ranks: int, folder: Path) -> tuple[Seen, dict[str, Tens
         ("pytorch_imagenet_resnet50", {}),
         ("pytorch_synthetic_benchmark", {}),
     ],
+    quick=[1, 2],
 )
 def test_an_example_runs_with_its_import_swapped(pool, name: str, changed: dict[str, Any], tmp_path: Path) -> None:
     gradients, weights = pool.run(1, reference, name, 2, tmp_path)[0]
