@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Command
-from threefold.checkpoint.folder import DIVERGED
+from threefold.checkpoint.folder import DIVERGED, folders
 from threefold.checkpoint.manifest import PARTIAL, REPLACED, read_writer
 from threefold.checkpoint.summary import listed
 
@@ -49,6 +49,11 @@ def test_every_state_is_listed(threefold: Command, run: Path) -> None:
     assert complete["bytes"] == size
     age = datetime.now(UTC) - datetime.fromisoformat(complete["saved"])
     assert 0 <= age.total_seconds() < 24 * 3600
+
+
+def test_a_partial_checkpoint_is_none(run: Path) -> None:
+    damage(run)
+    assert [path.name for path in folders(run)] == ["step_00000002", "step_00000004"]
 
 
 @pytest.mark.parametrize("columns", [80, 200])

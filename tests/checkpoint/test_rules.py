@@ -86,6 +86,12 @@ def test_what_changes_the_losses_is_warned_of(saved: Path, small_run: Run, key: 
     assert any(warning.startswith(f"{key} is ") for warning in warnings)
 
 
+def test_gradients_in_16_bits_are_warned_of(saved: Path, small_run: Run) -> None:
+    """As the one setting of `parallel` that changes the losses."""
+    found = find_resumption(saved, changed(small_run.but(dp=2), "parallel.gradient_compression", "bf16").config)
+    assert found.warnings == ("parallel.gradient_compression is 'bf16' from here on; up to now it was 'none'.",)
+
+
 def test_another_grain_of_an_exact_run_is_warned_of(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     """The sums of the steps to come have other bits."""
     pool.run(1, train_rank, small_run.but(steps=2, set=exact(grain_samples=2)), tmp_path)

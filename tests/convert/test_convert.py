@@ -1,5 +1,6 @@
 """Files of other systems as configs of ours: every value arrives, and nothing of theirs is dropped in silence."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from tests.convert.foreign_configs import COLOSSAL, FLEET, FLEET_BASE, LLAMA, MEGATRON
 from threefold.config import Config, load_config, resolve
 from threefold.convert import Converted, convert
+from threefold.convert.key_mapping import KeyMapping, count, number, switch, whole
 from threefold.errors import UserError
 
 
@@ -316,3 +318,20 @@ def test_a_variable_that_is_not_set_is_told(tmp_path: Path) -> None:
     assert _reasons(found)["num-layers"].startswith("a variable that the file does not set")
     assert found.sections["data"]["path"] == "$DATA"
     assert "data-path" in _reasons(found)
+
+
+@pytest.mark.parametrize(("given", "kept"), [("false", False), ("True", True), (True, True), ("FALSE", False)])
+def test_a_switch_may_be_a_word(given: object, kept: bool) -> None:
+    assert switch(given) is kept
+
+
+@pytest.mark.parametrize(("kind", "given"), [(whole, 2.5), (whole, "x"), (count, 0), (number, "nan"), (switch, "yes")])
+def test_a_value_of_another_kind_is_one_sentence(kind: Callable[[Any], Any], given: object) -> None:
+    with pytest.raises(UserError, match=rf"^f\.yaml: key is {given!r} but must be "):
+        KeyMapping(Path("f.yaml"), {"key": given}).take("key", kind)
+
+
+def test_colossal_sequence_parallelism_is_a_ring_of_context_ranks(tmp_path: Path) -> None:
+    code = "parallel = dict(pipeline=2, tensor=dict(size=4, mode='sequence'))\nBATCH_SIZE = 4\nSEQ_LEN = 64\n"
+    found = _convert(tmp_path, "ring.py", code, world_size=16).sections["parallel"]
+    assert found == {"dp": 2, "pp": 2, "cp": 4, "cp_method": "ring"}

@@ -203,3 +203,16 @@ torchrun --nproc_per_node 1 pretrain_gpt.py --num-layers ${A} --hidden-size="$WI
     }
     assert _settings(found, tmp_path).items() >= wanted.items()
     assert "seed" not in {note.key for note in found.notes}
+
+
+def test_numbers_that_are_counted_otherwise(tmp_path: Path) -> None:
+    """Samples instead of steps, a path that is given twice, and an evaluation of no batches."""
+    flags = (
+        "--num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 16 --max-position-embeddings 16 "
+        "--micro-batch-size 2 --global-batch-size 8 --train-samples 16000 --lr 1e-3 --lr-decay-samples 4000 "
+        "--lr-warmup-samples 800 --eval-iters 0 --data-path 0.25 one 0.5 two 0.25 one --vocab-size 64"
+    )
+    found = _convert(tmp_path, f"python pretrain_gpt.py {flags}\n").sections
+    assert (found["train"]["max_steps"], found["train"].get("eval_every", 0)) == (2000, 0)
+    assert (found["optimizer"]["decay_steps"], found["optimizer"]["warmup_steps"]) == (500, 100)
+    assert found["data"]["mixture"] == {"one": 0.5, "two": 0.5}
