@@ -68,7 +68,7 @@ def test_a_pipeline_takes_the_fewest_micro_batches_that_its_schedule_does(pool, 
         (
             [Mix],
             [("0.weight", "0.up.weight")],
-            "tied names '0.weight', which is not a parameter of the layers; use one such",
+            "tied names '0.weight', which is not a parameter of the model",
         ),
         (
             [Mix],

@@ -110,7 +110,7 @@ def test_without_rules_everything_is_replicated() -> None:
         ),
         (lambda: changed(initial={"blocks.*.upp": Normal(1)}), "initial has 'blocks.*.upp', which no parameter of"),
         (lambda: changed(costs={"bloks.*": 1}), "costs has 'bloks.*', which no layer of the model has for a name"),
-        (lambda: changed(tied=[("head.output.bias", "embed.tokens.weight")]), "ties names 'head.output.bias', which"),
+        (lambda: changed(tied=[("head.output.bias", "embed.tokens.weight")]), "tied names 'head.output.bias', which"),
     ],
 )
 def test_a_wrong_plan_is_one_sentence(make: Callable[[], Plan], sentence: str) -> None:

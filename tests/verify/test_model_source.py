@@ -69,7 +69,7 @@ def test_forgotten_tie_is_found(pool, tmp_path: Path) -> None:
         ),
         (
             ('ties={"head.output', 'ties={"head.out'),
-            "ties names 'head.out.weight', which is not a parameter of the model; the nearest is 'head.output.weight'.",
+            "tied names 'head.out.weight', which is not a parameter of the model; the nearest is 'head.output.weight'.",
         ),
         (
             ("width, inner = config.hidden_size, config.ffn", "width, inner = config.width, config.ffn"),

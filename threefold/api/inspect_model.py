@@ -13,7 +13,7 @@ from torch import nn
 
 from threefold.api.model import with_arguments
 from threefold.errors import UserError
-from threefold.models.plan import Plan, as_pattern
+from threefold.models.plan import Plan, as_pattern, tie_
 from threefold.models.proposal import propose
 from threefold.models.sharding import ModelPlan, Split, check_tensor_axis
 from threefold.parallel.pipeline.partition import ShardCoordinates, ShardIndex, local_shape
@@ -145,6 +145,8 @@ def inspect_made(model: nn.Module, plan: Plan | ModelPlan | None, tp: int) -> In
     complete = None
     try:
         complete = known.build(model) if isinstance(known, Plan) else known
+        if next(model.parameters()).is_meta:  # made for this; a model that the user gave stays as it is
+            tie_(model, complete.ties)
         check_plan(model, complete)
     except UserError as error:
         if proposal is None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from threefold.errors import UserError
-from threefold.models.plan import Plan
+from threefold.models.plan import Plan, tie_
 from threefold.models.sharding import ModelPlan, Replicated, Split
 from threefold.parallel.pipeline.partition import (
     layers_by_rank,
@@ -64,21 +64,7 @@ class PipelineLayers:
     def __call__(self) -> nn.Sequential:
         """Make the whole model, on torch's default device."""
         model = nn.Sequential(*(self._make(number, layer) for number, layer in enumerate(self.layers)))
-        parameters = dict(model.named_parameters(remove_duplicate=False))
-        for pair in self.tied:
-            for name in pair:
-                if name not in parameters:
-                    raise UserError(
-                        f"tied names {name!r}, which is not a parameter of the layers; use one such as '0.weight'."
-                    )
-        for user, owner in self.tied:
-            module, _, attribute = user.rpartition(".")
-            if parameters[user].shape != parameters[owner].shape:
-                raise UserError(
-                    f"tied has {user!r} of the shape {[*parameters[user].shape]} and {owner!r} of "
-                    f"{[*parameters[owner].shape]}, which cannot be one; tie parameters of one shape."
-                )
-            setattr(model.get_submodule(module), attribute, parameters[owner])
+        tie_(model, dict(self.tied))
         return model
 
     def build(self, model: nn.Module) -> ModelPlan:

@@ -40,8 +40,8 @@ class Plan:
         shard: pattern of modules, or of bare parameters or buffers, to the rule that shards them: `Column`, `Row`,
             `Vocab`, `Replicated`, `PerHead`, `Sharded`. Norms, parameters of one element and buffers are `Replicated`
             by default. None for a model that no tensor axis shards.
-        tied: pairs (user, owner) of parameters that share one weight; ties that the model itself makes are detected
-            automatically.
+        tied: pairs (user, owner) of parameters that are made one weight, with the owner's name and initial values, on
+            any stages; ties that the model itself makes are detected automatically.
         costs: pattern of layers to the cost of running each, in any unit. By default the multiply-adds of its weights.
         recompute: mode of `train.recompute` to the modules that it recomputes. By default `full` recomputes the layers
             that a pattern of `layers` matches, or all layers if there is no pattern.
@@ -200,13 +200,53 @@ class Plan:
 
     def _ties(self, parameters: "Mapping[str, nn.Parameter]") -> dict[str, str]:
         """Map each further name of a parameter to the name that it is stored under."""
-        ties = dict(self.tied)
-        owners = {parameters[owner]: owner for owner in ties.values() if owner in parameters}
+        check_tied(parameters, self.tied)
+        ties = {
+            name: owner
+            for user, owner in self.tied
+            for name, parameter in parameters.items()
+            if parameter is parameters[user] and name != owner
+        }
+        owners = {parameters[owner]: owner for owner in ties.values()}
         for name, parameter in parameters.items():
             owner = owners.setdefault(parameter, name)
             if owner != name:
                 ties.setdefault(name, owner)
         return ties
+
+
+def check_tied(parameters: "Mapping[str, nn.Parameter]", tied: Iterable[tuple[str, str]]) -> None:
+    """Raise a `UserError` unless each pair (user, owner) names parameters of a model that have one shape."""
+    for user, owner in tied:
+        for name in (user, owner):
+            if name not in parameters:
+                raise UserError(
+                    f"tied names {name!r}, which is not a parameter of the model{nearest(name, parameters)}."
+                )
+        if parameters[user].shape != parameters[owner].shape:
+            raise UserError(
+                f"tied has {user!r} of the shape {[*parameters[user].shape]} and {owner!r} of "
+                f"{[*parameters[owner].shape]}, which cannot be one; tie parameters of one shape."
+            )
+
+
+def tie_(model: "nn.Module", ties: Mapping[str, str]) -> "nn.Module":
+    """Make each user in `ties` (user → owner) the owner's parameter, in place; return the model."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    check_tied(parameters, ties.items())
+    for user, owner in ties.items():
+        module, _, attribute = user.rpartition(".")
+        setattr(model.get_submodule(module), attribute, parameters[owner])
+    return model
+
+
+def tying(make_model: "Callable[[], nn.Module]", plan: ModelPlan) -> "Callable[[], nn.Module]":
+    """Return a function that makes a model with the ties of its plan, whether or not its constructor makes them."""
+    return partial(_make_tied, make_model, plan.ties) if plan.ties else make_model
+
+
+def _make_tied(make_model: "Callable[[], nn.Module]", ties: Mapping[str, str]) -> "nn.Module":
+    return tie_(make_model(), ties)
 
 
 def _initial_values(

@@ -19,7 +19,7 @@ from threefold.config.loading import config_of
 from threefold.config.model import OWN, split_model_file
 from threefold.errors import UserError
 from threefold.models.family import family_of, make_model, model_plan
-from threefold.models.plan import Plan
+from threefold.models.plan import Plan, tying
 from threefold.models.sharding import ModelPlan
 from threefold.plugins import import_file
 from threefold.random.rng import generators_preserved, seed_generators, stream_key
@@ -207,7 +207,8 @@ class FileSource(ModelSource):
         module = self._import()
         factory, plan = self._parts(module)
         make = partial(self._make, factory, config)
-        return make, complete_plan(plan, make, config, self.path.name)
+        complete = complete_plan(plan, make, config, self.path.name)
+        return tying(make, complete), complete
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
         """Return the `loss` of the model's class, or else of the file."""
@@ -302,7 +303,8 @@ class ObjectSource(ModelSource):
         if plan is None:
             raise UserError(f"{self} has no plan; pass plan=Plan(…), or give the class the attribute plan.")
         make = partial(self._make, config.model)
-        return make, complete_plan(plan, make, config.model, str(self))
+        complete = complete_plan(plan, make, config.model, str(self))
+        return tying(make, complete), complete
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
         return self.own_loss or loss_of(self._class)

@@ -7,7 +7,7 @@ schedule, and the update rule of another package's optimizer.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,7 +104,7 @@ class OneProcess:
         self.plan, self.config, self.loss, self.clip_share = plan, config, loss, clip_share
         self.model = construct(make_model, config.train.seed)
         convert_floats_(self.model, DTYPES[config.precision.dtype])
-        parameters = dict(self.model.named_parameters())
+        parameters = dict(self._parameters())
         for name, parameter in parameters.items():
             initial, shape = plan.initial(name), tuple(parameter.shape)
             with torch.no_grad():  # the constructor has set all others
@@ -166,7 +166,11 @@ class OneProcess:
         return loss
 
     def _weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        return {name: parameter.detach().clone() for name, parameter in self._parameters()}
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield each parameter under the name that it is stored under, in the model's order."""
+        return ((self.plan.whole_name(name), parameter) for name, parameter in self.model.named_parameters())
 
     def _buffers(self) -> dict[str, Tensor]:
         return {name: buffer.clone() for name, buffer in self.model.named_buffers()}
