@@ -10,7 +10,7 @@ with floats cast to the dtype that the model computes in. The loss receives the 
 """
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -110,9 +110,25 @@ def inputs_from(output: Any, layer: str) -> LayerInputs:
     return LayerInputs(tuple(tensors), {})
 
 
-def map_tensors(batch: Any, compute: Callable[[Tensor], Any]) -> Any:
+def map_tensors(batch: Any, compute: Callable[[Tensor], Any], said: str = "batch") -> Any:
     """Return the same nesting with `compute(tensor)` for each tensor; raise UserError for anything but tensors."""
-    return _map(batch, lambda path, tensor: compute(tensor))
+    return _map(batch, lambda path, tensor: compute(tensor), said)
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """Return the tensors of a batch, in order; raise UserError for anything but tensors."""
+    return [tensor for _, tensor in _leaves(batch)]
+
+
+def joined(parts: Sequence[Any]) -> Any:
+    """Return the nesting of the parts with each tensor concatenated along dim 0, or stacked if it has no dims."""
+    rest = [iter(tensors_of(part)) for part in parts]
+
+    def join(tensor: Tensor) -> Tensor:
+        found = [next(each) for each in rest]
+        return torch.cat(found) if tensor.dim() else torch.stack(found)
+
+    return map_tensors(parts[0], join)
 
 
 def batch_size(batch: Any) -> int:

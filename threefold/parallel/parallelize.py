@@ -30,6 +30,7 @@ from threefold.ops.exact_functions import ExactArithmetic
 from threefold.ops.kernels import DeferrableWeight
 from threefold.ops.own_arithmetic import OwnArithmetic, UnknownCalls
 from threefold.parallel.context import ShardingContext
+from threefold.parallel.dropout_parts import undecided_dropouts
 from threefold.parallel.experts import ParallelExperts
 from threefold.parallel.gradient_sums import LeafOrder
 from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients
@@ -56,6 +57,7 @@ from threefold.parallel.zero import (
     make_zero_sharding,
     shard_parameters,
 )
+from threefold.random.dropout import Dropout
 from threefold.random.rng import RandomStreams, give_streams
 from threefold.torch_private.distributed import fresh_parameter
 
@@ -259,6 +261,10 @@ class TrainableModel(ParallelModel):
     copies: list[tuple[Tensor, Tensor]]
     """Leaves of an exact run's tied weights, each with the leaf of another use on this rank, whose gradients are summed
     separately. Without ZeRO, both have the same memory."""
+    names: tuple[str, ...]
+    """Names in the unsplit model's `state_dict()`, in its order."""
+    dropouts: dict[str, Dropout]
+    """Dropout layers of a user's model on this rank, by name, whose parts a first batch shows (`dropout_parts`)."""
 
     @property
     def trained(self) -> list[Weight]:
@@ -297,6 +303,7 @@ def apply_parallelism(
     check_tensor_axis(plan, how.mesh.tp.size)
     check_cut_modules(model, plan, how.mesh.tp.size)
     check_sharded_parameters(model, 0 if how.zero is None else how.zero.stage)
+    names = tuple(name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor))
     in_float8 = float8_layers(model, plan) if training is not None and training.fp8 else []
     # Pipeline parallelism: this rank's stages.
     numbers = how.stages.held_by(how.mesh.pp.index)
@@ -314,6 +321,7 @@ def apply_parallelism(
         for name, parameter in stage.named_parameters():
             if plan.whole_name(name) in plan.frozen:
                 parameter.requires_grad_(False)
+    dropouts = {name: each for stage in stages for name, each in undecided_dropouts(stage, plan).items()}
     constructed = ConstructedModel(make_model, seed)
     if training is None:
         _allocate(stages, how, constructed)
@@ -345,7 +353,7 @@ def apply_parallelism(
                 experts.hand_gradients_to(gradients)
     weights = make_weights(whole_parameters(stages), how.master_dtype)
     initialise_(weights, plan, training.seed, gradients, constructed)
-    return TrainableModel(stages, plan, how, tied, streams, gradients, weights, copies)
+    return TrainableModel(stages, plan, how, tied, streams, gradients, weights, copies, names, dropouts)
 
 
 def _further_uses(stages: Sequence[Stage]) -> Iterator[tuple[Stage, str, nn.Parameter, nn.Parameter]]:

@@ -375,7 +375,8 @@ def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[Tens
             yield f"{name}.{buffer}" if name else buffer, (value, buffer in kept)
 
 
-_KNOWN = (sharding.Column, sharding.Row, sharding.Vocab, sharding.Replicated, sharding.PerHead, sharding.Sharded)
+KNOWN_RULES = (sharding.Column, sharding.Row, sharding.Vocab, sharding.Replicated, sharding.PerHead, sharding.Sharded)
+"""Rules whose effect on sizes `cut_to_rank` knows: those of a `Plan`."""
 
 
 def check_forward(
@@ -389,13 +390,13 @@ def check_forward(
     `UserError` names the module, the sizes and the rule that is likely missing.
     """
     rules = (*plan.split.values(), *plan.bare.values())
-    if tp == 1 or not all(isinstance(rule, _KNOWN) for rule in rules):
+    if tp == 1 or not all(isinstance(rule, KNOWN_RULES) for rule in rules):
         return
-    if _failure(_made(make_model), plan, batch, takes_labels) is not None:
+    if _failure(made_on_meta(make_model), plan, batch, takes_labels) is not None:
         return
     for rank in dict.fromkeys((0, tp - 1)):  # every other rank has the sizes of one of these
-        model = _made(make_model)
-        _cut(model, plan, tp, rank)
+        model = made_on_meta(make_model)
+        cut_to_rank(model, plan, tp, rank)
         error = _failure(model, plan, batch, takes_labels)
         if error is not None and module_check.is_of_sizes(error):
             modules = dict(model.named_modules())
@@ -407,7 +408,8 @@ def check_forward(
             ) from None
 
 
-def _made(make_model: Callable[[], nn.Module]) -> nn.Module:
+def made_on_meta(make_model: Callable[[], nn.Module]) -> nn.Module:
+    """Return the whole model on the meta device."""
     with torch.device("meta"):
         return make_model()
 
@@ -427,7 +429,7 @@ def _failure(model: nn.Module, plan: sharding.ModelPlan, batch: Any, takes_label
     return None
 
 
-def _cut(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) -> None:
+def cut_to_rank(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) -> None:
     """Shrink a model on the meta device to the sizes of one tensor rank, in place."""
     made: dict[nn.Module, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
@@ -475,7 +477,7 @@ def _missing(where: str, modules: dict[str, nn.Module], plan: sharding.ModelPlan
 def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
     """Return the numbers of all and of trained parameters; raise a `UserError` if model and plan do not match."""
     make_model, plan = source.load(config)
-    model = _made(make_model)
+    model = made_on_meta(make_model)
     try:
         check_plan(model, plan)
     except UserError as error:
@@ -493,7 +495,7 @@ def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None
     """Load a model once, and return `check_layout` for any layout of it."""
     make_model, plan = source.load(config)
     own_loss = source.loss(config) is not None
-    model = _made(make_model) if plan.constructed else None
+    model = made_on_meta(make_model) if plan.constructed else None
     tokens = torch.empty(2, config.data.sequence_length, dtype=torch.int64, device="meta")
 
     @cache

@@ -24,7 +24,8 @@ class Dropout(nn.Module):
     Args:
         p: dropout probability of an element.
         name: name of this layer in the whole model; layers with different names have unrelated masks.
-        parts: dim → local part of the whole activation; missing dims are whole.
+        parts: dim → local part of the whole activation; missing dims are whole. Of a model of your own it follows from
+            the layers before this one, and is set before the first step.
 
     Attributes:
         site: random stream of this layer.
@@ -47,12 +48,19 @@ class Dropout(nn.Module):
         return self.training and keys is not None and self.p > 0
 
     def forward(self, x: Tensor, keys: Tensor | None) -> Tensor:
-        """Drop elements of `x` [B, …] by the samples' keys [B]; return `x` itself if nothing is dropped."""
+        """Drop elements of `x` [B, …] by the samples' keys [B]; return `x` itself if nothing is dropped.
+
+        In evaluation, `samples.keys` of a layer's `forward` is None, so that nothing is dropped.
+        """
         if keys is None or not self.draws(keys):
             return x
         if torch.compiler.is_compiling():
             return x * factors(x.detach(), keys, self.handle)
         return drop(x, keys, self.site, self.p, self.parts)
+
+    def place(self, parts: Mapping[int, Positions]) -> None:
+        """Set the parts of the activation that this layer gets, which a first batch shows."""
+        self.parts = parts
 
     def of_part(self, parts: Mapping[int, Positions]) -> "Dropout":
         """Return this layer for other parts of the activation."""

@@ -33,20 +33,23 @@ from threefold.constants import IGNORE_INDEX
 from threefold.errors import DivergenceError, UserError
 from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums
 from threefold.models.module_check import explaining_passes
+from threefold.models.own_batch import map_tensors, tensors_of
 from threefold.models.sharding import ModelPlan, OverSequence
+from threefold.parallel.dropout_parts import dropout_parts
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.moving_buffers import MovingBuffers
 from threefold.parallel.parallelize import Parallelism, PieceSizes, TrainableModel, TrainingSettings, apply_parallelism
 from threefold.parallel.parameter import has_uneven_shards, is_split
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
-from threefold.parallel.pipeline.stage import StepSamples
+from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, StepSamples
+from threefold.parallel.plan_check import check_forward
 from threefold.parallel.recompute import as_written
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 from threefold.train.fingerprint import Fingerprints
 from threefold.train.optim import GradientNorm, Optimizer, learning_rate, sum_exactly
 from threefold.train.optimizers import update_rule
-from threefold.train.step_batch import BatchFacts, BatchPreparation
+from threefold.train.step_batch import BatchFacts, BatchPreparation, is_of_tokens
 from threefold.train.stop import Stop, sum_over_ranks
 from threefold.train.update_rule import LossScale
 
@@ -86,6 +89,7 @@ class GradientStep:
         self.loss, self.loss_scale = loss, loss_scale
         self.parallelism = Parallelism.make(plan, mesh, settings)
         self.model = apply_parallelism(make_model, plan, self.parallelism, settings)
+        self._make_model = make_model
         self.stages, self.streams, self.gradients = self.model.stages, self.model.streams, self.model.gradients
         self.buffers = MovingBuffers(self.stages, plan, mesh)
         self.generators = ProcessGenerators(mesh.coordinates, mesh.device)  # for user models that draw from them
@@ -98,7 +102,12 @@ class GradientStep:
         """Facts of the last batch, set by `compute_gradients` and read by `update`."""
 
     def compute_gradients(
-        self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None
+        self,
+        batch: Any,
+        step: int,
+        loss: LossFunction | None = None,
+        rows: Tensor | None = None,
+        outputs: dict[int, Any] | None = None,
     ) -> tuple[Tensor, int]:
         """Compute the gradients of the global batch's mean loss, accumulated over its micro-batches.
 
@@ -109,6 +118,8 @@ class GradientStep:
                 `Batch` of the loader, whose loss the last layer computes. A loss gets it as (tokens, labels).
             rows: int64 [samples], index of each sample in the global batch; None if the replicas hold contiguous
                 blocks, in the order of dp. A `Batch` has its own.
+            outputs: collects, on the last stage, what the last layer returns, by the number of the micro-batch; only
+                with a loss.
 
         Returns:
             this rank's summand of the mean loss, of its own samples and positions (zero except on the last stage; equal
@@ -123,11 +134,13 @@ class GradientStep:
         # Common errors of a user's own layers are explained.
         with explaining_passes(self.stages, self.mesh.tp.size) if self.plan.constructed else nullcontext():
             # 1. Micro-batches: the replicas add up what they count, as the loss is divided by that of the global batch.
-            local: StepSamples
+            local: LocalBatch | OwnBatch
             if loss is None:
                 local, self._batch = self._batches.of_tokens(batch, step, scale)
             else:
-                local, self._batch = self._batches.of_own(batch, step, loss, rows, scale)
+                local, self._batch = self._batches.of_own(batch, step, loss, rows, scale, outputs)
+            if self._is_first:
+                self._check_first(batch, loss, local)
             # 2. Forward and backward passes. Buckets of gradients start their sums over the replicas as they fill; CPU
             # ranks that share memory make them in `finish`.
             self.gradients.begin(self.runner.arrivals)
@@ -168,17 +181,24 @@ class GradientStep:
         return 0 if self._batch is None else self._batch.samples
 
     def train_batch(
-        self, batch: Any, step: int, loss: LossFunction | None = None, rows: Tensor | None = None
+        self,
+        batch: Any,
+        step: int,
+        loss: LossFunction | None = None,
+        rows: Tensor | None = None,
+        outputs: dict[int, Any] | None = None,
     ) -> LossSums:
         """Compute the gradients as `compute_gradients` does; return the loss and its terms, equal on every rank."""
-        term, counted = self.compute_gradients(batch, step, loss, rows)
+        term, counted = self.compute_gradients(batch, step, loss, rows, outputs)
         assert self._batch is not None
         if self._batch.sums is not None:
             return self._summed(self._batch.sums, self._batch.samples)
         (total,) = sum_over_ranks(self._own_summands(term.double().sum().view(1) * counted), self.mesh, self.stop)
         return _loss_of_tokens(total, counted, self._batch.samples)
 
-    def eval_batch(self, batch: Any, loss: LossFunction | None = None) -> LossSums:
+    def eval_batch(
+        self, batch: Any, loss: LossFunction | None = None, outputs: dict[int, Any] | None = None
+    ) -> LossSums:
         """Return the loss of a global batch in evaluation mode; gradients and random states stay unchanged.
 
         There is no dropout, and experts drop no tokens, whatever their capacity. The loss and its terms are equal on
@@ -187,7 +207,7 @@ class GradientStep:
         loss = loss or self.loss
         with self.preserved(), self._in_evaluation_mode(), as_written(self.settings.compile):
             if loss is not None:
-                local, sizes = self._batches.own_samples(batch, loss)
+                local, sizes = self._batches.own_samples(batch, loss, outputs=outputs)
                 self.runner.evaluate(local)
                 assert local.loss is not None  # it is `loss`, with its counts
                 return self._summed(local.loss, sum(sizes))
@@ -272,6 +292,26 @@ class GradientStep:
                 f"use {next(larger for larger in range(count, 4 * pp * count + 1) if schedule.accepts(pp, larger))}."
             )
         return PipelineRunner(model.stages, self.parallelism, schedule, count, activation, model.gradients.add_)
+
+    def _check_first(self, batch: Any, loss: LossFunction | None, local: LocalBatch | OwnBatch) -> None:
+        """Check a user's model with the shapes of its first batch, and place its dropout layers."""
+        if not self.plan.constructed and not self.model.dropouts:
+            return
+        whole: StepSamples = local
+        if is_of_tokens(batch):
+            if loss is None:
+                whole = LocalBatch(batch.tokens, batch.labels, local.samples)
+            batch = (batch.tokens, batch.labels)
+        if any(isinstance(each, FakeTensor) for each in tensors_of(batch)):  # of a dry run, which computes no values
+            return
+        if self.plan.constructed and not self.settings.sequence_parallel:
+            trial = map_tensors(batch, lambda each: torch.empty_like(each, device="meta"))
+            check_forward(self._make_model, self.plan, self.mesh.tp.size, trial, loss is None)
+        if self.model.dropouts:
+            micro_batch = whole.split(self.settings.micro_batches)[0]
+            parts = dropout_parts(self._make_model, self.plan, self.parallelism.context, micro_batch)
+            for name, dropout in self.model.dropouts.items():
+                dropout.place(parts.get(name, {}))
 
     def _require_unchanged_weights(self) -> None:
         """Refuse weights that a forward pass changed: the update overwrites narrow weights with their masters."""

@@ -102,10 +102,16 @@ class BatchPreparation:
         return local
 
     def of_own(
-        self, batch: Any, step: int, loss: LossFunction, rows: Tensor | None, scale: float
+        self,
+        batch: Any,
+        step: int,
+        loss: LossFunction,
+        rows: Tensor | None,
+        scale: float,
+        outputs: dict[int, Any] | None = None,
     ) -> tuple[OwnBatch, BatchFacts]:
         """Prepare a batch whose loss is `loss` of the last layer's output."""
-        local, sizes = self.own_samples(batch, loss, step, rows)
+        local, sizes = self.own_samples(batch, loss, step, rows, outputs)
         samples = sum(sizes)
         share = batch_size(local.data) / samples / self.mesh.cp.size
         counted, padding, length = samples, 0, 1
@@ -114,9 +120,17 @@ class BatchPreparation:
         return local, BatchFacts(counted, scale, share, samples, padding, samples * length - padding, local.loss)
 
     def own_samples(
-        self, batch: Any, loss: LossFunction, step: int | None = None, rows: Tensor | None = None
+        self,
+        batch: Any,
+        loss: LossFunction,
+        step: int | None = None,
+        rows: Tensor | None = None,
+        outputs: dict[int, Any] | None = None,
     ) -> tuple[OwnBatch, list[int]]:
-        """Return this rank's samples of a custom batch, with dropout keys of `step`, and the samples per replica."""
+        """Return this rank's samples of a custom batch, with dropout keys of `step`, and the samples per replica.
+
+        `outputs` collects the last layer's outputs, by the number of the micro-batch.
+        """
         check_whole_sequences(self.mesh.cp.size, self.settings.sequence_parallel)
         if is_of_tokens(batch):
             if batch.documents is not None:
@@ -141,7 +155,7 @@ class BatchPreparation:
                 rows = torch.arange(size) + sum(sizes[: self.mesh.dp.index])
             keys = sample_keys(self.settings.seed, step, rows)
             samples = SampleInfo(keys.to(self.mesh.device, non_blocking=True))
-        local = OwnBatch(data, TermSums(loss, counts), self.settings.dtype, samples)
+        local = OwnBatch(data, TermSums(loss, counts), self.settings.dtype, samples, outputs)
         if unknown:  # on all replicas at once: layers may communicate with other replicas
             self._find_shapes(local)
         return local, sizes

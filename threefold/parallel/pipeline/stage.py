@@ -21,6 +21,7 @@ from threefold.models.own_batch import (
     batch_size,
     forward_layer,
     inputs_from,
+    map_tensors,
     split_batch,
 )
 from threefold.models.sharding import ModelPlan
@@ -213,18 +214,23 @@ class LocalBatch(StepSamples):
 class OwnBatch(StepSamples):
     """Batch of a user's own model (tensors in any nesting), whose loss is a function of the last layer's output.
 
-    Without a loss, the result is that output.
+    Without a loss, the result is that output. `outputs` collects it by the number of the micro-batch, if not None.
     """
 
     data: Any
     loss: TermSums | None
     dtype: torch.dtype
     samples: SampleInfo = NOTHING
+    outputs: dict[int, Any] | None = None
+    number: int = 0
 
     def split(self, parts: int) -> list["OwnBatch"]:
         data, keys = split_batch(self.data, parts), self.samples.keys
         samples = [NOTHING] * parts if keys is None else [SampleInfo(each) for each in keys.chunk(parts)]
-        return [OwnBatch(part, self.loss, self.dtype, of_part) for part, of_part in zip(data, samples, strict=True)]
+        return [
+            replace(self, data=part, samples=of_part, number=number)
+            for number, (part, of_part) in enumerate(zip(data, samples, strict=True))
+        ]
 
     def through(self, stage: Stage, received: tuple[Tensor, ...] | None = None) -> Any:
         first = stage.layer_signatures[stage.layer_names[0]]
@@ -233,6 +239,8 @@ class OwnBatch(StepSamples):
         loss = self.loss
         if loss is None or not stage.gives_loss:
             return output
+        if self.outputs is not None:
+            self.outputs[self.number] = map_tensors(output, Tensor.detach, "The output of the last layer")
         return stage.loss_of(lambda: loss(output, self.data, batch_size(self.data)))
 
     @property
