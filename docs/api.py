@@ -153,7 +153,7 @@ MEMBERS: Final[dict[str, tuple[str, ...]]] = {
     ),
     "DistributedModel": (
         *("parameters", "named_parameters", "train_batch", "eval_batch"),
-        "publish",
+        *("state_dict", "load_state_dict", "publish"),
     ),
     "ModelOptimizer": ("param_groups", "step", "zero_grad"),
     "RandomStreams": ("add", "use"),
@@ -403,7 +403,9 @@ def members(name: str, found: Found) -> Iterator[ast.FunctionDef]:
     """The public methods and properties of a class that the page has."""
     assert isinstance(found.node, ast.ClassDef)
     chosen = MEMBERS.get(name)
-    nodes = [node for node in found.node.body if isinstance(node, ast.FunctionDef)]
+    nodes = [
+        node for node in found.node.body if isinstance(node, ast.FunctionDef) and "overload" not in decorators(node)
+    ]
     if chosen is not None:
         nodes += inherited(found)
         missing = set(chosen) - {node.name for node in nodes}

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from threefold.api.launch import notebook_launcher as notebook_launcher
     from threefold.api.launch import run as run
     from threefold.api.launch import spawn as spawn
-    from threefold.api.model import distributed_optimizer as distributed_optimizer
     from threefold.api.model import parallelize as parallelize
+    from threefold.api.model_optimizer import distributed_optimizer as distributed_optimizer
     from threefold.api.pipeline import PipelineLayers as PipelineLayers
     from threefold.api.prepare import clip_grad_norm_ as clip_grad_norm_
     from threefold.api.prepare import prepare as prepare
@@ -67,7 +67,8 @@ _NAMES: Final = {
     "api.checkpoint": "load save",
     "api.inspect_model": "inspect",
     "api.launch": "init_mesh notebook_launcher run spawn",
-    "api.model": "distributed_optimizer parallelize",
+    "api.model": "parallelize",
+    "api.model_optimizer": "distributed_optimizer",
     "api.pipeline": "PipelineLayers",
     "api.prepare": "clip_grad_norm_ prepare",
     "api.prepared_loader": "gather_for_metrics",

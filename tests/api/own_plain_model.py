@@ -53,3 +53,24 @@ class Plain(nn.Module):
 
 def loss(logits: Tensor, batch: Any) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+
+
+PLAN = """
+
+from threefold import Column, PerHead, Plan, Replicated, Row, Vocab
+
+plan = Plan(
+    ["wte", "blocks.*", "mystery", "lm_head"],
+    {
+        "wte": Vocab(),
+        **{f"blocks.*.attn.{name}": Column(heads=4) for name in "qkv"},
+        "blocks.*.attn.proj": Row(heads=4),
+        "blocks.*.attn.temperature": PerHead(),
+        "blocks.*.fc1": Column(),
+        "blocks.*.fc2": Row(),
+        "mystery": Replicated(),
+        "lm_head": Vocab(),
+    },
+)
+"""
+"""Its plan, to be added to a copy of this file."""

@@ -1,5 +1,6 @@
 """A user's own model generates and evaluates in any layout, its layers called as in training, or is refused."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,7 @@ from tests.api import own_plain_model
 from tests.inference import own_text_models
 from tests.support import own_state_models, own_token_model
 from tests.support.sweep import sweep
-from tests.test_guides import GUIDES, NAMED, blocks
 from tests.train.support import Run, train_rank
-from tests.train.test_own_model import PLAN
 from tests.verify import own_cut_model
 from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.layout import Layout
@@ -25,6 +24,7 @@ from threefold.inference.own_logits import check_own_model
 from threefold.models.layers.decoder import NOTHING
 from threefold.models.source import ConfigSource, FileSource, construct
 
+ROOT = Path(__file__).parents[2]
 STATES = f"{own_state_models.__file__}:Model"
 OWN = {
     "loss in the last layer": (f"{own_token_model.__file__}:Tiny", {"blocks": 2}),
@@ -45,16 +45,13 @@ def own_run(run: Run, file: str, arguments: dict[str, Any]) -> Run:
 
 def guide_model(folder: Path) -> str:
     """The model of docs/guides/own_model.md, copied."""
-    for block in blocks(GUIDES / "own_model.md"):
-        named = NAMED.match(block.code.splitlines()[0])
-        if named and named[1] == "my_model.py":
-            (folder / named[1]).write_text(block.code)
-            return f"{folder / named[1]}:MyModel"
-    raise AssertionError("the guide has no my_model.py")
+    text = (ROOT / "docs/guides/own_model.md").read_text()
+    (folder / "my_model.py").write_text(re.findall(r"```python\n(# my_model\.py\n.*?)```", text, re.DOTALL)[0])
+    return f"{folder / 'my_model.py'}:MyModel"
 
 
 def plain_model(folder: Path) -> str:
-    (folder / "plain.py").write_text(Path(own_plain_model.__file__).read_text() + PLAN)
+    (folder / "plain.py").write_text(Path(own_plain_model.__file__).read_text() + own_plain_model.PLAN)
     return f"{folder / 'plain.py'}:Plain"
 
 

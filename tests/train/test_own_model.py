@@ -70,30 +70,10 @@ def test_a_checkpoint_has_the_file_of_its_model(pool, small_run: Run, tmp_path: 
     assert "blocks.0.up.weight is 26 × 18 and the checkpoint's is 25 × 18; restore the file, or" in str(told.value)
 
 
-PLAN = """
-
-from threefold import Column, PerHead, Plan, Replicated, Row, Vocab
-
-plan = Plan(
-    ["wte", "blocks.*", "mystery", "lm_head"],
-    {
-        "wte": Vocab(),
-        **{f"blocks.*.attn.{name}": Column(heads=4) for name in "qkv"},
-        "blocks.*.attn.proj": Row(heads=4),
-        "blocks.*.attn.temperature": PerHead(),
-        "blocks.*.fc1": Column(),
-        "blocks.*.fc2": Row(),
-        "mystery": Replicated(),
-        "lm_head": Vocab(),
-    },
-)
-"""
-
-
 @pytest.mark.slow
 def test_a_model_without_anything_of_this_package_and_its_own_loss(pool, small_run: Run, tmp_path: Path) -> None:
     file = tmp_path / "plain.py"
-    file.write_text(Path(own_plain_model.__file__).read_text() + PLAN)
+    file.write_text(Path(own_plain_model.__file__).read_text() + own_plain_model.PLAN)
     own = (("model.architecture", "own"), ("model.file", f"{file}:Plain"), ("model.arguments", {"vocab_size": 301}))
     run = small_run.but(dropout=0.0, set=own)
     pool.run(1, train_rank, run, tmp_path / "alone")

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from threefold.api.model import DistributedModel, ModelOptimizer
+from threefold.api.model import DistributedModel
+from threefold.api.model_optimizer import ModelOptimizer
 from threefold.api.prepared_model import PreparedModule
 from threefold.api.prepared_optimizer import PreparedOptimizer
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint

@@ -1,14 +1,12 @@
-"""Parallel models for custom training loops (`parallelize`), and their optimizers (`distributed_optimizer`)."""
+"""Parallel models for custom training loops (`parallelize`)."""
 
 import inspect
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
-from math import isfinite
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +17,17 @@ from threefold.config import PrecisionConfig
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments, require_whole
 from threefold.models.loss_terms import LossFunction, LossSums
-from threefold.models.plan import Plan
+from threefold.models.own_batch import joined
+from threefold.models.plan import Plan, tying
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import error_line
 from threefold.parallel.gradient_sums import COMPRESSIONS
 from threefold.parallel.parallelize import PieceSizes, TrainingSettings
-from threefold.parallel.parameter import ShardedMatrix, publish_
+from threefold.parallel.parameter import publish_
+from threefold.parallel.whole_state import LoadedKeys, load_whole_state, on_all_stages, whole_state
 from threefold.plugins import require_one_of
-from threefold.train.optim import GradientNorm
-from threefold.train.optimizers import UpdatedWeights
-from threefold.train.step import GradientStep, clip_and_update
-from threefold.train.update_rule import Entry, LossScale
+from threefold.train.step import GradientStep
+from threefold.train.update_rule import LossScale
 
 
 def with_arguments(model: Callable[..., Any], arguments: Mapping[str, Any] | None) -> Callable[[], Any]:
@@ -91,7 +89,19 @@ class DistributedModel:
         """Return the tensors of `parameters()` with their names in the whole model."""
         return ((weight.name, weight.master) for weight in self.gradient_step.model.weights)
 
-    def train_batch(self, batch: Any, loss_fn: LossFunction | None = None) -> float:
+    @overload
+    def train_batch(
+        self, batch: Any, loss_fn: LossFunction | None = None, *, return_outputs: Literal[False] = False
+    ) -> float: ...
+
+    @overload
+    def train_batch(
+        self, batch: Any, loss_fn: LossFunction | None = None, *, return_outputs: Literal[True, "all"]
+    ) -> tuple[float, Any]: ...
+
+    def train_batch(
+        self, batch: Any, loss_fn: LossFunction | None = None, *, return_outputs: bool | Literal["all"] = False
+    ) -> float | tuple[float, Any]:
         """Run forward and backward passes of a global batch, and sum the gradients over the replicas.
 
         Collective over the world.
@@ -103,9 +113,12 @@ class DistributedModel:
             loss_fn: `loss_fn(output, batch)`, called with the last layer's output, returns the mean over the samples of
                 a micro-batch, or terms by name (`CountedLoss`). None if the last layer computes the loss from tokens
                 and labels.
+            return_outputs: whether to return also what the last layer returns for this replica's samples, such as
+                logits, without gradients: on the ranks of the last pipeline stage, and None on the others; `"all"`: on
+                all ranks of the replica. All micro-batches' outputs are kept in memory until the end of the pass.
 
         Returns:
-            the mean loss of the global batch, the same float on every rank.
+            the mean loss of the global batch, the same float on every rank; with `return_outputs`, (loss, outputs).
 
         Raises:
             UserError: batch, model and loss do not fit together, or the gradients of the previous batch were not used.
@@ -115,28 +128,74 @@ class DistributedModel:
                 "train_batch is called before the optimizer has used the gradients of the batch before, which would be "
                 "lost; call optimizer.step() or optimizer.zero_grad() first."
             )
+        outputs = _kept(return_outputs, loss_fn)
         with _checked(loss_fn):
-            self.last = self.gradient_step.train_batch(batch, self.updates, loss_fn)
+            self.last = self.gradient_step.train_batch(batch, self.updates, loss_fn, outputs=outputs)
         self.has_gradients = True
-        return self.last.loss
+        return self.last.loss if outputs is None else (self.last.loss, self._joined(outputs, return_outputs))
 
-    def eval_batch(self, batch: Any, loss_fn: LossFunction | None = None) -> float:
+    @overload
+    def eval_batch(
+        self, batch: Any, loss_fn: LossFunction | None = None, *, return_outputs: Literal[False] = False
+    ) -> float: ...
+
+    @overload
+    def eval_batch(
+        self, batch: Any, loss_fn: LossFunction | None = None, *, return_outputs: Literal[True, "all"]
+    ) -> tuple[float, Any]: ...
+
+    def eval_batch(
+        self, batch: Any, loss_fn: LossFunction | None = None, *, return_outputs: bool | Literal["all"] = False
+    ) -> float | tuple[float, Any]:
         """Compute the mean loss of a global batch, without gradients or dropout.
 
         Collective over the world.
 
         Args:
-            batch, loss_fn: as in `train_batch`.
+            batch, loss_fn, return_outputs: as in `train_batch`.
 
         Returns:
-            the mean loss, the same float on every rank.
+            the mean loss, the same float on every rank; with `return_outputs`, (loss, outputs).
 
         Raises:
             UserError: batch, model and loss do not fit together.
         """
+        outputs = _kept(return_outputs, loss_fn)
         with _checked(loss_fn):
-            self.last = self.gradient_step.eval_batch(batch, loss_fn)
-        return self.last.loss
+            self.last = self.gradient_step.eval_batch(batch, loss_fn, outputs)
+        return self.last.loss if outputs is None else (self.last.loss, self._joined(outputs, return_outputs))
+
+    def _joined(self, outputs: Mapping[int, Any], where: bool | str) -> Any:
+        """Return the outputs of all micro-batches, in order; None where they are not wanted."""
+        pp, last = self.mesh.pp, self.gradient_step.parallelism.stages.ranks[-1]
+        found = joined([outputs[number] for number in sorted(outputs)]) if pp.index == last else None
+        return on_all_stages(found, pp, last, self.mesh.device) if where == "all" else found
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the state of the whole model, with the names and shapes of the unsplit one, on every rank.
+
+        Collective over the world. Weights are in the dtype of the update, a tied weight has all its names, and buffers
+        are included if they are persistent, so `MyModel().load_state_dict(model.state_dict())` works. Every rank holds
+        the whole model meanwhile; `threefold.save` does not.
+        """
+        return whole_state(self.gradient_step.model)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> LoadedKeys:
+        """Load the state of the whole model; each rank keeps its shards. Collective over the world.
+
+        Args:
+            state_dict: the same on every rank; from `state_dict` in any layout, or from the unsplit model.
+            strict: whether all names must be there, and no others.
+
+        Returns:
+            (missing_keys, unexpected_keys), as `nn.Module.load_state_dict`.
+
+        Raises:
+            UserError: shapes differ, or `strict` is set and names are missing or unknown.
+        """
+        loaded = load_whole_state(self.gradient_step.model, state_dict, strict)
+        self.publish()
+        return loaded
 
     def publish(self) -> None:
         """Round the weights into the tensors that the model computes with, after a change of `parameters()`."""
@@ -251,7 +310,8 @@ def parallelize(
                 counts = range(1, _MOST_FOR_A_STAGE * pp + 1)
                 settings = replace(settings, micro_batches=next((each for each in counts if accepts(pp, each)), 1))
             scale = LossScale.of(PrecisionConfig(dtype="fp16")) if dtype == torch.float16 else None
-            step = GradientStep(made, _plan_of(model, plan, made), mesh, settings, loss_scale=scale)
+            complete = _plan_of(model, plan, made)
+            step = GradientStep(tying(made, complete), complete, mesh, settings, loss_scale=scale)
         except ValueError as error:  # unknown schedule
             raise UserError(f"{str(error).rstrip('.')}.") from error
     return DistributedModel(step)
@@ -305,238 +365,19 @@ def _dtype(dtype: Any, precision: Any) -> torch.dtype:
     return dtype
 
 
+def _kept(return_outputs: Any, loss_fn: Any) -> dict[int, Any] | None:
+    """Return an empty collection of outputs if they are wanted; raise UserError if there are none."""
+    if return_outputs not in (False, True, "all"):
+        raise UserError(f"return_outputs is {return_outputs!r} but must be False, True or 'all'; use True.")
+    if return_outputs and loss_fn is None:
+        raise UserError(
+            f"return_outputs is {return_outputs!r} but without loss_fn the last layer returns the loss alone; give "
+            "loss_fn, and have the last layer return what it is computed from."
+        )
+    return {} if return_outputs else None
+
+
 def _checked(loss_fn: Any) -> AbstractContextManager[None]:
     if loss_fn is not None and not callable(loss_fn):
         raise UserError(f"loss_fn is {loss_fn!r} but must be a function of the output and the batch; give one.")
     return naming_arguments()
-
-
-class ModelOptimizer:
-    """One or several optimizers over this rank's shards of a model, with the exact global gradient norm.
-
-    Made by `distributed_optimizer`. If an optimizer needs whole weights, its groups contain whole weights instead of
-    shards.
-
-    Attributes:
-        optimizers: the torch optimizers; their `param_groups` have the learning rates, for schedulers of `torch.optim`.
-        model: model that they update.
-        entries: trained shards with their gradients.
-        grad_norm: global gradient norm of the last step before clipping; None before the first step.
-        step_was_skipped: whether the last step updated nothing because fp16 gradients overflowed.
-    """
-
-    def __init__(
-        self,
-        optimizers: Sequence[torch.optim.Optimizer],
-        model: DistributedModel,
-        clip_grad_norm: float | None = None,
-    ) -> None:
-        self.optimizers, self.model, self.clip_grad_norm = tuple(optimizers), model, clip_grad_norm
-        self.grad_norm: float | None = None
-        self.step_was_skipped = False
-        step = model.gradient_step
-        self._pairs: list[tuple[torch.optim.Optimizer, UpdatedWeights]] = []
-        self._of: dict[str, tuple[torch.optim.Optimizer, UpdatedWeights]] = {}
-        found: dict[str, Entry] = {}
-        for optimizer in self.optimizers:
-            own, gathers = {id(each) for each in _parameters(optimizer)}, needs_whole_weights(optimizer)
-            entries: dict[int, Entry] = {}
-            for weight in step.model.trained:
-                if id(weight.master) in own:
-                    matrix = ShardedMatrix(weight.parameter, step.parallelism.sharding_axes, every_dim=gathers)
-                    entry = Entry(weight.name, weight.parameter, weight.leaf, weight.master, step.gradients, matrix)
-                    entries[id(weight.master)] = found[weight.name] = entry
-            updated = UpdatedWeights(list(entries.values()), gathers)
-            for group in optimizer.param_groups:
-                group["params"] = [
-                    updated.of(entries[id(each)]) if id(each) in entries else each  # a frozen one, without a gradient
-                    for each in group["params"]
-                ]
-            self._pairs.append((optimizer, updated))
-            self._of |= dict.fromkeys((entry.name for entry in entries.values()), self._pairs[-1])
-        self.entries = [found[weight.name] for weight in step.model.trained]
-        self._norm = GradientNorm(step.gradients, self.entries, model.mesh, step.model.tied)
-        self._seen = model.publications
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The first optimizer, usually the only one."""
-        return self.optimizers[0]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Parameter groups of all torch optimizers."""
-        return [group for each in self.optimizers for group in each.param_groups]
-
-    def step(self) -> float:
-        """Clip the gradients by their global norm and update the weights. Collective over the world.
-
-        If fp16 gradients overflow, nothing is updated on any rank and the loss scale is halved.
-
-        Returns:
-            the global gradient norm before clipping, the same float on every rank.
-
-        Raises:
-            UserError: there are no gradients, or they are not finite and no smaller loss scale could help; nothing is
-                updated then, on any rank.
-        """
-        if not self.model.has_gradients:
-            raise UserError(
-                "optimizer.step() is called without gradients; call model.train_batch(batch, loss_fn) first."
-            )
-        model, step = self.model, self.model.gradient_step
-        # Equal on every rank, so all ranks make the same decision.
-        norm = float(model.mesh.world.all_reduce_(self._norm.squared_or_overflow().view(1)).item()) ** 0.5
-        lr = self.param_groups[0].get("lr", 0)
-        goes_on = clip_and_update(
-            step.gradients,
-            norm,
-            self.clip_grad_norm,
-            self._update,
-            finite=isfinite(norm),
-            scale=step.loss_scale,
-            undo=step.buffers.undo,
-        )
-        if not goes_on:
-            raise UserError(
-                f"The gradient norm of update {model.updates + 1} is {norm:g}; lower the learning rate "
-                f"({lr:g}), to {lr / 2:g} say."
-            )
-        self.grad_norm, self.step_was_skipped = norm, not isfinite(norm)
-        model.updates += 1
-        model.has_gradients = False
-        return norm
-
-    def zero_grad(self) -> None:
-        """Discard the gradients; each step does so by itself."""
-        self.model.has_gradients = False
-
-    def parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield the name of each trained weight, the weight, and this rank's shard of it."""
-        return ((entry.name, entry.parameter, entry.master) for entry in self.entries)
-
-    def states(self) -> Iterator[tuple[str, str, Any, Tensor]]:
-        """Yield the optimizer state: weight name, state name, value, and the value as a global tensor."""
-        for entry in self.entries:
-            optimizer, updated = self._of[entry.name]
-            for name, value in optimizer.state.get(updated.of(entry), {}).items():
-                if value is None:
-                    continue
-                tensor = torch.as_tensor(value)
-                part = updated.shard_of_state(entry, tensor)
-                whole = part if updated.is_replicated(entry, tensor.shape) else entry.stored(part)
-                yield entry.name, name, value, whole
-
-    def fill_states(self, shards: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set the optimizer state of each trained weight. Collective over the axes that shard the weights.
-
-        Args:
-            shards: weight name → state name → this rank's part of a state that has the weight's shape.
-            others: weight name → state name → number, or tensor that is equal on all ranks.
-        """
-        for entry in self.entries:
-            optimizer, updated = self._of[entry.name]
-            weight = updated.of(entry)
-            parts = shards[entry.name].items()
-            whole = {name: updated.whole_state(entry, part, weight.shape) for name, part in parts}
-            optimizer.state[weight] = {**whole, **others[entry.name]}
-
-    def _update(self) -> None:
-        changed = self._seen != self.model.publications
-        for optimizer, updated in self._pairs:
-            if changed:
-                updated.gather_again()
-            updated.step(optimizer)
-        self.model.publish()
-        self._seen = self.model.publications
-
-
-def distributed_optimizer(
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer],
-    model: DistributedModel,
-    *,
-    clip_grad_norm: float | None = None,
-) -> ModelOptimizer:
-    """Wrap an optimizer of `model.parameters()` to update the whole model.
-
-    For a model from `threefold.parallelize`. (Not to be confused with Horovod's `DistributedOptimizer`, in
-    `threefold.compat.horovod`, which sums the gradients of a plain module whose loop calls `loss.backward()`.)
-
-    The optimizer updates this rank's shards, so it must treat elements independently, as SGD, Adam, AdamW and Lion do.
-    `torch.optim.Muon`, `torch.optim.Adafactor` and classes with the attribute `needs_whole_matrices = True` get whole
-    weights instead: every rank that holds a shard of a weight has all of it, with its state, and makes the same update.
-
-    Args:
-        optimizer: optimizer of all `model.parameters()`, in any groups (frozen ones may be left out); or several, each
-            of some of them, such as Muon for the matrices and AdamW for the rest.
-        model: model from `parallelize`.
-        clip_grad_norm: maximum global gradient norm over all ranks; None for no clipping.
-
-    Returns:
-        an optimizer with `step()` and `zero_grad()`; its `optimizers` are the arguments, for learning-rate schedulers.
-
-    Raises:
-        UserError: the optimizer has parameters of another model or lacks some, or needs a closure that computes the
-            loss.
-
-    Example:
-        >>> optimizer = threefold.distributed_optimizer(torch.optim.AdamW(model.parameters(), lr=3e-4), model)
-        >>> matrices = [p for p in model.parameters() if p.dim() == 2]
-        >>> others = [p for p in model.parameters() if p.dim() != 2]
-        >>> both = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=3e-4)]
-        >>> optimizer = threefold.distributed_optimizer(both, model, clip_grad_norm=1.0)
-    """
-    if not isinstance(model, DistributedModel):
-        raise UserError(f"model is a {type(model).__name__} but must be one of threefold.parallelize(); give that.")
-    optimizers: list[Any] = list(optimizer) if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
-    for each in optimizers:
-        if not isinstance(each, torch.optim.Optimizer):
-            raise UserError(
-                f"optimizer is a {type(each).__name__} but must be a torch.optim.Optimizer of model.parameters(); "
-                "make one."
-            )
-        name = type(each).__name__
-        if isinstance(each, torch.optim.LBFGS):
-            raise UserError(
-                f"optimizer is {name}, which computes the loss several times in a step; use one that takes gradients, "
-                "such as AdamW."
-            )
-        if needs_whole_weights(each) and each.state:
-            raise UserError(
-                f"optimizer is {name}, which needs whole weights, and has a state of this rank's shards already; pass "
-                "it before its first step."
-            )
-    _check_parameters(optimizers, model)
-    if clip_grad_norm is not None and not clip_grad_norm > 0:
-        raise UserError(f"clip_grad_norm is {clip_grad_norm} but must be above 0; use None for no limit.")
-    return ModelOptimizer(optimizers, model, clip_grad_norm)
-
-
-def needs_whole_weights(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's update of one element depends on other elements of the weight."""
-    known = isinstance(optimizer, torch.optim.Muon | torch.optim.Adafactor)
-    return known or bool(getattr(optimizer, "needs_whole_matrices", False))
-
-
-def _check_parameters(optimizers: Sequence[torch.optim.Optimizer], model: DistributedModel) -> None:
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    given = Counter(id(parameter) for each in optimizers for parameter in _parameters(each))
-    foreign = given.keys() - names.keys()
-    if foreign:
-        raise UserError(
-            f"optimizer has {len(foreign)} parameters that are none of the model's; make it of model.parameters()."
-        )
-    trained = {id(weight.master) for weight in model.gradient_step.model.trained}
-    left = [name for known, name in names.items() if known in trained and known not in given]
-    if left:
-        raise UserError(
-            f"optimizer lacks {len(left)} of the model's parameters, such as {left[0]!r}; make it of all of "
-            "model.parameters()."
-        )
-    twice = [names[each] for each, count in given.items() if count > 1]
-    if twice:
-        raise UserError(f"Two optimizers have the parameter {min(twice)!r}; leave it to one of them.")
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

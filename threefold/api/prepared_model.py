@@ -5,8 +5,8 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from math import isfinite, log2
-from typing import Any, Literal, NamedTuple, cast
+from math import isfinite
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from threefold.errors import UserError
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.leaf import like, local, stored
 from threefold.parallel.parameter import Weight, slice_of, whole
+from threefold.parallel.whole_state import LoadedKeys
 from threefold.parallel.zero import report_gradients
 from threefold.random.rng import signed, stream_key
 from threefold.train.optim import GradientNorm
@@ -73,6 +74,7 @@ class GradSync:
         self._nominal: float | None = None
         self._weight = self._loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._arrived: set[str] = set()
+        self._is_running = self._has_foreign = False
         self._used: dict[str, bool] = {}
         self._mean_loss: Tensor | None = None
         self.has_unused_gradients = False
@@ -110,6 +112,7 @@ class GradSync:
         self, loss: Tensor, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None, retain: bool
     ) -> None:
         """Run one backward pass; the last one of an update sums the gradients over the replicas."""
+        self.require_own_gradients()
         if self._passes and reduction != self._reduction:
             raise UserError(
                 f"reduction is {reduction!r} but this update began with {self._reduction!r}; use one for all backward "
@@ -124,9 +127,11 @@ class GradSync:
         hooks, nothing = [], not counted
         if nothing:  # the mean over no rows, and so its gradient, may be NaN, which no factor turns into 0
             hooks = [node.register_prehook(_zeros) for node, sync, _ in _origins_of(loss) if sync is self]
+        self._is_running = True
         try:
             (loss * (weight * scale).to(loss.dtype)).backward(retain_graph=retain)
         finally:
+            self._is_running = False
             for hook in hooks:
                 hook.remove()
         self._passes += 1
@@ -142,6 +147,7 @@ class GradSync:
 
     def clip_(self, max_norm: float) -> Tensor | None:
         """Clip the gradients by their global norm; see `clip_grad_norm_`."""
+        self.require_own_gradients()
         if self.is_accumulating:
             return None
         if not self.updates:
@@ -172,8 +178,10 @@ class GradSync:
                 )
         self._weight = self._loss = torch.zeros_like(weight)
         if self._nominal is None:
-            # Losses are divided by about the final divisor, as large values would overflow in fp16.
-            self._nominal = _power_of_two(float(self.mesh.dp.all_reduce(weight)) * self.accumulate)
+            # Losses are divided by the divisor of the update before, or by the likely one, as large values would
+            # overflow in fp16. Where it is the final divisor, as with equal batches on one process, the backward pass
+            # is that of `loss.backward()`, or of `GradScaler` in fp16, to the bit.
+            self._nominal = _divisor(float(self.mesh.dp.all_reduce(weight)) * self.accumulate)
         self.gradients.begin(self.accumulate)
         self._used = dict.fromkeys(self.leaves, False)
 
@@ -199,7 +207,7 @@ class GradSync:
         divisor = weight if self._reduction == "mean" else 1.0
         self._mean_loss = totals[1] / divisor
         self.gradients.scale_(1.0 / (scale * divisor))
-        self._nominal = _power_of_two(divisor)
+        self._nominal = _divisor(divisor)
         self.overflowed = False
         if self.loss_scale is not None:
             finite = isfinite(loss) and isfinite(float(self.squared_norm()))
@@ -221,6 +229,9 @@ class GradSync:
 
     def note(self, name: str) -> None:
         """Record a parameter's gradient from autograd; raise a `UserError` if it is the second in a backward pass."""
+        if not self._is_running:
+            self._has_foreign = True
+            return
         if name in self._arrived:
             raise UserError(
                 f"The parameter {name!r} got two gradients in one backward pass, as with reentrant activation "
@@ -229,6 +240,19 @@ class GradSync:
         self._arrived.add(name)
         self._used[name] = True
 
+    def require_own_gradients(self) -> None:
+        """Raise UserError if a backward pass that is not this object's has added to the gradients."""
+        if self._has_foreign:
+            self._has_foreign = False
+            raise UserError(
+                "loss.backward() was called on the loss of a prepared model, whose gradients are then not those of the "
+                "global batch; call threefold.backward(loss) instead."
+            )
+
+    def discard(self) -> None:
+        """Allow the gradients to be overwritten by the next backward pass, and forget those of any other."""
+        self.has_unused_gradients = self._has_foreign = False
+
 
 def _arrived(owner: "weakref.ref[GradSync]", name: str, _leaf: Tensor | None = None) -> None:
     """Note a gradient from a hook; `owner` is weak, as garbage collection misses cycles through hooks."""
@@ -236,9 +260,9 @@ def _arrived(owner: "weakref.ref[GradSync]", name: str, _leaf: Tensor | None = N
         sync.note(name)
 
 
-def _power_of_two(value: float) -> float:
-    """Return the nearest power of two, so that dividing by it is exact; 1 if there is none."""
-    return 2.0 ** round(log2(value)) if value > 0 and isfinite(value) else 1.0
+def _divisor(value: float) -> float:
+    """Return a number that losses can be divided by: `value`, or 1 if it is not positive."""
+    return value if value > 0 and isfinite(value) else 1.0
 
 
 def _metadata(node: Node) -> dict[Any, Any]:
@@ -308,13 +332,6 @@ def backward(
 
 
 _NARROW = (torch.float16, torch.bfloat16)
-
-
-class LoadedKeys(NamedTuple):
-    """Result of `load_state_dict`, as in `nn.Module`."""
-
-    missing_keys: list[str]
-    unexpected_keys: list[str]
 
 
 class PreparedModule(nn.Module):

@@ -3,7 +3,7 @@
 from threefold.api.inspect_model import InspectedModule as InspectedModule
 from threefold.api.inspect_model import Inspection as Inspection
 from threefold.api.model import DistributedModel as DistributedModel
-from threefold.api.model import ModelOptimizer as ModelOptimizer
+from threefold.api.model_optimizer import ModelOptimizer as ModelOptimizer
 from threefold.api.prepared_loader import PreparedLoader as PreparedLoader
 from threefold.api.prepared_model import PreparedModule as PreparedModule
 from threefold.api.prepared_optimizer import PreparedOptimizer as PreparedOptimizer
