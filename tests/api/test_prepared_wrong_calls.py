@@ -38,6 +38,10 @@ def _plain_backward(p: Parts) -> Any:
     optimizer.step()
 
 
+def _no_backward(p: Parts) -> Any:
+    t3.prepare(p.model, p.optimizer)[1].step()
+
+
 def _after_step(p: Parts, call: Callable[[Any, Any], Any]) -> Any:
     model, optimizer = t3.prepare(p.model, p.optimizer)
     t3.backward(p.loss(model))
@@ -116,7 +120,11 @@ WRONG: list[tuple[Callable[[Parts], Any], str]] = [
     (_other_optimizer, "2 of the optimizer's 2 parameters are not of the model; make it of model.parameters()"),
     (lambda p: t3.prepare(p.model, torch.optim.LBFGS(p.model.parameters())), "The optimizer is LBFGS, .*; use AdamW."),
     (_twice, "The model is prepared already, so precision, zero, accumulate and compress are decided; leave them out."),
-    (_plain_backward, "optimizer.step was called without gradients; call threefold.backward\\(loss\\) instead of"),
+    (
+        _plain_backward,
+        "loss.backward\\(\\) was called on the loss of a prepared model, .*; call threefold.backward\\(loss",
+    ),
+    (_no_backward, "optimizer.step was called without gradients; call threefold.backward\\(loss\\) instead of"),
     (lambda p: _after_step(p, lambda m, o: o.step(lambda: 0.0)), "optimizer.step was given a closure"),
     (lambda p: _after_step(p, lambda m, o: o.add_param_group({})), "add_param_group was called on a prepared"),
     (lambda p: _after_step(p, lambda m, o: t3.clip_grad_norm_(m, 0)), "max_norm is 0 but must be above 0; use 1.0."),

@@ -260,7 +260,8 @@ def _prepare_model(
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         longest = {local(parameter): longest_shard(parameter) for parameter in trained}
         gradients = buckets_by_dtype(longest, mesh.dp, DTYPES.get(compress), longest, mesh.tp)
-    scale = LossScale.of(PrecisionConfig(dtype="fp16")) if precision == "fp16" else None
+    # The window of `torch.amp.GradScaler`, whose loop this replaces.
+    scale = LossScale.of(PrecisionConfig(dtype="fp16", loss_scale_window=2000)) if precision == "fp16" else None
     parameters, sharded = dict(model.named_parameters()), None if sharding is None else model
     sync = GradSync(parameters, partial, gradients, mesh, accumulate, scale, current, sharded, buffers)
     return PreparedModule(model, sync, mesh, None if precision == "fp32" else DTYPES[precision])

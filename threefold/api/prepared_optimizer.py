@@ -161,6 +161,7 @@ class PreparedOptimizer(WrappedOptimizer):
                 "optimizer.step was given a closure, which a prepared optimizer cannot run again; call "
                 "threefold.backward(loss) and then step()."
             )
+        self.sync.require_own_gradients()
         if self.sync.is_accumulating:
             return
         if self.sync.updates == self._seen_updates:
@@ -176,7 +177,7 @@ class PreparedOptimizer(WrappedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Allow the gradients to be overwritten; they are cleared when the next update begins."""
-        self.sync.has_unused_gradients = False
+        self.sync.discard()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise UserError: the gradients of an added group would not be summed."""
