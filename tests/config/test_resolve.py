@@ -295,7 +295,6 @@ def test_batch_sizes_that_disagree(sizes: Sizes, dp: int, expected: str) -> None
         ({"model": {"vocab_size": 999}}, "model.vocab_size is 999 but the tokenizer of the data has 1000 tokens; use 1000."),
         ({"model": {"vocab_size": 1001, "max_position_embeddings": 64}, "data": {"path": "x", "sequence_length": 65}}, "data.sequence_length is 65 but model.max_position_embeddings is 64; use 64 or raise the latter."),
         ({"optimizer": {"betas": (0.9, 1.0)}}, "optimizer.betas is [0.9, 1.0] but each must be at least 0 and below 1; use [0.9, 0.95]."),
-        ({"optimizer": {"lr": 1e-3, "min_lr": 1e-2}}, "optimizer.min_lr is 0.01 but must be at most optimizer.lr 0.001; use 0.0001."),
         ({"optimizer": {"warmup_steps": 20, "decay_steps": 10}}, "optimizer.warmup_steps is 20 but must be at most optimizer.decay_steps 10; use 10."),
         ({"optimizer": {"stable_steps": 20}}, "optimizer.stable_steps is 20 but optimizer.decay is cosine, which has no stable part; leave it out or use decay wsd."),
         ({"optimizer": {"decay": "wsd", "stable_steps": 95, "warmup_steps": 10, "decay_steps": 100}}, "optimizer.stable_steps is 95 but warm-up and decay_steps leave room for 90; use 90."),

@@ -36,6 +36,10 @@ def rate(update: int, decay: str, **given: object) -> float:
         ("wsd", {"stable_steps": END - W}, {W: LR, END - 1: LR, END: FLOOR}),  # no step is left to decay in
         ("cosine", {"warmup_steps": 0}, {1: LR, END: FLOOR}),
         ("linear", {"min_lr": 0.0}, {60: LR / 2, END: 0.0}),
+        # a rate may also rise after the warm-up, as in Fleet's first GPT configs
+        ("cosine", {"min_lr": 5 * LR}, {1: LR / W, W: LR, 60: 3 * LR, END: 5 * LR, 9999: 5 * LR}),
+        ("linear", {"min_lr": 5 * LR}, {W: LR, 35: 2 * LR, 60: 3 * LR, END: 5 * LR}),
+        ("wsd", {"min_lr": 5 * LR, "stable_steps": 60}, {W: LR, 70: LR, 90: 3 * LR, END: 5 * LR}),
     ],
 )
 def test_rates(decay: str, given: dict[str, object], expected: dict[int, float]) -> None:

@@ -67,9 +67,9 @@ class OptimizerConfig(Section):
     """Arguments of an optimizer given by its import path, other than its parameters, `lr` and `weight_decay`, such as
     `{betas: [0.9, 0.99]}`. Default: none."""
     lr: float = Field(default=6e-4, gt=0)
-    """Peak learning rate."""
+    """Learning rate at the end of the warm-up: the highest, unless `min_lr` is above it."""
     min_lr: float = derived(ge=0)
-    """Learning rate at the end of the decay; at most `lr`. Default: a tenth of `lr`."""
+    """Learning rate at the end of the decay, or of a rise if above `lr`. Default: a tenth of `lr`."""
     warmup_steps: int = derived(ge=0, le=MOST_STEPS)
     """Steps of linear warm-up from 0. Default: a tenth of `decay_steps`, at most 100."""
     decay: Annotated[str, NameIn(LR_SCHEDULES)] = "cosine"

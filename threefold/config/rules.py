@@ -468,9 +468,6 @@ def _check_optimizer(config: Config) -> None:
         if not 0 <= beta < 1:
             raise problem(config, "optimizer.betas", "each must be at least 0 and below 1; use [0.9, 0.95]")
     _check_hyper_parameters(config)
-    if optimizer.min_lr > optimizer.lr:
-        rule = f"must be at most optimizer.lr {optimizer.lr:g}; use {optimizer.lr / 10:g}"
-        raise problem(config, "optimizer.min_lr", rule)
     if optimizer.warmup_steps > optimizer.decay_steps:
         rule = f"must be at most optimizer.decay_steps {optimizer.decay_steps}; use {optimizer.decay_steps}"
         raise problem(config, "optimizer.warmup_steps", rule)
