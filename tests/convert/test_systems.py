@@ -58,7 +58,7 @@ def test_colossal_config_in_one_dict(tmp_path: Path) -> None:
     }
     assert _settings(found, tmp_path).items() >= expected.items()
     keys = {note.key for note in found.notes}
-    assert {"NUM_EPOCHS", "TENSOR_SHAPE", "BATCH_SIZE", "model.type", "optimizer.type"} <= keys
+    assert {"TENSOR_SHAPE", "BATCH_SIZE", "model.type", "optimizer.type"} <= keys
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,15 @@ from threefold.convert.key_mapping import Unmapped, foreign_text, parsed, shorte
 from threefold.errors import UserError
 
 Kind = Literal["fleet", "colossal", "megatron"]
-_FLEET_SECTION: Final = re.compile(r"^(Global|Engine|Model|Distributed|Data|Optimizer|_base_)[ \t]*:", re.MULTILINE)
+_FLEET_SECTION: Final = re.compile(
+    r"^(PreTraining|Global|Engine|Model|Distributed|Data|Optimizer|_base_)[ \t]*:", re.MULTILINE
+)
 _MODEL_ARGS: Final = re.compile(r"^MODEL_ARGS[ \t]*:", re.MULTILINE)
 _FLEET_FLAG: Final = re.compile(
     r"(?<![\w-])--(?:[mdp]p_degree|sharding_degree|sharding_stage|(?:tensor|pipeline|sharding)_parallel_degree)\b"
 )
 _FLEET_OPTION: Final = re.compile(r"(?<!\S)-o\s+['\"]?(?:Global|Engine|Model|Distributed|Data|Optimizer)\.")
+_FLEET_CONFIG: Final = re.compile(r"(?<!\S)-c\s+\S+\.ya?ml(?!\S)")
 _FLEET_LAUNCH: Final = re.compile(r"\bpaddle\.distributed\.(?:fleet\.)?launch\b|\bfleetrun\b")
 _FLAG: Final = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 _COMMENT: Final = re.compile(r"(?:^|(?<=\s))#.*$", re.MULTILINE)
@@ -47,7 +50,7 @@ def detected(path: Path) -> tuple[Kind, str]:
             if known := [name for name in names if name in _COLOSSAL_NAMES.split()]:
                 return "colossal", f"its setting {known[0]}"
     plain = _COMMENT.sub("", text)
-    for pattern in (_FLEET_FLAG, _FLEET_OPTION, _FLEET_LAUNCH):
+    for pattern in (_FLEET_FLAG, _FLEET_OPTION, _FLEET_LAUNCH, _FLEET_CONFIG):
         if found := pattern.search(plain):
             return "fleet", f"its {' '.join(found[0].split())}"
     if flag := _FLAG.search(plain):

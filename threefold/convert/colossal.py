@@ -36,10 +36,10 @@ TABLE = (
     *alike("model", number, "drop_rate=hidden_dropout attn_drop_rate=attention_dropout", prefix="model."),
     *alike("model", number, "embed_drop_rate=embedding_dropout layer_norm_epsilon=norm_eps", prefix="model."),
     Same("optimizer.lr", "optimizer.lr", number),
-    Same("optimizer.weight_decay", "optimizer.weight_decay", number, 0.0),
+    Same("NUM_EPOCHS", "train.epochs", count),
     Same("optimizer.eps", "optimizer.eps", number),
     Same("clip_grad_norm", "optimizer.clip_grad_norm", number, 0.0),
-    Same("fp16.initial_scale", "precision.loss_scale", number),
+    *alike("precision", number, "initial_scale=loss_scale init_scale=loss_scale", prefix="fp16."),
     Same("fp16.growth_interval", "precision.loss_scale_window", whole),
 )
 OTHER_NAMES = {
@@ -67,10 +67,20 @@ OTHER_NAMES = {
 _SIZE_KEYS: Final = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
 _SIZES: Final = {
     "small": (12, 768, 12, 1024),
-    "medium": (24, 1024, 16, 1024),
+    "medium": (24, 1024, 8, 1024),
     "large": (36, 1536, 12, 1024),
     "exlarge": (48, 1600, 32, 1024),
     "xl": (48, 1600, 16, 1024),
+    "2b": (40, 2048, 16, 1024),
+    "3b": (48, 2304, 16, 1024),
+    "4b": (64, 2304, 16, 1024),
+    "6b": (30, 4096, 16, 1024),
+    "8b": (72, 3072, 24, 1024),
+    "12b": (60, 4096, 16, 1024),
+    "15b": (78, 4096, 16, 1024),
+    "18b": (90, 4096, 16, 1024),
+    **{f"{size}b": (layers, 8192, 16, 1024) for size, layers in ((20, 25), (24, 30), (28, 35), (32, 40), (36, 45))},
+    "40b": (50, 8192, 16, 1024),
     "gpt3": (96, 12288, 96, 2048),
 }
 """Sizes of Colossal-AI's own model functions, by a word of their name."""
@@ -78,11 +88,11 @@ _ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu"}
 """Colossal-AI's name of an activation function → torch's."""
 _DROPOUTS = ("model.hidden_dropout", "model.attention_dropout", "model.embedding_dropout")
 REASONS = {
-    "train.max_steps ends the run; set it to epochs · samples / train.global_batch_size": "NUM_EPOCHS",
     "optimizer.warmup_steps counts steps": "WARMUP_*",
     "the tensors that pipeline stages send follow from the model": "TENSOR_SHAPE",
     "the embedding is always split by the vocabulary": "model.embed_split_hidden",
-    "kernels are chosen automatically": "model.fuse_* cudnn_*",
+    "kernels are chosen automatically": "model.fuse* cudnn_*",
+    "activations stay on the device": "model.activation_offload",
     "the loss is the cross-entropy of the next token, vocabulary-parallel automatically": "loss*",
     "gradients are all-reduced automatically": "gradient_handler",
     "parallel.zero has no further settings; weights and optimizer state stay on the device": "zero.*",
@@ -93,6 +103,13 @@ REASONS = {
     "it takes effect where other settings use it": "TOTAL_BATCH_SIZE",
 }
 """Reasons for settings that need no counterpart, each with the patterns of their keys; the first match applies."""
+_UNSUPPORTED: Final = {
+    "architecture gpt has biases": "model.bias",
+    "norms come before attention and feed-forward": "model.apply_post_layernorm model.apply_post_layer_norm",
+    "every token has an embedding that trains": "model.padding_idx",
+}
+_IMPLIED: Final = {"model.bias": True, "model.apply_post_layernorm": False, "model.apply_post_layer_norm": False}
+"""Key → value that equals our behavior."""
 
 
 def read(path: Path) -> KeyMapping:
@@ -194,13 +211,15 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
             mapping.given[new] = mapping.given.pop(old)
     mapping.move(TABLE)
     _model(mapping)
-    _layout(mapping, world)
-    _batch(mapping)
+    _batch(mapping, _layout(mapping, world))
     _precision(mapping)
     _optimizer(mapping)
     for name in used & mapping.given.keys():
         del mapping.given[name]
-    mapping.leave(REASONS)
+    for key, value in _IMPLIED.items():
+        if mapping.given.get(key) is value:
+            del mapping.given[key]
+    mapping.leave(REASONS, _UNSUPPORTED)
 
 
 def _model(mapping: KeyMapping) -> None:
@@ -243,24 +262,37 @@ def _degree(mapping: KeyMapping, key: str) -> int:
     return int(mapping.take(f"parallel.{key}.size", count, plain))
 
 
-def _layout(mapping: KeyMapping, world: int | None) -> None:
-    tp, pp = _degree(mapping, "tensor"), _degree(mapping, "pipeline")
+_GRIDS: Final = ("2d", "2.5d", "3d")
+"""Modes in which a group of tensor-parallel ranks is a grid that splits weights along several dims, and the batch."""
+
+
+def _layout(mapping: KeyMapping, world: int | None) -> int:
+    """Convert the layout; return the replicas of ours for each one of Colossal-AI's."""
+    size, pp = _degree(mapping, "tensor"), _degree(mapping, "pipeline")
     mode = mapping.take("parallel.tensor.mode", text, "1d")
-    mapping.settings.update({"parallel.tp": tp, "parallel.pp": pp})
+    replicas, tp, shares = mapping.replicas(world, size * pp, "world size"), size, 1
     if mode == "sequence":
-        mapping.settings.update({"parallel.tp": 1, "parallel.cp": tp, "parallel.cp_method": "ring"})
-        mapping.note("parallel.tensor.mode", mode, f"ring self-attention is parallel.cp {tp} with cp_method ring")
-    elif mode not in ("1d", "None") and tp > 1:
-        mapping.note("parallel.tensor.mode", mode, f"parallel.tp {tp} splits weights along one dim")
-    mapping.put("parallel.dp", mapping.replicas(world, tp * pp, "world size"))
+        tp = 1
+        mapping.settings.update({"parallel.cp": size, "parallel.cp_method": "ring"})
+        mapping.note("parallel.tensor.mode", mode, f"ring self-attention is parallel.cp {size} with cp_method ring")
+    elif mode in _GRIDS and size > 1:
+        heads = mapping.settings.get("model.num_attention_heads", size)
+        tp = max(part for part in range(1, size + 1) if size % part == 0 and heads % part == 0)
+        shares = size // tp
+        split = f"weights are split along one dim only, by parallel.tp {tp}"
+        rest = f", and samples over parallel.dp {replicas * shares}" if shares > 1 else ""
+        mapping.note("parallel.tensor.mode", mode, split + rest)
+        mapping.leave_idle(["parallel.tensor.depth"], "of the grid of parallel.tensor.mode")
+    elif mode not in ("1d", "None") and size > 1:
+        mapping.note("parallel.tensor.mode", mode, "none of 1d, 2d, 2.5d, 3d and sequence", unsupported=True)
+    mapping.settings.update({"parallel.dp": replicas * shares, "parallel.tp": tp, "parallel.pp": pp})
     chunks = mapping.take("NUM_CHUNKS", whole, 1)
     mapping.put_chunks(mapping.take("model.num_chunks", whole, chunks), "model.num_chunks")
-    if any(key == "zero" or key.startswith("zero.") for key in mapping.given):
-        mapping.put_zero(3, "zero", mapping.given.pop("zero", "given"))
+    return shares
 
 
-def _batch(mapping: KeyMapping) -> None:
-    dp, pp = (mapping.settings[f"parallel.{axis}"] for axis in ("dp", "pp"))
+def _batch(mapping: KeyMapping, shares: int) -> None:
+    dp, pp = mapping.settings["parallel.dp"] // shares, mapping.settings["parallel.pp"]
     size, parts = mapping.take("BATCH_SIZE", count), mapping.take("NUM_MICRO_BATCHES", count, 1)
     steps = mapping.take("gradient_accumulation", count, 1)
     if size is None:
@@ -269,28 +301,48 @@ def _batch(mapping: KeyMapping) -> None:
         raise UserError(f"{mapping.where}: NUM_MICRO_BATCHES is {parts} but must divide BATCH_SIZE {size}.")
     if parts > 1 and pp == 1:
         mapping.note("NUM_MICRO_BATCHES", parts, "also holds without a pipeline: gradients of micro-batches add up")
-    total, micro = size * steps * dp, size // parts
+    total, micro = size * steps * dp, max(1, size // parts // shares)
     mapping.settings.update({"train.global_batch_size": total, "train.micro_batch_size": micro})
     reason = f"taken as a replica's: train.global_batch_size {total} = {size} · {steps} accumulated · dp {dp}"
     mapping.note("BATCH_SIZE", size, reason)
 
 
+_AMP_MODES: Final = ("naive", "torch", "apex")
+_DTYPES: Final = (".half", ".float16", ".bfloat16", ".float", ".float32")
+
+
 def _precision(mapping: KeyMapping) -> None:
     mode = mapping.take("fp16.mode", text)
     half = mapping.take("model.dtype", text, "")
-    if mode is not None or half.endswith((".half", ".float16")):
+    for key, name, known in (("fp16.mode", mode, _AMP_MODES), ("model.dtype", half, _DTYPES)):
+        if name and not name.lower().endswith(known):
+            mapping.note(key, name, f"none that is known, such as {known[0].strip('.')}", unsupported=True)
+    zero = any(key == "zero" or key.startswith("zero.") for key in mapping.given)
+    if zero:
+        mapping.put_zero(3, "zero", mapping.given.pop("zero", "given"))
+        scale = mapping.take("zero.optimizer_config.initial_scale", number)
+        window = mapping.take("zero.optimizer_config.growth_interval", whole)
+        mapping.settings.setdefault("precision.loss_scale", 2.0**32 if scale is None else scale)
+        mapping.settings.setdefault("precision.loss_scale_window", 1000 if window is None else window)
+        if mode is None:
+            mapping.note("fp16", "not given", "precision.dtype is fp16: Colossal-AI's ZeRO computes in it")
+    elif mode is not None and mode.lower().endswith("torch"):
+        mapping.settings.setdefault("precision.loss_scale_window", 2000)
+    if zero or mode is not None or half.endswith((".half", ".float16")):
         mapping.put("precision.dtype", "fp16")
     elif half.endswith("bfloat16"):
         mapping.put("precision.dtype", "bf16")
-    else:
-        for key in ("loss_scale", "loss_scale_window"):
-            mapping.settings.pop(f"precision.{key}", None)
 
 
 def _optimizer(mapping: KeyMapping) -> None:
-    name = mapping.take("optimizer.type", text, "Adam")
+    name = mapping.take("optimizer.type", text)
+    if name is not None:
+        mapping.settings.setdefault("optimizer.lr", 1e-3)  # of torch and of Colossal-AI
+    name = name or "Adam"
     kind = name.rpartition(".")[2]
-    own = kind in ("HybridAdam", "FusedAdam", "CPUAdam")
+    own = kind in ("HybridAdam", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam")
+    decay = 0.01 if kind == "AdamW" else 0.0
+    mapping.put("optimizer.weight_decay", mapping.take("optimizer.weight_decay", number, decay))
     if kind in ("SGD", "FusedSGD"):
         mapping.put_optimizer("sgd", "optimizer.type", name)
         mapping.put("optimizer.momentum", mapping.take("optimizer.momentum", number))

@@ -85,6 +85,17 @@ class KeyMapping:
     def note(self, key: str, value: Any, reason: str, unsupported: bool = False) -> None:
         self.notes.append(Unmapped(self.spelled.get(key, key), value, reason, unsupported))
 
+    def rename(self, old: str, new: str) -> None:
+        """Give a setting the name that is converted; messages keep the spelling of the file."""
+        self.given[new] = self.given.pop(old)
+        self.spelled[new] = self.spelled.pop(old, old)
+
+    def leave_idle(self, keys: Iterable[str], reason: str) -> None:
+        """Note settings that the other system does not read either, as long as another one is what it is."""
+        for key in keys:
+            if key in self.given:
+                self.note(key, self.given.pop(key), reason)
+
     def replicas(self, world: int | None, others: int, where: str) -> int:
         """Return `world / others` replicas (a `UserError` if not whole), or 1 with a note if `world` is unknown."""
         if world is None:
@@ -229,6 +240,7 @@ def flat(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     return found
 
 
+_LONGEST_LITERAL: Final = 1000
 _LARGEST: Final = 10**18
 _LARGEST_IN_POWER: Final = 64
 _MOST_PARTS: Final = 10_000
@@ -250,6 +262,20 @@ def parsed(text: str, expression: bool = False) -> ast.AST:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(text, mode="eval" if expression else "exec")
+
+
+def literal(value: Any) -> Any:
+    """Return the value of text that is a Python number, True, False, None or a list of these; other text stays."""
+    if not isinstance(value, str) or len(value) > _LONGEST_LITERAL:
+        return value
+    try:
+        found = ast.literal_eval(parsed(value.strip(), expression=True))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
+        return value
+    parts = list(found) if isinstance(found, list | tuple) else [found]
+    if not all(part is None or isinstance(part, str | int | float) for part in parts):
+        return value
+    return parts if isinstance(found, list | tuple) else found
 
 
 def constant(node: ast.expr, names: Mapping[str, Any]) -> Any:

@@ -57,7 +57,7 @@ def launch_of(
             raise UserError(
                 f"{path}, line {line}: it reads {name}, which does not exist, and {needs}; put the file there."
             )
-    if not any(word.startswith("--") for word in words):
+    if not any(word.startswith("--") for word in (*words, *given)):
         raise UserError(
             f"{path} has no flags such as --num-layers 24, so it is not Megatron-LM's; name its system with --from."
         )

@@ -253,6 +253,8 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
     for old, new in OLD_NAMES.items():
         if old in mapping.given:
             value = mapping.given.pop(old)
+            if new in mapping.given:
+                mapping.note(new, mapping.given[new], f"given twice, and --{old} counts")
             mapping.given[new] = "rope" if old.startswith("use-rotary") else value
     world = world or mapping.take("world-size", whole)
     mapping.given.pop("world-size", None)
@@ -340,6 +342,9 @@ def _data(mapping: KeyMapping) -> None:
     if not mapping.take("eod-mask-loss", switch, False):
         reason = "with data.eod nothing is predicted after the end of a document, as with the flag"
         mapping.note("eod-mask-loss", "not given", reason)
+    elif "calculate-per-token-loss" not in mapping.given:
+        reason = "a step's loss is the mean over its tokens, not the mean of its micro-batches' means"
+        mapping.note("calculate-per-token-loss", "not given", reason)
 
 
 def _mixture(mapping: KeyMapping, paths: list[str]) -> dict[str, float]:
@@ -362,10 +367,13 @@ def _precision(mapping: KeyMapping) -> None:
     fixed, first = mapping.take("loss-scale", number), mapping.take("initial-loss-scale", number)
     window = mapping.take("loss-scale-window", whole)
     if fp16:
-        mapping.put("precision.loss_scale", fixed or first)
+        mapping.put("precision.loss_scale", fixed or first or 2.0**32)
         mapping.put("precision.loss_scale_window", window)
-    if fixed is not None:
-        mapping.note("loss-scale", fixed, "precision.loss_scale starts there for fp16, but is dynamic")
+    if fp16 and fixed is not None:
+        mapping.note("loss-scale", fixed, "precision.loss_scale starts there, but is dynamic")
+    for key, value in (("loss-scale", fixed), ("initial-loss-scale", first), ("loss-scale-window", window)):
+        if not fp16 and value is not None:
+            mapping.note(key, value, "only --fp16 reads it")
 
 
 def _recompute(mapping: KeyMapping) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
 from typing import Any, Final
@@ -10,18 +11,18 @@ from threefold.config.loading import read_document
 from threefold.convert.key_mapping import (
     KeyMapping,
     Same,
-    Unmapped,
     alike,
-    anything,
     count,
     flat,
     foreign_text,
+    literal,
     number,
     switch,
     text,
     whole,
 )
 from threefold.convert.launch_line import launch_of
+from threefold.convert.paddlefleetx_reasons import MODULES, REASONS, SWITCHED_OFF, UNSUPPORTED
 from threefold.errors import UserError
 
 _PRECISION: Final = "Engine.mix_precision"
@@ -30,14 +31,14 @@ _SAME_NAMES: Final = {
     "Distributed": "virtual_pp_degree dp_degree mp_degree pp_degree",
     "Distributed.sharding": "sharding_degree sharding_stage sharding_offload",
     "Engine": "max_steps num_train_epochs logging_freq eval_freq eval_iters test_iters",
-    "Engine.save_load": "output_dir save_steps",
+    "Engine.save_load": "output_dir save_steps ckpt_dir",
     "Global": "global_batch_size local_batch_size micro_batch_size seed device",
     "Model": (
         "vocab_size hidden_size num_layers num_attention_heads ffn_hidden_size max_position_embeddings "
         "hidden_dropout_prob attention_probs_dropout_prob hidden_act initializer_range type_vocab_size use_recompute "
-        "recompute_granularity sequence_parallel"
+        "recompute_granularity sequence_parallel fused_linear"
     ),
-    "Optimizer": "weight_decay",
+    "Optimizer": "weight_decay tensor_fusion",
     "Optimizer.lr": "max_lr min_lr warmup_rate decay_steps",
     _PRECISION: "use_pure_fp16 scale_loss",
 }
@@ -60,17 +61,20 @@ KEYS: Final = {
     "adam_beta2": "Optimizer.beta2",
     "adam_epsilon": "Optimizer.epsilon",
 }
-"""Flag → key of Fleet's YAML."""
+"""Flag of a script, or name of a setting anywhere under PreTraining → key of Fleet's YAML."""
 DEFAULTS: Final = {
     "Global.seed": 1234,
+    "Global.micro_batch_size": 8,
     "Optimizer.weight_decay": 0.0,
     "Optimizer.lr.max_lr": 1e-5,
+    "Optimizer.lr.min_lr": 5e-5,
     "Optimizer.lr.decay_steps": 360000,
     "Optimizer.lr.warmup_rate": 0.01,
     "Engine.save_load.save_steps": 500,
     "Engine.eval_freq": 500,
     "Engine.eval_iters": 10,
     "Data.Train.dataset.split": "949,50,1",
+    "Distributed.sharding.sharding_stage": 1,
 }
 """Defaults of the pre-training scripts that differ from those of the YAML."""
 _SIZES: Final = {
@@ -86,53 +90,65 @@ _SIZES: Final = {
 }
 """Vocabulary, width, layers, heads and positions of PaddleNLP's named models."""
 _SIZE_KEYS: Final = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
-_SWITCHED: Final = ("True", "true", "1", "yes", "t", "y")
-_SCRIPT: Final = re.compile(r"^#!|(?<![\w-])--[A-Za-z]\w*|\bpaddle\.distributed\b|(?<!\S)-o\s+\w+\.", re.MULTILINE)
-_SECTION: Final = re.compile(r"^(?:Global|Engine|Model|Distributed|Data|Optimizer|_base_)[ \t]*:", re.MULTILINE)
+_SWITCHES: Final = (
+    *(f"{_PRECISION}.{name}" for name in ("enable", "use_pure_fp16")),
+    *(f"Model.{name}" for name in ("use_recompute", "sequence_parallel")),
+    *("Distributed.sharding.sharding_offload", "use_sharding", "check_accuracy", "use_qat", "enable_addto"),
+)
+"""Settings that are true or false; the scripts read a flag of these without a value as false, except the last one."""
+_WORDS: Final = {
+    **dict.fromkeys(("true", "1", "yes", "t", "y"), True),
+    **dict.fromkeys(("false", "0", "no", "f", "n"), False),
+}
+_SCRIPT: Final = re.compile(
+    r"^#!|(?<![\w-])--[A-Za-z]\w*|\bpaddle\.distributed\b|(?<!\S)-(?:o\s+\w+\.|c\s)", re.MULTILINE
+)
+_SECTION: Final = re.compile(
+    r"^(?:PreTraining|Global|Engine|Model|Distributed|Data|Optimizer|_base_)[ \t]*:", re.MULTILINE
+)
 
 
 def _read_flags(path: Path) -> KeyMapping:
     """Read the flags of a script as keys of Fleet's YAML, or the YAML of its `-c` with each `-o` applied."""
     launch = launch_of(foreign_text(path), path, renamed={"-c": "--config", "-o": "--override"}, several=("override",))
-    flags, notes, spelled = dict(launch.flags), list(launch.notes), {}
-    settings = _of_overrides(flags, path, notes)
-    if settings is None:
-        settings = dict(DEFAULTS)
-        flags.pop("model_type", None)
+    flags = dict(launch.flags)
+    mapping = _of_overrides(flags, path)
+    if mapping is None:
+        mapping = KeyMapping(path, DEFAULTS)
+        if flags.get("use_amp") and "scale_loss" not in flags:
+            mapping.given[f"{_PRECISION}.scale_loss"] = 128  # the default of the versions that have this flag
         name = flags.pop("model_name_or_path", None)
         if isinstance(name, str) and name in _SIZES:
             sizes = dict(zip(_SIZE_KEYS, _SIZES[name], strict=True))
-            settings |= {f"Model.{key}": value for key, value in sizes.items()}
+            mapping.given |= {f"Model.{key}": value for key, value in sizes.items()}
             shown = ", ".join(f"{key} {value}" for key, value in sizes.items())
-            notes.append(Unmapped("model_name_or_path", name, f"its sizes are PaddleNLP's: {shown}"))
+            mapping.note("model_name_or_path", name, f"its sizes are PaddleNLP's: {shown}")
         elif name is not None:
             reason = "its sizes are in its own code; set those of model"
-            notes.append(Unmapped("model_name_or_path", name, reason, unsupported=True))
-        notes += [Unmapped(word, "a word", "belongs to no flag", unsupported=True) for word in launch.unread]
+            mapping.note("model_name_or_path", name, reason, unsupported=True)
+        for word in launch.unread:
+            mapping.note(word, "a word", "belongs to no flag", unsupported=True)
+    mapping.notes[:0] = launch.notes
     for name, value in flags.items():
-        key = KEYS.get(name, name)
-        settings[key], spelled[key] = _typed(key, value), name
-    if settings.get(f"{_PRECISION}.use_pure_fp16") and settings.get(f"{_PRECISION}.enable") is None:
-        settings[f"{_PRECISION}.enable"] = True
+        _name(mapping, name, _of_flag(mapping, name, value))
+    given = mapping.given
     # PaddleNLP's newer names: micro-batch size per device, and gradient accumulation steps.
-    micro, steps = (settings.pop(key, None) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
+    micro, steps = (given.pop(key, None) for key in ("per_device_train_batch_size", "gradient_accumulation_steps"))
     if micro is not None:
-        settings["Global.micro_batch_size"] = micro
+        given["Global.micro_batch_size"] = micro
         if str(micro).isdecimal() and str(steps or 1).isdecimal():
-            settings["Global.local_batch_size"] = int(micro) * int(steps or 1)
+            given["Global.local_batch_size"] = int(micro) * int(steps or 1)
     elif steps is not None:
-        notes.append(Unmapped("gradient_accumulation_steps", steps, "follows from the batch sizes"))
-    if launch.world is not None and "Distributed.dp_degree" not in settings:
+        mapping.note("gradient_accumulation_steps", steps, "follows from the batch sizes")
+    if launch.world is not None and "Distributed.dp_degree" not in given:
         degrees = ("Distributed.mp_degree", "Distributed.pp_degree", "Distributed.sharding.sharding_degree")
-        one = prod(int(degree) or 1 for key in degrees if (degree := str(settings.get(key))).isdecimal())
+        one = prod(int(degree) or 1 for key in degrees if (degree := str(given.get(key))).isdecimal())
         if launch.world % one == 0:
-            settings["Distributed.dp_degree"] = launch.world // one
-    mapping = KeyMapping(path, settings, notes)
-    mapping.spelled = spelled
+            given["Distributed.dp_degree"] = launch.world // one
     return mapping
 
 
-def _of_overrides(flags: dict[str, Any], path: Path, notes: list[Unmapped]) -> dict[str, Any] | None:
+def _of_overrides(flags: dict[str, Any], path: Path) -> KeyMapping | None:
     name = flags.pop("config", None)
     overrides = flags.pop("override", [])
     if not isinstance(name, str):
@@ -141,38 +157,53 @@ def _of_overrides(flags: dict[str, Any], path: Path, notes: list[Unmapped]) -> d
     file = next((folder / name for folder in folders if len(name) < 1000 and (folder / name).is_file()), None)
     if file is None:
         raise UserError(f"{path} starts a training with {name}, which does not exist; put it beside the script.")
-    settings = _of_yaml(file)
-    notes.append(Unmapped("config", name, "read, with the overrides of the script"))
+    mapping = _of_yaml(file)
+    mapping.where = str(path)
+    mapping.note("config", name, "read, with the overrides of the script")
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals:
-            notes.append(Unmapped(override, "an override", "is not a key=value", unsupported=True))
+            mapping.note(override, "an override", "is not a key=value", unsupported=True)
         else:
-            settings[key] = _typed(key, value)
-    return settings
+            _put(mapping, key, literal(value))
+    return mapping
 
 
-def _typed(key: str, value: Any) -> Any:
-    if key.startswith(f"{_PRECISION}.") and not key.endswith("scale_loss") and not key.endswith("dtype"):
-        return value is True or value in _SWITCHED
-    if isinstance(value, str) and value.lower() in ("true", "false"):
-        return value.lower() == "true"
-    return value if value not in ("", "None", "none") else None
+def _put(mapping: KeyMapping, key: str, value: Any) -> None:
+    """Set a foreign setting; None takes back that of a base file."""
+    mapping.given.pop(key, None)
+    if value is not None:
+        mapping.given[key] = value
+
+
+def _name(mapping: KeyMapping, name: str, value: Any, spelled: str | None = None) -> None:
+    """Set a setting that stands without its section, under its key in Fleet's YAML."""
+    key = KEYS.get(name, name)
+    mapping.spelled[key] = spelled or name
+    _put(mapping, key, value)
+
+
+def _of_flag(mapping: KeyMapping, name: str, value: Any) -> Any:
+    """Return the value of a flag as the scripts read it: only switches and numbers are more than words."""
+    if KEYS.get(name, name) in _SWITCHES:
+        if value is True and name != "enable_addto":
+            mapping.note(name, "not given", "the script reads the flag without a value as false")
+            return False
+        return value if value is True else _WORDS.get(str(value).lower(), value)
+    return None if value in ("", "None") else value
 
 
 END_OF_TEXT = 50256  # end-of-document token of GPT-2's vocabulary, which Fleet's GPTDataset assumes
 
 
 def _split(value: Any) -> str:
+    """Return the weights of the parts as text; Fleet's files have them as a list or as text."""
     return ",".join(str(part) for part in value) if isinstance(value, list) else text(value)
 
 
 TABLE = (
     Same("Global.seed", "train.seed", whole, 1024),
-    Same("Engine.max_steps", "train.max_steps", whole, 500000),
     Same("Engine.logging_freq", "log.every", whole, 1),
-    *alike("train", whole, "eval_freq=eval_every eval_iters=eval_batches", prefix="Engine."),
-    Same("Engine.save_load.save_steps", "checkpoint.every", whole),
     Same("Model.vocab_size", "model.vocab_size", whole, 50304),
     Same("Model.hidden_size", "model.hidden_size", whole, 768),
     *alike("model", whole, "num_layers num_attention_heads", 12, "Model."),
@@ -193,49 +224,33 @@ OLD_NAMES = {
     "Data.dataset.": "Data.Train.dataset.",
     "Optimizer.adam_beta": "Optimizer.beta",
     "Optimizer.adam_epsilon": "Optimizer.epsilon",
+    "Optimizer.lr.learning_rate": "Optimizer.lr.max_lr",
+    "Gradclip.grad_clip": "Optimizer.grad_clip",
+    "Gradclip.name": "Optimizer.grad_clip.name",
 }
-"""Beginnings of keys in the first versions → their current beginnings."""
-REASONS = {
-    "train.device auto uses the GPUs that it finds": "Global.device",
-    "Fleet reads it under Engine, where log.every comes from": "Global.logging_freq",
-    "train.max_steps ends the run; further epochs follow automatically": "Engine.num_train_epochs",
-    "train.max_steps ends the run": "Engine.run_mode",
-    "follows from the batch sizes": "Engine.accumulate_steps",
-    "`threefold eval` evaluates the test part": "Engine.test_iters",
-    "the folder of the run is an option of the command: threefold train … --run-dir": "Engine.save_load.output_dir",
-    "threefold train … --resume resumes a run; Paddle's checkpoints are unsupported": "Engine.save_load.ckpt_dir",
-    "checkpoints are made every checkpoint.every steps": "Engine.save_load.save_epoch",
-    "the operations in 16 bits are fixed: products, but not norms, softmax and loss": "Engine.mix_precision.*",
-    "kernels are chosen automatically": "Model.fused_* Optimizer.tensor_fusion Fused.*",
-    "attention is always the fused one": "Model.use_flash_attn",
-    "queries, keys and values are always one product": "Model.fuse_attn_qkv",
-    "scores are scaled once; fused attention accumulates in fp32": "Model.scale_qk_*",
-    "a GPT has no token types; Fleet does not use it either": "Model.type_vocab_size",
-    "train.recompute_every leaves out blocks by a rhythm, not by a list": "Model.no_recompute_layers",
-    "samples always come in an order drawn from train.seed": "Data.Train.sampler.shuffle",
-    "samples of a step follow from train.seed and the step": "Data.*.sampler.*",
-    "tokens are memory-mapped, so there are no workers": "Data.*.loader.*",
-    "the files state their format": "Data.*.dataset.name",
-    "the test part is that of data.split": "Data.Test.*",
-    "validation reads data.path with data.split": "Data.Eval.*",
-    "gradients are always summed in buckets": "Distributed.fuse_*",
-    "weights and optimizer state stay on the device": "Distributed.sharding.sharding_offload",
-    "communication is overlapped automatically": "Distributed.sharding.*_overlap",
-    "train.recompute_every counts blocks": "Distributed.pp_recompute_interval",
-    "precision.master_weights is true by default": "Optimizer.multi_precision",
-    "the step log has times; there is no profiler in a config": "Profiler.*",
-}
-"""Reasons for settings that need no counterpart, each with the patterns of their keys; the first match applies."""
+"""Beginnings of keys in other versions → those in Fleet's last ones."""
+_OF_ENGINE: Final = re.compile(
+    r"Global\.((?:max_steps|num_train_epochs|accumulate_steps|logging_freq|eval_freq|eval_iters|test_iters|run_mode)$"
+    r"|mix_precision\.|save_load\.)"
+)
+"""Settings that Fleet's last examples have in the section Global, without a section Engine."""
 ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
 """Fleet's name of an activation function → ours; its GPTs compute GELU by the tanh approximation."""
 IMPLIED = {
     "Model.module": ("GPTModule", "GPTModuleAuto"),
     "Model.name": ("GPT",),
+    "model_type": ("gpt", "gpt2"),
+    "Engine.run_mode": ("step",),
+    "Optimizer.lr.run_mode": ("step",),
     "Optimizer.lr.name": ("CosineAnnealingWithWarmupDecay",),
-    "Optimizer.grad_clip.name": ("ClipGradByGlobalNorm",),
+    "Optimizer.grad_clip.name": ("ClipGradByGlobalNorm", "ClipGradForMOEByGlobalNorm"),
     "Data.Train.dataset.name": ("GPTDataset",),
+    "Data.Eval.dataset.name": ("GPTDataset",),
     "Distributed.sharding.sharding_offload": (False,),
     "Profiler.enable": (False,),
+    "check_accuracy": (False,),
+    "Data.Train.sample_split": (2,),
+    "Data.Train.collate_fn": ("gpt_collate_fn",),
 }
 """Key → values that equal our behavior."""
 
@@ -245,11 +260,18 @@ def read(path: Path) -> KeyMapping:
     text = foreign_text(path)
     if _SCRIPT.search(text) and (text.startswith("#!") or not _SECTION.search(text)):
         return _read_flags(path)
-    return KeyMapping(path, _of_yaml(path))
+    return _of_yaml(path)
 
 
-def _of_yaml(path: Path) -> dict[str, Any]:
-    return {key: value for key, value in flat(_merged(path, ()), str(path)).items() if value != {}}
+def _of_yaml(path: Path) -> KeyMapping:
+    """Read a YAML with its base files; below PreTraining, its first form, sections do not count, only last names do."""
+    mapping = KeyMapping(path)
+    for key, value in flat(_merged(path, ()), str(path)).items():
+        if key.startswith("PreTraining.") and value != {}:
+            _name(mapping, key.rpartition(".")[2], literal(value), key)
+        elif value != {}:
+            _put(mapping, key, literal(value))
+    return mapping
 
 
 def _merged(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
@@ -268,6 +290,8 @@ def _merged(path: Path, below: tuple[Path, ...]) -> dict[str, Any]:
 
 def _over(base: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
+    if document.get("_inherited_", True) is False:
+        return {key: value for key, value in document.items() if key != "_inherited_"}
     for key, value in document.items():
         old = merged.get(key)
         merged[key] = _over(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
@@ -279,32 +303,76 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
     given = mapping.given
     for old, new in OLD_NAMES.items():
         for key in [key for key in given if key.startswith(old)]:
-            given[new + key.removeprefix(old)] = given.pop(key)
+            mapping.rename(key, new + key.removeprefix(old))
+    if not any(key.startswith("Engine.") for key in given):
+        for key in [key for key in given if _OF_ENGINE.match(key)]:
+            mapping.rename(key, f"Engine.{key.removeprefix('Global.')}")
     if "Optimizer.grad_clip" in given:
-        given["Optimizer.grad_clip.clip_norm"] = given.pop("Optimizer.grad_clip")
+        mapping.rename("Optimizer.grad_clip", "Optimizer.grad_clip.clip_norm")
+    if "Optimizer.grad_clip.name" in given:
+        given.setdefault("Optimizer.grad_clip.clip_norm", 1.0)
+    chinese = [key for key, name in (("Model.name", "GPT-cn"), ("model_type", "gpt-cn")) if given.get(key) == name]
+    for key in chinese:
+        reason = "data.eod is for you to set: the end of a document in its Chinese vocabulary"
+        mapping.note(key, given.pop(key), reason)
+    if (other := MODULES.get(str(given.get("Model.module")))) is not None:
+        mapping.note("Model.module", given.pop("Model.module"), other, unsupported=True)
+        given.pop("Model.name", None)  # of its tokenizer
     for key, values in IMPLIED.items():
         if given.get(key) in values:
             del given[key]
+    for switch_, patterns in SWITCHED_OFF.items():
+        if given.get(switch_) is False:
+            off = [key for key in given if any(fnmatchcase(key, each) for each in (switch_, *patterns.split()))]
+            mapping.leave_idle(off, f"nothing reads it while {switch_} is false")
     for key in [key for key in given if key.startswith("Data.Eval.")]:
-        if given[key] == given.get(key.replace("Eval", "Train", 1)) or key == "Data.Eval.dataset.name":
+        if given[key] == given.get(key.replace("Eval", "Train", 1)):
             del given[key]
     mapping.move(TABLE)
     mapping.put_activation("Model.hidden_act", ACTIVATIONS)
+    if mapping.take("check_accuracy", switch, False):
+        mapping.settings |= {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}
+        mapping.note("check_accuracy", True, "the script sets dropout to 0 with it, and so are model.*_dropout")
     _layout(mapping, world)
     _batch(mapping)
+    _length(mapping)
     _precision(mapping)
     _recompute(mapping)
     _optimizer(mapping)
-    if mapping.settings["model.vocab_size"] > END_OF_TEXT:
+    if mapping.settings["model.vocab_size"] > END_OF_TEXT and not chinese:
         mapping.put("data.eod", END_OF_TEXT)
     mapping.put("checkpoint.keep", 0)
-    mapping.leave(REASONS)
+    mapping.leave(REASONS, UNSUPPORTED)
+
+
+def _length(mapping: KeyMapping) -> None:
+    """Convert the length of the run, and the steps of evaluations and checkpoints."""
+    by_epoch = mapping.take("Engine.run_mode", text, "step") == "epoch"
+    steps, every = mapping.take("Engine.max_steps", whole), mapping.take("Engine.eval_freq", whole, -1)
+    batches, saved = mapping.take("Engine.eval_iters", whole, 0), mapping.take("Engine.save_load.save_steps", whole, -1)
+    if by_epoch:
+        mapping.put("train.epochs", max(1, mapping.take("Engine.num_train_epochs", whole, 1)))
+        if steps is not None:
+            mapping.note("Engine.max_steps", steps, "Engine.run_mode is epoch, so epochs are the length")
+    elif steps is None or steps > 0:
+        mapping.put("train.max_steps", 500000 if steps is None else steps)
+    else:
+        mapping.note("Engine.max_steps", steps, "a training has at least 1 step; set train.max_steps", unsupported=True)
+    evaluates = every > 0 and batches != 0
+    mapping.put("train.eval_every", every if evaluates and not by_epoch else 0)
+    mapping.put("train.eval_every_epochs", every if evaluates and by_epoch else None)
+    mapping.put("train.eval_batches", batches if batches > 0 else None)
+    if batches < 0 and evaluates:
+        mapping.note("Engine.eval_iters", batches, "train.eval_batches is a number of batches, not all of them")
+    mapping.put("checkpoint.every", max(0, saved))
 
 
 def _layout(mapping: KeyMapping, world: int | None) -> None:
     tp, pp = mapping.take("Distributed.mp_degree", count, 1), mapping.take("Distributed.pp_degree", count, 1)
     shards = mapping.take("Distributed.sharding.sharding_degree", count, 1)
-    stage = mapping.take("Distributed.sharding.sharding_stage", whole, 1)
+    if shards == 1 and str(mapping.given.get("Distributed.sharding.sharding_stage")) != "1":
+        mapping.leave_idle(["Distributed.sharding.sharding_stage"], "nothing is sharded while sharding_degree is 1")
+    stage = mapping.take("Distributed.sharding.sharding_stage", whole, 2)
     replicas = mapping.take("Distributed.dp_degree", count)
     if replicas is None:
         one = tp * pp * shards
@@ -332,13 +400,14 @@ def _batch(mapping: KeyMapping) -> None:
 
 
 def _precision(mapping: KeyMapping) -> None:
-    prefix = "Engine.mix_precision."
+    prefix = f"{_PRECISION}."
     on = mapping.take(f"{prefix}use_pure_fp16", switch, False)
     on = mapping.take(f"{prefix}enable", switch, on)
-    dtype = mapping.take(f"{prefix}dtype", text, "float16")
-    scale = mapping.take(f"{prefix}scale_loss", number)
     if not on:
+        mapping.leave_idle((f"{prefix}dtype", f"{prefix}scale_loss"), "mixed precision is off")
         return
+    dtype = mapping.take(f"{prefix}dtype", text, "float16")
+    scale = mapping.take(f"{prefix}scale_loss", number, 32768.0)
     if dtype not in ("float16", "bfloat16"):
         raise UserError(f"{mapping.where}: {prefix}dtype is {dtype!r} but must be float16 or bfloat16.")
     mapping.put("precision.dtype", "fp16" if dtype == "float16" else "bf16")
@@ -348,9 +417,10 @@ def _precision(mapping: KeyMapping) -> None:
 
 def _recompute(mapping: KeyMapping) -> None:
     wanted = mapping.take("Model.use_recompute", switch, mapping.take("Engine.use_recompute", switch, False))
-    granularity = mapping.take("Model.recompute_granularity", text, "full")
     if not wanted:
+        mapping.leave_idle(("Model.recompute_granularity", "Model.no_recompute_layers"), "use_recompute is false")
         return
+    granularity = mapping.take("Model.recompute_granularity", text, "full")
     mapping.put("train.recompute", "full" if granularity == "full" else "selective")
     if granularity not in ("full", "core_attn"):
         reason = "the nearest is train.recompute selective, the core alone"
@@ -366,19 +436,30 @@ def _optimizer(mapping: KeyMapping) -> None:
         mapping.put("optimizer.nesterov", mapping.take("Optimizer.use_nesterov", switch))
     elif name == "Adam":
         mapping.put_optimizer("adam", "Optimizer.name", name)
-    elif name not in ("FusedAdamW", "AdamW"):
+    elif name == "AdamW":
+        reason = "optimizer.weight_decay is for weight matrices; Fleet's AdamW decays biases and norms, too"
+        mapping.note("Optimizer.name", name, reason)
+    elif name != "FusedAdamW":
         mapping.note("Optimizer.name", name, "optimizer.name is adamw, the nearest", unsupported=True)
     betas = [mapping.take(f"Optimizer.beta{n}", number, default) for n, default in ((1, 0.9), (2, 0.999))]
     if name != "Momentum":
         mapping.put("optimizer.betas", betas)
     mapping.put("optimizer.clip_grad_norm", mapping.take("Optimizer.grad_clip.clip_norm", number, 0.0))
+    _schedule(mapping)
+
+
+def _schedule(mapping: KeyMapping) -> None:
+    """Convert the schedule of the rate, which in Fleet may also rise from max_lr to min_lr."""
     steps, rate = mapping.take("Optimizer.lr.decay_steps", whole), mapping.take("Optimizer.lr.warmup_rate", number, 0.0)
-    if mapping.take("Optimizer.lr.use_increments", switch, False) and steps is not None:
-        total = mapping.settings.get("train.global_batch_size", 1)
-        mapping.note("Optimizer.lr.use_increments", True, f"decay_steps {steps} counts samples: / {total} a step")
-        steps = max(1, steps // total)
+    style = mapping.take("lr_decay_style", text, "cosine")
+    if style == "none":
+        mapping.settings.update({"optimizer.decay": "constant", "optimizer.warmup_steps": 0})
+        mapping.settings.pop("optimizer.min_lr", None)
+        mapping.note("lr_decay_style", style, "max_lr in all steps: optimizer.decay is constant, warmup_steps is 0")
+        return
+    if style != "cosine":
+        raise UserError(f"{mapping.where}: lr_decay_style is {style!r} but must be cosine or none.")
+    if steps is None:
+        steps = mapping.settings.get("train.max_steps")
     if steps is not None:
         mapping.settings.update({"optimizer.decay_steps": steps, "optimizer.warmup_steps": round(rate * steps)})
-    name = mapping.take("Optimizer.lr.name", anything)
-    if name is not None:
-        mapping.note("Optimizer.lr.name", name, "optimizer.decay is cosine; linear, constant and wsd are there too")
