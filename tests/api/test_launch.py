@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -172,6 +173,23 @@ def test_a_debugger_without_a_terminal_is_one_sentence(monkeypatch: pytest.Monke
         "breakpoint() is called on rank 0, whose process has no terminal; call threefold.run with ranks=1, which "
         "starts none."
     )
+
+
+def idle(*args: Any, **options: Any) -> None:
+    """Hook of a notebook's kernel, which does nothing without a client."""
+
+
+idle.__module__ = "debugpy._vendored.force_pydevd"
+
+
+def test_the_debugger_of_a_notebook_is_refused_unless_it_is_attached(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "breakpointhook", idle)
+    debugger = SimpleNamespace(get_global_debugger=lambda: None)
+    monkeypatch.setitem(sys.modules, "pydevd", debugger)
+    with pytest.raises(UserError, match=r"^breakpoint\(\) is called on rank 0, whose process has no terminal"):
+        threefold.spawn(lambda: breakpoint(), 1)
+    debugger.get_global_debugger = lambda: "attached"
+    threefold.spawn(lambda: breakpoint(), 1)
 
 
 def initialised() -> str:

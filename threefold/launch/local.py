@@ -312,7 +312,8 @@ def set_debugger(debug_rank: int | None, rank: int, named: str) -> None:
     if rank == debug_rank:
         sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)  # `multiprocessing` closed it
         return
-    if os.environ.get("PYTHONBREAKPOINT") or sys.breakpointhook is not sys.__breakpointhook__:
+    is_own = sys.breakpointhook is not sys.__breakpointhook__ and not _is_idle_debugger(sys.breakpointhook)
+    if os.environ.get("PYTHONBREAKPOINT") or is_own:
         return
 
     def refuse(*args: Any, **options: Any) -> NoReturn:
@@ -320,3 +321,11 @@ def set_debugger(debug_rank: int | None, rank: int, named: str) -> None:
         raise UserError(f"breakpoint() is called on rank {rank}, whose process has no terminal; {how}.")
 
     sys.breakpointhook = refuse
+
+
+def _is_idle_debugger(hook: Any) -> bool:
+    """Return whether a hook is that of the debugger of a notebook's kernel, which does nothing without a client."""
+    if getattr(hook, "__module__", "").partition(".")[0] not in ("debugpy", "pydevd", "_pydevd_bundle"):
+        return False
+    pydevd: Any = sys.modules.get("pydevd")
+    return pydevd is None or pydevd.get_global_debugger() is None

@@ -304,6 +304,8 @@ def prepare_training(
         progress: shows the encoding of text, where that is needed.
         say: called with the line that opens the run's output, after the checks and before torch is imported.
     """
+    from threefold.train.callbacks.registry import try_trackers
+
     began = time.time()
     require_folder(run_dir)
     folder = run_dir / FOLDER
@@ -326,6 +328,8 @@ def prepare_training(
     if launched is None:
         require_room(Layout.from_config(config.parallel).world_size)
     checked = _checked(config, progress)
+    if launched is None or launched.rank == 0:
+        try_trackers(config.train.callbacks or ())
     if checked.resolved.checkpoint.remote is not None:
         look_at_remote(checked.resolved.checkpoint.remote, run_dir, bool(resume))
     if resume == "auto" and has_all_steps(run_dir, checked.resolved.train.max_steps):

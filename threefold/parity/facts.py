@@ -33,7 +33,7 @@ class StepNumbers:
 
 
 @dataclass(frozen=True)
-class Facts:
+class RecordFacts:
     """Facts of a rank; those with a default may be missing."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"strict": True}
@@ -75,7 +75,7 @@ def read_facts(path: Path, rank: int) -> dict[str, Any]:
             "again."
         )
     try:
-        parse_facts(Facts, facts)
+        parse_facts(RecordFacts, facts)
         _check(facts, rank)
     except WrongFact as problem:
         raise UserError(

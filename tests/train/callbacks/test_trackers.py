@@ -13,9 +13,10 @@ from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.base import RunContext
 from threefold.train.callbacks.metrics_reading import read_metrics
-from threefold.train.callbacks.optional import MLflowRun
+from threefold.train.callbacks.optional import MLflowRun, WeightsAndBiases
 from threefold.train.callbacks.records import EvaluationRecord
-from threefold.train.callbacks.registry import check_names
+from threefold.train.callbacks.registry import check_names, try_trackers
+from threefold.train.callbacks.tensorboard import Tracker
 
 
 def of(run: Run, entry: dict[str, Any]) -> Run:
@@ -108,6 +109,96 @@ def test_mlflow_in_a_folder(tmp_path: Path, small_run: Run, monkeypatch: pytest.
     again.setup(RunContext(small_run.config, tmp_path / "named", mesh))
     again.close()
     assert client.get_run(found.info.run_id).info.status == "FAILED"
+
+
+@pytest.mark.slow
+def test_mlflow_with_its_default_address(tmp_path: Path, small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As documented, `train.callbacks: [mlflow]`, with what the extra installs: a database in the working folder."""
+    pytest.importorskip("mlflow")
+    pytest.importorskip("alembic")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    try_trackers(["mlflow"])
+    callback = MLflowRun()
+    mesh: Any = None
+    callback.setup(RunContext(small_run.config, tmp_path / "named", mesh))
+    callback.after_step(record(1, loss=2.5))
+    callback.after_fit()
+    callback.close()
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient()
+    assert (tmp_path / "mlflow.db").is_file()
+    (found,) = client.search_runs([client.get_experiment_by_name("threefold").experiment_id])  # type: ignore[union-attr]
+    assert (found.info.status, found.data.metrics["loss"]) == ("FINISHED", 2.5)
+
+
+UNREACHABLE = "http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("entry", "sentence"),
+    [
+        (
+            {"name": "mlflow", "tracking_uri": "nonsense://x"},
+            r"has mlflow, which cannot log \(.*; give it the tracking_uri",
+        ),
+        ({"name": "mlflow", "tracking_uri": "/nowhere/mlruns"}, r"has mlflow, which cannot log \(.*maintenance mode"),
+        ({"name": "wandb", "entiy": "me"}, r"has wandb, which is given entiy; the nearest is entity\."),
+        ({"name": "wandb", "mode": "ofline"}, r"has wandb with mode ofline, but it must be one of online, offline"),
+    ],
+)
+def test_trackers_are_tried_before_ranks_start(
+    entry: dict[str, Any], sentence: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(entry["name"])
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE", raising=False)
+    with pytest.raises(UserError, match=sentence) as told:
+        try_trackers([entry])
+    assert "\n" not in str(told.value)
+    try_trackers([{"name": "mlflow", "tracking_uri": UNREACHABLE}, "csv_log", {"name": "wandb", "mode": "offline"}])
+
+
+def fail(*args: Any, **options: Any) -> Any:
+    raise ConnectionError("it went away")
+
+
+class Failing:
+    """Connection of a tracker of which every call fails, as when the service goes away."""
+
+    __getattr__ = fail
+
+
+@pytest.mark.parametrize("kind", [MLflowRun, WeightsAndBiases])
+@pytest.mark.parametrize("event", ["setup", "after_step", "after_evaluation", "after_stop", "after_fit", "close"])
+def test_an_error_of_a_tracker_ends_no_run(
+    kind: type[Tracker],
+    event: str,
+    tmp_path: Path,
+    small_run: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """At any event; it is reported once, and nothing is sent afterwards."""
+    callback = kind()
+    mesh: Any = None
+    calls: dict[str, tuple[Any, ...]] = {
+        "setup": (RunContext(small_run.config, tmp_path / "named", mesh),),
+        "after_step": (record(1, loss=2.5),),
+        "after_evaluation": (EvaluationRecord(2, 3.5, 10, 1.0, {}),),
+        "after_stop": (2, "enough"),
+        "after_fit": (),
+        "close": (),
+    }
+    callback.connection = Failing()
+    if event == "setup":
+        module = pytest.importorskip("wandb" if kind is WeightsAndBiases else "mlflow.tracking")
+        monkeypatch.setattr(module, "init" if kind is WeightsAndBiases else "MlflowClient", fail)
+    for name, arguments in list(calls.items())[list(calls).index(event) :]:
+        getattr(callback, name)(*arguments)
+    printed = capsys.readouterr().out
+    assert printed.count("it went away") == 1, printed
+    assert "training continues without it" in printed
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Callbacks that `train.callbacks` names: early stopping, CSV files, epochs, phase timers, and experiment trackers."""
 
 import csv
+import inspect
 import io
 import json
 import re
@@ -9,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import inf, isfinite
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 from threefold.errors import UserError
+from threefold.files import shown
 from threefold.output import replace_link
 from threefold.plugins import one_of
 from threefold.train.callbacks.base import Callback, RunContext, on_terminal, reason_of, say
@@ -342,19 +344,22 @@ class PhaseTimers(Callback):
             say(f"Warning: {self.path} cannot be written ({reason_of(error)}).")
 
 
+_MODES: Final = ("online", "offline", "disabled", "shared")
+"""Modes of `wandb.init`."""
 _LONGEST_PARAMETER = 500  # maximum number of characters of a parameter's value in every version of MLflow
 
 
 class MLflowRun(Tracker):
     """Log steps, evaluations and the config to MLflow; `pip install threefold[mlflow]`.
 
-    A failure to log is reported once, and training continues without MLflow. A resumed run becomes a new MLflow run
-    unless `run_id` is given.
+    A failure is reported once, and training continues without MLflow. What can be tried without a server is tried
+    before any rank starts. A resumed run becomes a new MLflow run unless `run_id` is given.
 
     Args:
         experiment: MLflow experiment; created if it does not exist.
         run_name: name of the MLflow run; None for the name of the run's folder.
-        tracking_uri: a server, `sqlite:///FILE` or a folder; None for the environment's setting.
+        tracking_uri: a server or `sqlite:///FILE`; None for the environment's setting, or else MLflow's own, such as
+            `mlflow.db` in the working folder.
         run_id: MLflow run to append to.
     """
 
@@ -370,7 +375,27 @@ class MLflowRun(Tracker):
         self.experiment, self.run_name, self.tracking_uri, self.run_id = experiment, run_name, tracking_uri, run_id
         self._status = "FAILED"
 
+    def try_out(self) -> None:
+        """Open a store of files or of a local database; a server is asked when the run begins."""
+        from mlflow.tracking import MlflowClient, get_tracking_uri
+
+        try:
+            address = self.tracking_uri or get_tracking_uri()
+            client = MlflowClient(tracking_uri=self.tracking_uri)
+            if not address.startswith(("http:", "https:", "databricks")):
+                client.get_experiment_by_name(self.experiment)
+        except Exception as error:
+            reason = reason_of(error).split(". ")[0].rstrip(".")
+            raise UserError(
+                f"train.callbacks has mlflow, which cannot log ({reason}); give it the tracking_uri of a server or "
+                "sqlite:///FILE, with what `pip install threefold[mlflow]` installs, or leave it out."
+            ) from error
+
     def setup(self, run: RunContext) -> None:
+        with self.failures_reported():
+            self._begin(run)
+
+    def _begin(self, run: RunContext) -> None:
         # Use the client, as `mlflow.start_run` sets the active run of the whole process.
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
@@ -389,14 +414,16 @@ class MLflowRun(Tracker):
 
     def after_stop(self, step: int, reason: str) -> None:
         if self.connection is not None:
-            self.connection.set_tag(self.run_id, "stopped", reason)
+            with self.failures_reported():
+                self.connection.set_tag(self.run_id, "stopped", reason)
 
     def after_fit(self) -> None:
         self._status = "FINISHED"
 
     def close(self) -> None:
         if self.connection is not None:
-            self.connection.set_terminated(self.run_id, self._status)
+            with self.failures_reported():
+                self.connection.set_terminated(self.run_id, self._status)
             self.connection = None
 
     def send(self, step: int, values: dict[str, float]) -> None:
@@ -412,8 +439,8 @@ class MLflowRun(Tracker):
 class WeightsAndBiases(Tracker):
     """Log steps, evaluations and the config to Weights & Biases; `pip install threefold[wandb]`.
 
-    A failure to log is reported once, and training continues without it. A resumed run becomes a new W&B run unless
-    `id` and `resume` are given.
+    A failure is reported once, and training continues without it. A resumed run becomes a new W&B run unless `id` and
+    `resume` are given.
 
     Args:
         project: W&B project.
@@ -430,17 +457,32 @@ class WeightsAndBiases(Tracker):
     ) -> None:
         self.options = {"project": project, "name": run_name, "mode": mode, **options}
 
-    def setup(self, run: RunContext) -> None:
+    def try_out(self) -> None:
+        """Check the names of the arguments, and the mode."""
         import wandb
 
-        given = {key: value for key, value in self.options.items() if value is not None}
-        self.connection = wandb.init(
-            **{"name": run.run_dir.name, "dir": str(run.run_dir), "config": run.config.sections(), **given}
-        )
+        taken = list(inspect.signature(wandb.init).parameters)
+        if wrong := next((name for name in self.options if name not in taken), None):
+            nearest = one_of(wrong, taken).rpartition(" ")[2]
+            raise UserError(f"train.callbacks has wandb, which is given {shown(wrong)}; the nearest is {nearest}.")
+        if (mode := self.options["mode"]) not in (None, *_MODES):
+            raise UserError(
+                f"train.callbacks has wandb with mode {shown(str(mode))}, but it must be one of {', '.join(_MODES)}."
+            )
+
+    def setup(self, run: RunContext) -> None:
+        with self.failures_reported():
+            import wandb
+
+            given = {key: value for key, value in self.options.items() if value is not None}
+            self.connection = wandb.init(
+                **{"name": run.run_dir.name, "dir": str(run.run_dir), "config": run.config.sections(), **given}
+            )
 
     def after_stop(self, step: int, reason: str) -> None:
         if self.connection is not None:
-            self.connection.summary["stopped"] = reason
+            with self.failures_reported():
+                self.connection.summary["stopped"] = reason
 
     def after_fit(self) -> None:
         self._finish(0)
@@ -453,5 +495,6 @@ class WeightsAndBiases(Tracker):
 
     def _finish(self, status: int) -> None:
         if self.connection is not None:
-            self.connection.finish(exit_code=status)
+            with self.failures_reported():
+                self.connection.finish(exit_code=status)
             self.connection = None

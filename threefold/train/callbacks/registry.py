@@ -14,6 +14,7 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import Registry, one_of
 from threefold.train.callbacks.base import Callback, RunContext
+from threefold.train.callbacks.tensorboard import Tracker
 
 _ALWAYS: Final = {  # callbacks of every run, in calling order
     "goodput": "threefold.train.callbacks.goodput:GoodputLedger",
@@ -54,6 +55,14 @@ def check_names(entries: Sequence[Entry]) -> None:
             kind = _load(name)
             require_packages(kind, f"{CALLBACKS.setting} has {shown(name)}")
             _check_arguments(kind, name, arguments)
+
+
+def try_trackers(entries: Sequence[Entry]) -> None:
+    """Try the trackers of `train.callbacks` before any process starts; raise a `UserError` for one that cannot log."""
+    for name, arguments in map(_parsed, entries):
+        kind = _load(name) if name in _CHOSEN else None
+        if kind is not None and issubclass(kind, Tracker):
+            kind(**arguments).try_out()
 
 
 def files_of(entries: Sequence[Entry]) -> list[str]:

@@ -38,12 +38,15 @@ _TAGS: Final = {  # tag in TensorBoard of a value, or of all values whose names 
 class Tracker(Callback):
     """Base class of callbacks that send the values of each step and evaluation somewhere.
 
-    A failure to send is reported once, with `service` (such as `MLflow cannot log`) at its beginning, and the training
+    A failure is reported once, with `service` (such as `MLflow cannot log`) at its beginning, and the training
     continues without. The `connection` is None before it is made, and when it is closed or has failed.
     """
 
     service: str
     connection: Any = None
+
+    def try_out(self) -> None:
+        """Raise a `UserError` before any rank starts if the arguments can reach nothing, without sending anything."""
 
     def send(self, step: int, values: dict[str, float]) -> None:
         """Send the values after `step`."""
