@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.support.sweep import sweep
-from threefold.comm.layout import AXES, Layout
+from threefold.comm.layout import AXES, Layout, shard_bounds
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 
@@ -110,3 +110,28 @@ def test_replicas_that_share_a_copy_of_some_experts() -> None:
     layout = Layout(dp=4, ep=2, cp=2)
     assert layout.expert_shard_groups(2) == [[0, 1], [4, 5], [2, 3], [6, 7]]
     assert layout.expert_shard_copy_groups(2) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def test_groups_of_replicas_that_share_experts_and_shards() -> None:
+    """Neighbors share; ranks with the same part are as far apart as the parts are many."""
+    layout = Layout(dp=4, tp=2, ep=2)
+    assert layout.expert_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
+    assert layout.expert_copy_groups() == [[0, 4], [2, 6], [1, 5], [3, 7]]
+    assert layout.model_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert Layout(dp=4).shard_groups(2) == [[0, 1], [2, 3]]
+    assert Layout(dp=4).copy_groups(2) == [[0, 2], [1, 3]]
+    assert Layout(dp=6).copy_groups(2) == [[0, 2, 4], [1, 3, 5]]
+
+
+def test_shards_that_do_not_divide_are_those_of_torch_chunk() -> None:
+    for size in range(12):
+        for shards in (1, 2, 3, 4, 7):
+            chunks = torch.arange(size).chunk(shards) if size else ()
+            expected = [(int(each[0]), int(each[-1]) + 1) for each in chunks if len(each)]
+            bounds = [shard_bounds(size, shards, index) for index in range(shards)]
+            assert bounds == expected + [(size, size)] * (shards - len(expected))
+
+
+def test_experts_are_shared_by_a_divisor_of_the_replicas() -> None:
+    with pytest.raises(UserError, match=r"^parallel\.ep is 4 but must divide parallel\.dp 6; use 2\.$"):
+        Layout(dp=6, ep=4)

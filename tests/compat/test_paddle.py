@@ -12,7 +12,7 @@ from tests.support.sweep import sweep
 from threefold.comm.axis import gather_from, local_part, reduce_from
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.compat.paddle import Splitter
+from threefold.compat.paddle import Splitter, split
 from threefold.errors import UserError
 from threefold.parallel.leaf import like, local
 from threefold.parallel.parameter import whole
@@ -199,3 +199,17 @@ def reuse() -> str:
 
 def test_a_name_is_of_one_operation(pool) -> None:
     pool.run(1, reuse)
+
+
+def in_two_steps() -> list[str]:
+    """Names of the layers after two steps of a model of two calls without a name."""
+    weights, x = splitter(), torch.ones(2, 6)
+    for _ in range(2):
+        with weights:
+            hidden = split(x, (6, 4), "linear", axis=1, num_partitions=2, gather_out=False)
+            split(hidden, (4, 6), "linear", axis=0, num_partitions=2)
+    return list(weights.layers)
+
+
+def test_calls_without_a_name_have_their_weights_again_in_each_step(pool) -> None:
+    assert pool.run(2, in_two_steps) == [["split_0", "split_1"]] * 2

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from threefold.config import Config, load_config, resolve
 from threefold.config.presets import PRESETS
-from threefold.config.resolve import with_micro_batch
+from threefold.config.resolve import default_largest, is_derived, with_micro_batch
+from threefold.config.schema import ParallelConfig
 from threefold.errors import UserError
 
 
@@ -303,3 +304,22 @@ def test_batch_sizes_that_disagree(sizes: Sizes, dp: int, expected: str) -> None
 )  # fmt: skip
 def test_settings_that_cannot_go_together(sections: dict[str, dict[str, Any]], expected: str) -> None:
     assert message(**sections) == expected
+
+
+def test_samples_that_fill_no_batch_are_a_step_of_an_epoch() -> None:
+    epochs = Config.model_validate({"data": {"path": "x"}, "train": {"epochs": 2, "global_batch_size": 4}})
+    assert [resolve(epochs, 100, samples=samples).train.max_steps for samples in (8, 9, 10)] == [4, 5, 5]
+
+
+def test_a_rank_holds_its_columns_of_the_logits() -> None:
+    """Four tensor ranks have room for four times the sequences in as much memory."""
+    sizes = [default_largest(32768, 256, ParallelConfig(tp=tp), chunk_given=False) for tp in (1, 2, 4)]
+    assert sizes == [4, 8, 16]
+
+
+def test_what_was_given_is_not_derived(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {path: x}\noptimizer: {warmup_steps: 7}\n")
+    found = resolve(load_config(path), 100)
+    assert not is_derived(found, "optimizer.warmup_steps")
+    assert is_derived(found, "optimizer.decay_steps")

@@ -20,11 +20,12 @@ from threefold.cli.main import app
 from threefold.config.model import model_settings
 from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
-from threefold.huggingface.files import choose_type
+from threefold.huggingface.files import choose_type, split
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.launch.training_run import prepare_training
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt import GPTConfig
+from threefold.models.huggingface import SourceRows, WeightMap
 from threefold.models.llama import LlamaConfig
 
 INDEX = "model.safetensors.index.json"
@@ -259,3 +260,14 @@ def test_every_setting_is_shown_to_a_family() -> None:
         shared_expert_gate normalize_expert_weights expert_capacity_factor moe_every dense_layers router_aux_loss
         router_z_loss initializer_range tie_embeddings activation embedding_dropout file arguments"""
     assert set(model_settings()) == set(thought_of.split())
+
+
+def test_a_parameter_is_split_as_the_files_have_it() -> None:
+    """Transposed, of one expert of a stack, and interleaved in groups of rows."""
+    weight = torch.arange(24.0).view(4, 6)
+    assert torch.equal(split(WeightMap("w", (4, 6), (SourceRows("a"),), transposed=True), weight)["a"], weight.t())
+    stack = weight.view(2, 2, 6)
+    assert torch.equal(split(WeightMap("w", (2, 6), (SourceRows("a"),), expert=1), stack)["a"], stack[1])
+    found = split(WeightMap("w", (4, 6), (SourceRows("even"), SourceRows("odd"))), weight)
+    assert torch.equal(found["even"], weight[::2])
+    assert torch.equal(found["odd"], weight[1::2])

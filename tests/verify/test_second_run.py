@@ -13,9 +13,9 @@ from tests.support.sweep import sweep
 from tests.verify.support import MistakenPool, config, task, verify
 from threefold.constants import IGNORE_INDEX
 from threefold.huggingface import export_hf
+from threefold.parallel import context, zero
 from threefold.parallel import gradients as grad_buckets
-from threefold.parallel import zero
-from threefold.train import optim, step, step_batch
+from threefold.train import optim, optimizers, step, step_batch
 from threefold.verify import rank_worker as second_run
 from threefold.verify.rank_worker import CHECKS, EXPORT, MIXED, MOVED, OVERFLOW, RESUMED
 from threefold.verify.verifier import DEPARTS, EQUAL
@@ -164,6 +164,30 @@ def an_export_swaps_two_layers() -> list[Patch]:
     return [(export_hf, "load_tensors", swapped)]
 
 
+def the_first_chunk_forgets_the_window() -> list[Patch]:
+    of_chunk = context.of_chunk
+
+    def forgetful(core: Any, heads: Any, queries: Any) -> Any:
+        attention = of_chunk(core, heads, queries)
+        attention.window = core.window if queries.number else 0
+        return attention
+
+    return [(context, "of_chunk", forgetful)]
+
+
+def muon_knows_one_scaling() -> list[Patch]:
+    step = optimizers.Muon.step
+
+    def scaled(self: optimizers.Muon, lr: float) -> None:
+        self.config = self.config.model_copy(update={"lr_scaling": "match_rms_adamw"})
+        step(self, lr)
+
+    return [(optimizers.Muon, "step", scaled)]
+
+
+WINDOW = {"model": {"architecture": "llama", "sliding_window": 256}}  # of a sequence of 512, whose chunks are of 128
+MUON = {"optimizer": {"name": "muon", "lr": 0.02}}
+
 MISTAKES = [
     (clip_by_the_squared_coefficient, "dp2", SEEN_AT_ONCE, "clipped gradient"),
     (only_the_first_bucket_is_summed, "dp2", SEEN_AT_ONCE, "gradient"),
@@ -197,6 +221,27 @@ def test_mistake_is_found(pool, tmp_path: Path, mistake, layout: str, check: str
     assert result.first.check == check
     if what != "loss scale":  # a rank that updates spoils its weights too
         assert result.first.what == what
+
+
+@pytest.mark.parametrize(
+    ("mistake", "layout", "sections", "what"),
+    [
+        (the_first_chunk_forgets_the_window, "cp2", WINDOW, "gradient"),
+        pytest.param(muon_knows_one_scaling, "tp2", MUON, "weight", marks=pytest.mark.slow),
+    ],
+)
+def test_a_mistake_at_settings_that_the_config_does_not_have_is_found(
+    pool, tmp_path: Path, mistake, layout: str, sections: dict[str, Any], what: str
+) -> None:
+    """The second run has a window that ends inside a context chunk, and Muon's other scale."""
+    todo = task(layout, given=config(**sections))
+    for folder in ("right", "wrong"):
+        (tmp_path / folder).mkdir()
+    [result] = verify(pool, todo, tmp_path / "right", layout)
+    assert result.verdict == EQUAL, (result.first, result.message)
+    [result] = verify(MistakenPool(pool, mistake), todo, tmp_path / "wrong", layout)
+    assert result.first is not None
+    assert (result.verdict, result.first.check, result.first.what) == (DEPARTS, MIXED, what)
 
 
 @sweep("dtype", ["fp64", "fp32"], slow=(1,))

@@ -23,6 +23,9 @@ _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2,
 """Target sizes of shrinking, unless a layout needs more."""
 _DROPOUT = 0.1
 """Dropout of the second run if the config has none."""
+_WINDOW = 2
+"""Sliding window of the second run, which ends inside a chunk of at least three positions."""
+_OTHER_SCALING = {"match_rms_adamw": "original", "original": "match_rms_adamw"}
 UNKNOWN_VOCABULARY = 8191
 """Vocabulary size if neither config nor data has one; odd, so that its shards are uneven."""
 UNKNOWN_EXACT_VOCABULARY = 8192
@@ -153,11 +156,18 @@ def compose(base: Config, spec: LayoutSpec) -> Config:
 def with_further_features(config: Config, attention_dropout: bool, documents: bool) -> Config:
     """Return the config of the second run: with dropout if the model supports it, and with packed documents.
 
-    Attention drops too if `attention_dropout`; otherwise as in `config`. Documents are kept apart if `documents`.
+    Attention drops too if `attention_dropout`; otherwise as in `config`. Documents are kept apart if `documents`. A
+    sliding window ends inside a chunk of a context-parallel rank, and Muon scales its updates in its other way.
     """
-    if config.model.architecture == OWN:
+    is_own, settings = config.model.architecture == OWN, _settings(config)
+    if config.optimizer.name == "muon":
+        settings["optimizer"]["lr_scaling"] = _OTHER_SCALING[config.optimizer.lr_scaling]
+    elif is_own:
         return config
-    settings = _settings(config)
+    if is_own:
+        return resolve(config_of(settings), vocab_size=1)
+    if config.model.sliding_window:
+        settings["model"]["sliding_window"] = min(config.model.sliding_window, _WINDOW)
     unused = {name for name, _ in config.model.unused()}
     for name in ("hidden_dropout", *(["attention_dropout"] if attention_dropout else [])):
         if name not in unused:
