@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from threefold.config import load_config, resolve
-from threefold.config.loading import known_keys, parse_value
+from threefold.config.loading import config_of, known_keys, parse_value
 from threefold.config.model import FOR_SCALED_ROPE, ModelConfig
 from threefold.config.optimizer import HYPER_PARAMETERS, hyper_parameters
 from threefold.errors import UserError
@@ -127,7 +127,7 @@ def test_values_of_overrides(text: str, value: object) -> None:
         ("data: {path: x}\nmodl:\n  num_layers: 5\n", "run.yaml, line 2: modl is not a setting; the nearest is model."),
         ("dta: {path: x}\n", "run.yaml, line 1: dta is not a setting; the nearest is data."),
         ("data: {path: x}\ntrain:\n\n  max_steps: soon\n", "run.yaml, line 4: train.max_steps is 'soon' but must be a whole number."),
-        ("data: {path: x}\ntrain: {max_steps: 1e3}\n", "run.yaml, line 2: train.max_steps is 1000.0 but must be a whole number."),
+        ("data: {path: x}\ntrain: {max_steps: 1e3}\n", "run.yaml, line 2: train.max_steps is 1000.0 but must be a whole number; use 1000."),
         ("data: {path: x}\nparallel: {dp: true}\n", "run.yaml, line 2: parallel.dp is true but must be a whole number."),
         ("data: {path: x}\nparallel: {dp: 0}\n", "run.yaml, line 2: parallel.dp is 0 but must be at least 1."),
         ("data: {path: x}\noptimizer: {lr: .inf}\n", "run.yaml, line 2: optimizer.lr is inf but must be a finite number."),
@@ -188,3 +188,51 @@ def test_unreadable_files(tmp_path: Path) -> None:
     (tmp_path / "latin.yaml").write_bytes(b"data: {path: \xe9}")
     with pytest.raises(UserError, match=r"not UTF-8 text \(byte 13\)"):
         load_config(tmp_path / "latin.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("data.split=1", "1"),
+        ("data.split=0.9", "0.9"),
+        ("data.split=[949, 50, 1]", "949,50,1"),
+        ("data.split=[0.9, 0.1]", "0.9,0.1"),
+        ("data.path=2024", "2024"),
+        ("data.key=1", "1"),
+        ("data.tokenizer=7", "7"),
+        ("train.init_from=7", "7"),
+    ],
+)
+def test_text_may_look_like_a_number(override: str, expected: str) -> None:
+    """YAML makes numbers and lists of values whose natural spelling is that of one."""
+    config = config_of({"data": {"path": "x"}}, [override])
+    key = override.partition("=")[0]
+    assert config.sections()[key.split(".")[0]][key.split(".")[1]] == expected
+    assert config_of(config.sections()).sections() == config.sections()
+
+
+def test_the_corpora_of_a_mixture_may_look_like_numbers() -> None:
+    assert config_of({}, ["data.mixture={2023: 1, b: 2}"]).data.corpora == {"2023": 1.0, "b": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("override", "rule"),
+    [
+        (
+            "data.path=1.50",
+            "data.path is 1.5 but must be text; write it in quotes, since YAML reads it as something else",
+        ),
+        ("data.path=on", "data.path is true but must be text; write it in quotes"),
+        (
+            "data.split=true",
+            "data.split is true but must be weights of the training, validation and test parts, such as",
+        ),
+        ("data.split=[a, 1]", "data.split is ['a', 1] but must be weights of the training"),
+        ("train.max_steps=1e3", "train.max_steps is 1000.0 but must be a whole number; use 1000."),
+        ("train.max_steps=1.5", "train.max_steps is 1.5 but must be a whole number."),
+    ],
+)
+def test_other_values_are_told_how_to_be_written(override: str, rule: str) -> None:
+    with pytest.raises(UserError) as error:
+        config_of({"data": {"path": "x"}}, [override])
+    assert rule in str(error.value)

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from threefold.config.section import MOST_IDS, MOST_STEPS, MOST_TOKENS, PathText, Section, derived
+from threefold.config.section import MOST_IDS, MOST_STEPS, MOST_TOKENS, PathText, Section, Text, derived
 
 _RANGE = re.compile(r"(\d{1,15}) ?- ?(\d{1,15})|(\d{1,15})")
 _WRITTEN = "a list of steps and ranges of steps from 1 on, such as [120, 300-320]"
@@ -86,6 +86,14 @@ SkippedSteps = Annotated[tuple[int | str, ...], BeforeValidator(_step_ranges)]
 """Steps and ranges of steps, such as `[120, 300-320]`, in order and without overlap."""
 
 
+def _weights(given: Any) -> Any:
+    """Return weights as text, also of a number or a list, as which YAML reads `1` and `[949, 50, 1]`."""
+    parts = given if isinstance(given, list | tuple) else [given]
+    if not all(isinstance(part, int | float) and not isinstance(part, bool) for part in parts):
+        return given
+    return ",".join(map(str, parts))
+
+
 class DataConfig(Section):
     """Training data of a run: its files, tokenizer and samples."""
 
@@ -106,7 +114,7 @@ class DataConfig(Section):
     """Id of the end-of-document token: nothing is predicted after it in token files of other systems, and it is
     appended to each JSON line. Default: the tokenizer's, if documents end with it; otherwise none, and the first token
     of a document is never predicted."""
-    key: str = Field(default="text", min_length=1)
+    key: Text = Field(default="text", min_length=1)
     """Key of a JSON line that holds its text or messages. Fallback: `messages`, then `prompt` with `completion`."""
     special_tokens: Literal["parse", "text"] = derived()
     """How text that spells a special token, such as `<|im_start|>`, is encoded: `parse` as that token, as in
@@ -121,8 +129,9 @@ class DataConfig(Section):
     file or, if that is not writable, `~/.cache/threefold` (under `XDG_CACHE_HOME` if it is set)."""
     sequence_length: int = derived(ge=1, le=MOST_TOKENS)
     """Tokens in a sample. Default: `model.max_position_embeddings` when that is given, else 256."""
-    split: str = "949,50,1"
-    """Weights for splitting documents into training, validation and test parts; an omitted weight is 0."""
+    split: Annotated[str, BeforeValidator(_weights)] = "949,50,1"
+    """Weights for splitting documents into training, validation and test parts; an omitted weight is 0. Also a list,
+    such as `[949, 50, 1]`, or a number."""
     separate_documents: bool = False
     """Whether attention is limited to tokens of the same document in samples that pack several. Default: false; true
     for conversations and for prompts with completions."""

@@ -227,6 +227,7 @@ def _shown(value: Any) -> str:
 _OF_SEVERAL_KINDS = {
     "optimizer.betas": "a list of two numbers",
     "data.key": "the name of a key, such as text",
+    "data.split": 'weights of the training, validation and test parts, such as "949,50,1"',
     "parallel.fallbacks": "a list of layouts, such as [dp2·tp2, dp2]",
     "train.callbacks": "a list of names, import paths such as my_file.py:MyClass, or mappings such as {name: csv_log}",
     "parallel.partition": (
@@ -256,6 +257,9 @@ def _expected(problem: Any) -> str:
             return f"{words} {short if isinstance(limit, float) and float(short) == limit else limit}"
     if kind == "string_too_short":
         return "the name of a folder"
+    given = problem["input"]
+    if kind.startswith("int_") and isinstance(given, float) and given.is_integer():
+        return f"a whole number; use {int(given)}"  # 1e3 is a number with a point to YAML
     return _EXPECTED.get(kind.split("_")[0], problem["msg"])
 
 

@@ -5,7 +5,15 @@ from dataclasses import dataclass
 from math import isqrt
 from typing import Annotated, Any, Final
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, GetCoreSchemaHandler, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    GetCoreSchemaHandler,
+    model_validator,
+)
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from threefold.plugins import Registry, one_of
@@ -27,7 +35,17 @@ def _require_path(text: str) -> str:
     return text
 
 
-PathText = Annotated[str, AfterValidator(_require_path)]  # text that may be the path of a file
+def _written(given: Any) -> Any:
+    """Return the text of a whole number, as which YAML reads 2024; how 1.50 and on were written is not known."""
+    if type(given) is int:
+        return str(given)
+    if isinstance(given, bool | float):
+        raise PydanticCustomError("text", "text; write it in quotes, since YAML reads it as something else without")
+    return given
+
+
+Text = Annotated[str, BeforeValidator(_written)]  # text that YAML may read as a number, such as the name of a folder
+PathText = Annotated[Text, AfterValidator(_require_path)]  # text that may be the path of a file
 
 
 def _require_address(text: str) -> str:

@@ -381,7 +381,9 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
         if not any(sums.counts.values()):
             of = f" of {part.name}" if part.name else ""
             raise UserError(
-                f"All labels of the validation batches{of} are masked, as its documents are empty; prepare other data."
+                f"All labels of the validation batches{of} are masked: none of the {sums.samples:,} samples read has a "
+                "token to predict, as in conversations without answers, prompts cut off at data.sequence_length, and "
+                "empty documents; raise train.eval_batches, or prepare other data."
             )
         # Valid tokens, or the count of the only term; samples for several terms.
         (only, *others) = sums.counts.values()
