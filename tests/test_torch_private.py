@@ -252,6 +252,37 @@ def _make_a_fresh_parameter() -> None:
     ).keys() <= (vars(made).keys()), "torch marks parameters of other classes by something more"
 
 
+def test_shards_of_a_subclass(pool) -> None:
+    """`shard_of` and `split_like`, beside what the documented functions of `DTensor` give."""
+    pool.run(2, _wrap_shards)
+
+
+def _wrap_shards() -> None:
+    from threefold.torch_private.distributed import shard_of, split_like
+
+    class Part(DTensor):
+        pass
+
+    mesh = init_device_mesh("cpu", (2,))
+    rank = mesh.get_local_rank()
+    shard = torch.arange(6.0)[3 * rank :][: 3 - rank]  # five elements, of which the second rank has two
+    stored = DTensor.from_local(shard, mesh, [Shard(0)], run_check=False, shape=torch.Size([5]), stride=(1,))
+    assert shard_of(stored).data_ptr() == shard.data_ptr(), "DTensor keeps its shard elsewhere"
+    made = split_like(Part, shard.double(), stored)
+    message = "a DTensor is no longer made of a shard and a specification"
+    assert (type(made), made.shape, made.dtype, made.placements) == (Part, (5,), torch.float64, (Shard(0),)), message
+    assert torch.equal(DTensor.full_tensor(made), stored.full_tensor().double()), message
+
+
+def test_tensors_in_values() -> None:
+    from threefold.torch_private.tensors import map_tensors, tensors_in
+
+    one, other = torch.ones(1), torch.zeros(2)
+    values = ([one, 3], {"key": (other, None)})
+    assert [id(each) for each in tensors_in(values)] == [id(one), id(other)], "torch.utils._pytree visits otherwise"
+    assert map_tensors(len, values) == ([1, 3], {"key": (2, None)}), "torch.utils._pytree maps otherwise"
+
+
 def test_local_box(pool) -> None:
     """Uneven shards, and a dim that two axes shard: the boxes of all ranks make up the tensor."""
     parts = pool.run(4, _parts_of_a_tensor)

@@ -83,6 +83,7 @@ def plain_model() -> nn.Module:
     return MaskedModel(2)
 
 
+LAYERS = (threefold.ColumnParallelLinear, threefold.RowParallelLinear, threefold.VocabParallelEmbedding)
 CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "a model that is made": (
         lambda: threefold.parallelize(plain_model(), PLAN, threefold.init_mesh()),  # type: ignore[arg-type]
@@ -155,6 +156,43 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "an output that is always gathered": (
         lambda: threefold.RowParallelLinear(4, 8, threefold.init_mesh().tp, gather_output=True),
         "RowParallelLinear has no gather_output: its output is always whole; for an input that is split already, use ",
+    ),
+    **{
+        f"a {layer.__name__} without an axis": (
+            lambda layer=layer: layer(4, 8),
+            f"{layer.__name__} lacks axis; use mesh.tp of mesh = threefold.init_mesh(tp=2), say.",
+        )
+        for layer in LAYERS
+    },
+    **{
+        f"{layer.__name__} with {name}": (
+            lambda layer=layer, name=name: layer(4, 8, threefold.init_mesh().tp, **{name: None}),
+            f"{layer.__name__} has no {name}: {instead}",
+        )
+        for layer in LAYERS
+        for name, instead in {
+            "has_bias": "use bias.",
+            "init_method": "use weight_init.",
+            "skip_bias_add": "it returns the output alone, with its bias; use bias=False and add a bias of your own.",
+            "mp_group": "use axis.",
+        }.items()
+    },
+    "a size and an axis too many": (
+        lambda: threefold.ColumnParallelLinear(4, 8, threefold.init_mesh().tp, True),
+        "ColumnParallelLinear has 3 arguments without a name (in_features, out_features, axis) but got 4, or one of "
+        "them by its name too; name those after axis.",
+    ),
+    "a layer without a size": (
+        lambda: threefold.RowParallelLinear(4, axis=threefold.init_mesh().tp),
+        "RowParallelLinear lacks out_features; give out_features=1, say.",
+    ),
+    "a layer that is cut already in a plan's model": (
+        lambda: threefold.parallelize(
+            lambda: nn.Sequential(threefold.ColumnParallelLinear(4, 8, threefold.init_mesh().tp)),
+            threefold.Plan(layers=["0"], shard={"0": threefold.Replicated()}),
+        ),
+        "'0' is a ColumnParallelLinear, which is cut already, but a plan cuts the model of one device; use nn.Linear "
+        "with Column() in the plan, or train the model as it is, in your own loop or with threefold.prepare.",
     ),
     "an argument that a layer has not": (
         lambda: threefold.RowParallelLinear(4, 8, threefold.init_mesh().tp, input_parallel=True),

@@ -14,7 +14,6 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.compat.paddle import Splitter, split
 from threefold.errors import UserError
-from threefold.parallel.leaf import like, local
 from threefold.parallel.parameter import whole
 
 
@@ -45,9 +44,9 @@ def check_gradients(split: Splitter, name: str, expected: dict[str, Tensor]) -> 
     parameters = dict(split.layers[name].named_parameters())
     assert set(parameters) == set(expected)
     for key, value in expected.items():
-        found = local(parameters[key]).grad
+        found = parameters[key].grad
         assert found is not None
-        assert_equal(whole(like(parameters[key], found)), value)
+        assert_equal(whole(found), value)
 
 
 def linear(axis: int, gather_out: bool, bias: bool, input_whole: bool) -> None:
@@ -128,7 +127,7 @@ def chain() -> tuple[list[float], list[tuple[str, tuple[int, ...]]]]:
     ids = torch.arange(10).view(2, 5)
     with in_double():
         model(ids)
-    optimizer = torch.optim.SGD([local(parameter) for parameter in split.parameters()], lr=1.0)
+    optimizer = torch.optim.SGD(split.parameters(), lr=1.0)
     for _ in range(3):
         loss = (model(ids) - 1).square().mean()
         loss.backward()
@@ -142,6 +141,7 @@ def test_weights_are_kept_by_name(pool) -> None:
     alone, names = pool.run(1, chain)[0]
     assert alone[2] < alone[1] < alone[0]
     assert names == [
+        ("witness", (0,)),
         ("layers.tokens.weight", (11, 6)),
         ("layers.up.weight", (9, 6)),
         ("layers.up.bias", (9,)),
@@ -213,3 +213,41 @@ def in_two_steps() -> list[str]:
 
 def test_calls_without_a_name_have_their_weights_again_in_each_step(pool) -> None:
     assert pool.run(2, in_two_steps) == [["split_0", "split_1"]] * 2
+
+
+def too_late() -> list[str]:
+    """An optimizer that is made before weights are would not train them."""
+    said = []
+    split = splitter()
+    n = split.over.size
+    calls = {
+        "tokens": lambda: split(torch.arange(4), (11, 6), "embedding", num_partitions=n, name="tokens"),
+        "up": lambda: split(torch.ones(2, 6), (6, 9), "linear", axis=1, num_partitions=n, name="up"),
+    }
+    for name, call in calls.items():
+        optimizer = torch.optim.SGD(split.parameters(), lr=1.0)
+        with pytest.raises(UserError) as raised:
+            call()
+        said.append(str(raised.value))
+        assert name not in split.layers
+        del optimizer, raised
+        call()
+    again = splitter()
+    again.load_state_dict({}, strict=True)
+    assert list(split.state_dict()) == ["layers.tokens.weight", "layers.up.weight", "layers.up.bias"]
+    optimizer = torch.optim.SGD(split.parameters(), lr=1.0)
+    before = whole(split.layers["up"].weight.detach()).clone()
+    calls["up"]().square().sum().backward()
+    optimizer.step()
+    assert not torch.equal(whole(split.layers["up"].weight.detach()), before)
+    return said
+
+
+def test_weights_made_after_the_optimizer_are_an_error(pool) -> None:
+    for said in pool.run(2, too_late):
+        assert said == [
+            f"The weights of {name!r} are made at the first call, now, but something has taken the splitter's "
+            "parameters before, such as an optimizer, which would not train them; run the model once, and make the "
+            "optimizer after that."
+            for name in ("tokens", "up")
+        ]

@@ -180,7 +180,7 @@ def split(vocab: int, scale: float, chunk: int) -> dict[str, Any]:
     return {
         "losses": (losses.detach(), of_losses),
         "x": (x.grad, of_x),
-        "weight": (local(output.weight).grad, of_weight[loss.start : loss.end]),
+        "weight": (output.weight.grad.to_local(), of_weight[loss.start : loss.end]),
         "largest": max((event.nbytes for event in events), default=0),
     }
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import threefold
 from threefold import Column, PerHead, Replicated, Row, Sharded, Vocab
@@ -136,6 +137,28 @@ def test_rules_of_buffers_that_do_not_suit_them(more: dict[str, Split], sentence
 class Doubled(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
+
+
+def test_a_weight_of_a_cut_layer_by_itself() -> None:
+    def itself(self: Attended, q: Tensor) -> Tensor:
+        return F.linear(q.to(self.out.weight.dtype), self.out.weight)
+
+    class Tied(Model):
+        def __init__(self) -> None:
+            super().__init__(itself)
+
+    sentence = (
+        r"Row cuts 'blocks.0.out' for tp, so that a rank has a part of its weight, but the model computes with that by "
+        r"itself, as in F.linear\(x, layer.weight\); call the layer, or use Replicated\(\) for it\.$"
+    )
+    with pytest.raises(UserError, match=sentence):
+        check_forward(Tied, planned(Tied), 2, BATCH)
+    mixed = RuntimeError("aten.mm.default got mixed torch.Tensor and DTensor, need to convert all torch.Tensor")
+    with (
+        pytest.raises(UserError, match=r"a weight that tensor ranks share \(tp 3\) is used by itself, as in F.linear"),
+        explaining_passes([nn.Linear(2, 2)], tp=3),
+    ):
+        raise mixed
 
 
 def test_what_a_cut_layer_would_not_compute() -> None:

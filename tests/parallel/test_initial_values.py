@@ -136,15 +136,13 @@ class Calls(nn.Module):
 
 
 def trained() -> tuple[list[float], list[str]]:
-    from threefold.parallel.leaf import local
-
     model, ids = Calls(tensor_axis()), torch.arange(10).view(2, 5)
     torch.set_default_dtype(torch.float64)
     try:
         model(ids)
     finally:
         torch.set_default_dtype(torch.float32)
-    optimizer = torch.optim.SGD([local(parameter) for parameter in model.parameters()], lr=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses = []
     for _ in range(3):
         loss = (model(ids) - 1).square().mean()
@@ -158,7 +156,8 @@ def trained() -> tuple[list[float], list[str]]:
 def test_split_as_a_function_finds_its_weights_again(pool) -> None:
     alone, names = pool.run(1, trained)[0]
     assert alone[2] < alone[1] < alone[0]
-    assert names == [f"weights.layers.split_{n}" for n in ("0.weight", "1.weight", "1.bias", "2.weight", "2.bias")]
+    assert names[0] == "weights.witness"
+    assert names[1:] == [f"weights.layers.split_{n}" for n in ("0.weight", "1.weight", "1.bias", "2.weight", "2.bias")]
     for losses, found in pool.run(3, trained):
         assert losses == pytest.approx(alone, rel=1e-12)
         assert found == names

@@ -26,7 +26,7 @@ class Tutorial(nn.Module):
     def __init__(self, axis: Axis, first: np.ndarray, second: np.ndarray, third: float) -> None:
         super().__init__()
         self.embedding = VocabParallelEmbedding(20, 10, axis, name="embedding")
-        torch.nn.init.constant_(local(self.embedding.weight).detach(), 0.5)
+        torch.nn.init.constant_(self.embedding.weight, 0.5)
         self.up = ColumnParallelLinear.from_linear(linear(first), axis, gather_output=False)
         self.down = RowParallelLinear.from_linear(linear(second), axis, input_is_parallel=True)
         self.last = linear(np.full((10, 10), third))
@@ -68,7 +68,7 @@ def setup(graph: str, axis: Axis) -> Setup:
 
 def train(graph: str) -> list[float]:
     model, tokens, lr = setup(graph, Mesh(Layout(tp=torch.distributed.get_world_size())).tp)
-    optimizer = torch.optim.SGD([local(parameter) for parameter in model.parameters()], lr=lr)
+    optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     losses = []
     for _ in range(5):
         loss = model(torch.from_numpy(next(tokens)).long()).mean()

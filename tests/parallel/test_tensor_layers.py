@@ -12,9 +12,8 @@ from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh
 from threefold.constants import IGNORE_INDEX
-from threefold.errors import UserError
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
-from threefold.parallel.leaf import like, local
+from threefold.parallel.leaf import held
 from threefold.parallel.parameter import whole
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
@@ -30,9 +29,8 @@ def assert_equal(got: Tensor, expected: Tensor) -> None:
 
 
 def gradient_of(parameter: Tensor) -> Tensor:
-    grad = local(parameter).grad
-    assert grad is not None
-    return whole(like(parameter, grad))
+    assert parameter.grad is not None
+    return whole(parameter.grad)
 
 
 def reference_linear(inputs: int, outputs: int, bias: bool) -> nn.Linear:
@@ -103,11 +101,6 @@ def test_row_parallel_linear(pool, size: int, bias: bool, scatter: bool) -> None
     pool.run(size, against_linear, "row", bias, scatter, 1)
 
 
-def test_row_parallel_linear_explains_gather_output() -> None:
-    with pytest.raises(UserError, match=r"use input_is_parallel\.$"):
-        RowParallelLinear(4, 4, None, name="", gather_output=True)  # type: ignore[arg-type]
-
-
 def against_embedding(vocab: int, pad_to: int) -> int:
     axis = Mesh(Layout(tp=torch.distributed.get_world_size())).tp
     table = nn.Embedding(vocab, 6, dtype=torch.float64)
@@ -123,7 +116,7 @@ def against_embedding(vocab: int, pad_to: int) -> int:
     assert_equal(got, expected)
     assert table.weight.grad is not None
     assert_equal(gradient_of(layer.weight), table.weight.grad)
-    return local(layer.weight).shape[0]
+    return held(layer.weight).shape[0]
 
 
 @sweep("size", SIZES, quick=(3,))
@@ -241,7 +234,7 @@ def padded_chain(vocab: int, pad_to: int) -> int:
     assert linear.weight.grad is not None
     assert_equal(gradient_of(embedding.weight), table.weight.grad)
     assert_equal(gradient_of(head.weight), linear.weight.grad)
-    return -local(head.weight).shape[0] % pad_to
+    return -held(head.weight).shape[0] % pad_to
 
 
 @sweep("size", (2, 3, 4), quick=(1,))

@@ -52,7 +52,7 @@ def row_output_not_summed() -> list[Patch]:
 
 def row_bias_added_by_every_rank() -> list[Patch]:
     def forward(self: tensor.RowParallelLinear, x: Tensor) -> Tensor:
-        return tensor.reduce_from(torch.nn.functional.linear(x, tensor.local(self.weight), self.bias), self.axis)
+        return tensor.reduce_from(torch.nn.functional.linear(x, tensor.computed(self.weight), self.bias), self.axis)
 
     # The bias starts at zero, so only steps after the first update show it.
     return [(tensor.RowParallelLinear, "forward", forward)]

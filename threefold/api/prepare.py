@@ -25,9 +25,10 @@ from threefold.models.sharding import Column, Patterns, PerHead, Replicated, Row
 from threefold.parallel.context import ShardingContext
 from threefold.parallel.gradient_sums import COMPRESSIONS
 from threefold.parallel.gradients import Gradients, buckets_by_dtype
-from threefold.parallel.leaf import local
-from threefold.parallel.parameter import in_place_of, longest_shard
+from threefold.parallel.leaf import held, local
+from threefold.parallel.parameter import in_place_of, is_split, longest_shard
 from threefold.parallel.shard_modules import SHARDINGS, has_own_forward, uncut_tensors
+from threefold.parallel.split_layer import SplitLayer
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
 from threefold.plugins import require_one_of
 from threefold.torch_private.tensors import has_gradient_hooks, has_module_hooks
@@ -70,7 +71,8 @@ def prepare(
         sync_batch_norm: whether batch normalization uses the global batch. If false, each replica uses the statistics
             of its own rows, and after each update takes the running statistics of the first replica.
         tensor_parallel: module name pattern → `Column()`, `Row()`, `Vocab()` …, for a mesh with tp; all other modules
-            are replicated on every tensor rank. The fused evaluation of `nn.TransformerEncoderLayer` cannot read
+            are replicated on every tensor rank. A model of `ColumnParallelLinear` and the like needs none: it is cut
+            already. The fused evaluation of `nn.TransformerEncoderLayer` cannot read
             sharded weights: call `torch.backends.mha.set_fastpath_enabled(False)`.
 
     Returns:
@@ -163,7 +165,8 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor | None:
     """
     if not isinstance(model, PreparedModule):
         raise UserError(
-            f"model is of the type {type(model).__name__} but clip_grad_norm_ needs the one that prepare returned."
+            f"model is of the type {type(model).__name__} but clip_grad_norm_ needs the one that prepare returned; for "
+            "another, use torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)."
         )
     if not isinstance(max_norm, int | float) or not max_norm > 0:
         raise UserError(f"max_norm is {max_norm} but must be above 0; use 1.0.")
@@ -214,7 +217,19 @@ def _prepare_model(
             raise UserError(f"The parameter {name!r} has no values yet; initialise it, or load its weights, first.")
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise UserError("The model has no parameters that require gradients; pass one that is trained.")
-    if tensor_parallel is None and mesh.tp.size > 1:
+    split = {name: module for name, module in model.named_modules() if isinstance(module, SplitLayer)}
+    for name, layer in split.items():
+        if layer.axis.ranks != mesh.tp.ranks:
+            raise UserError(
+                f"{name!r} is split over the ranks {layer.axis.ranks} but tp of the mesh has {mesh.tp.ranks}; give "
+                "prepare the mesh whose tp the layer was made with."
+            )
+        if layer.sequence_dim is not None:
+            raise UserError(
+                f"{name!r} has sequence_dim, with which whole weights get partial gradients; leave it out, or sum them "
+                "in a loop of your own, with threefold.parallel.sum_over_shares_."
+            )
+    if tensor_parallel is None and mesh.tp.size > 1 and not split:
         raise UserError(
             f"The mesh has tp {mesh.tp.size} but tensor_parallel names no modules of the model; pass a table such as "
             '{"**.up": Column(), "**.down": Row()}, or use tp=1.'
@@ -222,7 +237,7 @@ def _prepare_model(
     model.to(mesh.device)
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
-            mesh.world.broadcast_(tensor.detach(), 0)
+            (mesh.dp if is_split(tensor) else mesh.world).broadcast_(held(tensor), 0)
     hooked = {name: each for name, each in model.named_parameters() if has_gradient_hooks(each)}
     partial = [] if tensor_parallel is None else shard_by_patterns(model, tensor_parallel, mesh)
     left = set() if zero and mesh.dp.size > 1 else set(model.parameters())

@@ -116,6 +116,9 @@ class Axis:
     def __post_init__(self) -> None:
         object.__setattr__(self, "handle", Handle(self))  # compiled code cannot create it
 
+    def __deepcopy__(self, memo: Any) -> "Axis":
+        return self  # the copy of a layer is one of the same ranks
+
     @property
     def size(self) -> int:
         """Number of ranks."""
@@ -159,15 +162,21 @@ class Axis:
     @waits("all_reduce")
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over the axis, bitwise equal on every rank; `tensor` is unchanged."""
-        if isinstance(self.group, SharedMemoryGroup):
+        if isinstance(self.group, SharedMemoryGroup) and not isinstance(tensor, DTensor):
             self.recorder.add(self.name, "all_reduce", tensor)
             return self.group.sum_of(tensor)
         return self.all_reduce_(tensor.clone(memory_format=torch.contiguous_format))
 
     @waits("all_reduce")
     def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """Sum `tensor` over the axis, in place; the result is bitwise equal on every rank."""
+        """Sum `tensor` over the axis, in place; the result is bitwise equal on every rank.
+
+        Of a `DTensor`, such as the gradient of a parallel layer, this rank's shard is summed.
+        """
         if self.size == 1:
+            return tensor
+        if isinstance(tensor, DTensor):
+            self.all_reduce_(self._shard(tensor))
             return tensor
         if self._exchanges(tensor):
             return self._all_reduce_in_tree_(tensor)
@@ -350,6 +359,20 @@ class Axis:
     def _exchanges(self, tensor: Tensor) -> bool:
         """Whether ranks exchange summands and add them here, because the group would add them in its own order."""
         return self.in_tree and not self.shares_memory and tensor.is_floating_point()
+
+    def _shard(self, tensor: DTensor) -> Tensor:
+        """Return the shard of a tensor that other axes cut; raise a `UserError` if this one does."""
+        mesh = tensor.device_mesh
+        for dim, placement in enumerate(tensor.placements):
+            if placement.is_shard() and set(dist.get_process_group_ranks(mesh.get_group(dim))) & {*self.ranks} != {
+                self.ranks[self.index]
+            }:
+                raise UserError(
+                    f"The tensor is cut over {self.name}, so that its ranks hold different elements, which are no "
+                    "summands; sum over another axis, such as mesh.dp, or use tensor.full_tensor()."
+                )
+        with torch.no_grad():
+            return tensor.to_local()
 
     @waits("all_reduce")
     def _all_reduce_in_tree_(self, tensor: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
 """Paddle's calls for users of Fleet: `paddle.distributed.split`, and `paddle.io.DistributedBatchSampler`."""
 
+import gc
 from contextvars import ContextVar, Token
 from typing import Any, NamedTuple, Self
+from weakref import ref
 
+import torch
 from torch import Tensor, nn
 
 from threefold.comm.axis import Axis
@@ -34,8 +37,9 @@ class Splitter(nn.Module):
     """Module that holds the weights of `split` calls, for the ranks of one axis.
 
     Paddle keeps the weights in its global program. Here this module holds them, so it is the module to pass to an
-    optimizer. The weights of a name are made at its first call, in torch's default dtype: make the optimizer after
-    that, from `threefold.parallel.leaf.local` of each.
+    optimizer. The weights of a name are made at its first call, in torch's default dtype: run the model once, and make
+    the optimizer after that. If anything has taken this module's parameters before, which an optimizer keeps, the call
+    is an error. To notice that, there is a parameter without elements, `witness`.
 
         split = Splitter(mesh.tp)
         x = split(ids, (50000, 512), operation="embedding", num_partitions=mesh.tp.size, name="tokens")
@@ -63,6 +67,9 @@ class Splitter(nn.Module):
         check_axis(over, "over")
         self.over, self.seed = over, seed
         self.layers = nn.ModuleDict()
+        self.witness = nn.Parameter(torch.empty(0))
+        self.register_state_dict_post_hook(_without_witness)
+        self.register_load_state_dict_post_hook(_missing_no_witness)
         self._calls: dict[str, _Call] = {}
         self._blocks: list[Token[Splitter | None]] = []
         self._unnamed = 0
@@ -129,6 +136,7 @@ class Splitter(nn.Module):
         split_input = operation == "linear" and axis == 0 and x.shape[-1] != size[0]
         call = _Call((size[0], size[1]), operation, axis, gather_out, bias, split_input)
         if name not in self.layers:
+            self._require_unseen(name)
             with x.device:
                 layer = self._make(call, name, weight_init, bias_init)
             if weight_attr is not None:  # in Paddle's order, [in, out]
@@ -145,6 +153,19 @@ class Splitter(nn.Module):
         layer = self.layers[name]
         out: Tensor = layer.partial_sum(x) if partial else layer(x)  # type: ignore[operator]
         return out
+
+    def _require_unseen(self, name: str) -> None:
+        """Raise a `UserError` if something keeps the parameters that there were before those of `name` are made."""
+        seen = ref(self.witness)
+        self.witness = nn.Parameter(torch.empty(0))
+        if seen() is not None:
+            gc.collect()  # an optimizer that is no longer used may be in a cycle
+        if seen() is not None:
+            raise UserError(
+                f"The weights of {name!r} are made at the first call, now, but something has taken the splitter's "
+                "parameters before, such as an optimizer, which would not train them; run the model once, and make the "
+                "optimizer after that."
+            )
 
     def _check(
         self, x: Any, size: tuple[int, int], operation: str, axis: int, num_partitions: int, name: str | None
@@ -190,6 +211,14 @@ class Splitter(nn.Module):
         if call.axis == 0:
             return RowParallelLinear(*sizes, self.over, **linear, input_is_parallel=call.input_is_parallel)
         return ColumnParallelLinear(*sizes, self.over, **linear, gather_output=call.gather_out)
+
+
+def _without_witness(splitter: nn.Module, state: Any, prefix: str, _metadata: Any) -> None:
+    state.pop(f"{prefix}witness", None)
+
+
+def _missing_no_witness(splitter: nn.Module, keys: Any) -> None:
+    keys.missing_keys[:] = [key for key in keys.missing_keys if key.rpartition(".")[2] != "witness"]
 
 
 def split(

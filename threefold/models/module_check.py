@@ -284,6 +284,11 @@ def _sentence(error: BaseException, module: str, tp: int) -> str | None:
             f"A forward pass changes {result} in place, which its backward pass needs as it was; use an operation "
             "without a trailing underscore there, such as y = y + 1 instead of y.add_(1)."
         )
+    if "got mixed torch.Tensor and DTensor" in text:
+        return (
+            f"In {where} a weight that tensor ranks share (tp {tp}) is used by itself, as in F.linear(x, "
+            "layer.weight); call the layer that has it, or use Replicated() for that layer."
+        )
     if "is a view and is being modified inplace" in text:
         return (
             f"In {where} an input is changed in place, which sharded weights (parallel.zero) do not allow; use an "

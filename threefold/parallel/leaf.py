@@ -3,6 +3,9 @@
 The `DTensor` has the global shape and the placement, so checkpoints, counts and comparisons use global tensors. The
 forward pass computes with a plain leaf that shares its memory: on a CPU, dispatch through `DTensor` costs many times as
 much as a small layer's own operations. If ZeRO shards a parameter further, another `DTensor` describes both shardings.
+
+A layer that a user's own model is written with has no leaf: it computes with the shard of its parameter, a
+`SplitTensor`, which gets the gradient. An engine takes it over by asking for its leaf (`local`).
 """
 
 from collections.abc import Sequence
@@ -13,7 +16,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from threefold.torch_private.distributed import fresh_parameter
+from threefold.parallel.split_tensor import SplitTensor
+from threefold.torch_private.distributed import fresh_parameter, shard_of, split_like
 
 _KEPT_HERE: Final = frozenset({"local_leaf", "stored_whole", "_is_param"})
 """Attributes of a parameter that are set by this module, or by torch, and are its own."""
@@ -34,7 +38,7 @@ def as_stored(shard: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], 
 def local(parameter: Tensor) -> Tensor:
     """Return the tensor that this rank computes with and trains: the parameter, or the plain leaf of a `DTensor`.
 
-    Gradients accumulate on this leaf.
+    Gradients accumulate on this leaf, from the first time that it is asked for.
     """
     if not isinstance(parameter, DTensor):
         return parameter
@@ -44,6 +48,18 @@ def local(parameter: Tensor) -> Tensor:
             leaf = with_marks(parameter.to_local().detach(), parameter).requires_grad_(parameter.requires_grad)
         parameter.local_leaf = leaf  # type: ignore[attr-defined]
     return leaf
+
+
+def computed(parameter: Tensor) -> Tensor:
+    """Return the tensor that a layer computes with: the leaf, or the shard of a parameter that has none."""
+    if isinstance(parameter, SplitTensor) and getattr(parameter, "local_leaf", None) is None:
+        return parameter.to_local()
+    return local(parameter)
+
+
+def held(parameter: Tensor) -> Tensor:
+    """Return this rank's shard of a parameter, to read or set; it has the same memory, and no gradient."""
+    return shard_of(parameter).detach() if isinstance(parameter, DTensor) else parameter.detach()
 
 
 def stored_as(stored: Tensor, leaf: nn.Parameter) -> nn.Parameter:
@@ -59,6 +75,8 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
     """Wrap a tensor of the local shard's shape (a gradient, an optimizer state) the way the parameter is stored."""
     if not isinstance(parameter, DTensor):
         return shard
+    if isinstance(parameter, SplitTensor):
+        return split_like(SplitTensor, shard, parameter)
     return as_stored(shard, parameter.device_mesh, parameter.placements, parameter)
 
 

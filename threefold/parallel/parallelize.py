@@ -13,6 +13,7 @@ from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from threefold.comm.axis import Axis, local_part, reduce_from
 from threefold.comm.mesh import Mesh
@@ -34,7 +35,7 @@ from threefold.parallel.dropout_parts import undecided_dropouts
 from threefold.parallel.experts import ParallelExperts
 from threefold.parallel.gradient_sums import LeafOrder
 from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients
-from threefold.parallel.leaf import like, local, stored, stored_as, with_marks
+from threefold.parallel.leaf import as_stored, held, local, stored, stored_as, with_marks
 from threefold.parallel.parameter import (
     Weight,
     initialise_,
@@ -391,10 +392,12 @@ def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: Constructe
 
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
         # Contiguous, however its constructor made it: optimizer kernels and ZeRO rely on memory order.
-        shard = torch.empty(local(parameter).shape, device=device, dtype=dtype)
+        shard = stored = torch.empty(held(parameter).shape, device=device, dtype=dtype)
+        if isinstance(parameter, DTensor):  # computed with through its leaf, so never a `SplitTensor`
+            stored = as_stored(shard, parameter.device_mesh, parameter.placements, parameter)
         if how.zero is not None or how.deferred is None or not parameter.requires_grad:
-            return fresh_parameter(like(parameter, shard), parameter.requires_grad)
-        return stored_as(like(parameter, shard), DeferrableWeight(shard, how.deferred))
+            return fresh_parameter(stored, parameter.requires_grad)
+        return stored_as(stored, DeferrableWeight(shard, how.deferred))
 
     if how.zero is None:
         device, dtype = how.mesh.device, how.dtype

@@ -17,9 +17,10 @@ from threefold.comm.layout import shard_bounds
 from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
 from threefold.models.source import ConstructedModel, drawn
 from threefold.parallel.gradients import Gradients
-from threefold.parallel.leaf import as_stored, like, local, with_marks
+from threefold.parallel.leaf import as_stored, held, like, local, with_marks
+from threefold.parallel.split_tensor import SplitTensor
 from threefold.random.rng import fill_normal_, stream_key
-from threefold.torch_private.distributed import fresh_parameter
+from threefold.torch_private.distributed import fresh_parameter, split_like
 from threefold.torch_private.tensors import foreach_copy_
 
 
@@ -56,7 +57,7 @@ def _as_parameter(
     if axis.device_mesh is None:
         raise ValueError(f"axis {axis.name!r} is not an axis of the mesh, so no parameter can be split over it")
     stored = as_stored(local, axis.device_mesh, [Shard(dim) for dim in dims], whole)
-    return fresh_parameter(stored, requires_grad)
+    return fresh_parameter(split_like(SplitTensor, local, stored), requires_grad)
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -84,7 +85,7 @@ def offset(parameter: Tensor) -> tuple[int, ...]:
 
 def slice_of(parameter: Tensor, value: Tensor) -> Tensor:
     """Return this rank's shard, as a view, of a value with the global shape of a `stored` parameter."""
-    for dim, (start, size) in enumerate(zip(offset(parameter), local(parameter).shape, strict=True)):
+    for dim, (start, size) in enumerate(zip(offset(parameter), held(parameter).shape, strict=True)):
         value = value.narrow(dim, min(start, value.shape[dim]), size)
     return value
 
@@ -116,7 +117,7 @@ def _tensor_cut(parameter: Tensor) -> tuple[int, int] | None:
 
 def longest_shard(parameter: Tensor) -> int:
     """Return the number of elements of the longest shard on any tensor rank, the same on every rank."""
-    sizes = list(local(parameter).shape)
+    sizes = list(held(parameter).shape)
     if (cut := _tensor_cut(parameter)) is not None:
         dim, ranks = cut
         sizes[dim] = -(-parameter.shape[dim] // ranks)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from threefold.comm.layout import shard_bounds, shard_length
 from threefold.config import Config
@@ -23,8 +24,9 @@ from threefold.parallel.parameter import set_in
 from threefold.parallel.pipeline.partition import covers, stage_map
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.shard_modules import SHARDINGS, grain_units, has_own_forward, uncut_tensors
+from threefold.parallel.split_layer import SplitLayer
 from threefold.torch_private.distributed import persistent_buffers
-from threefold.torch_private.tensors import child_names, has_module_hooks
+from threefold.torch_private.tensors import child_names, has_module_hooks, tensors_in
 
 _WITHIN = (sharding.Replicated, sharding.PerHead)
 """Splits that leave the modules inside a module to other patterns."""
@@ -34,6 +36,7 @@ def check_plan(model: nn.Module, plan: sharding.ModelPlan) -> None:
     """Raise a `UserError` unless a plan suits the whole single-device model, on any device or the meta device."""
     modules = dict(model.named_modules(remove_duplicate=False))
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    _refuse_split_layers(modules)
     module_check.check_modules(model)
     _check_layers(modules, plan)
     module_check.check_hooks(modules, plan.layers)
@@ -45,6 +48,18 @@ def check_plan(model: nn.Module, plan: sharding.ModelPlan) -> None:
     _check_ties(modules, parameters, plan)
     _check_values(modules, parameters, plan)
     module_check.refuse_layout_dependent(modules)
+
+
+def _refuse_split_layers(modules: Mapping[str, nn.Module]) -> None:
+    """Check that no layer is cut already: the plan cuts the model of one device."""
+    for name, module in modules.items():
+        if isinstance(module, SplitLayer):
+            kind, rule = type(module).__name__, type(module.rule).__name__
+            plain = "nn.Embedding" if rule == "Vocab" else "nn.Linear"
+            raise UserError(
+                f"{name!r} is a {kind}, which is cut already, but a plan cuts the model of one device; use {plain} "
+                f"with {rule}() in the plan, or train the model as it is, in your own loop or with threefold.prepare."
+            )
 
 
 def check_grain(model: nn.Module, plan: sharding.ModelPlan, grain: int, tp: int) -> None:
@@ -398,6 +413,8 @@ def check_forward(
         model = made_on_meta(make_model)
         cut_to_rank(model, plan, tp, rank)
         error = _failure(model, plan, batch, takes_labels)
+        if isinstance(error, UserError):
+            raise error
         if error is not None and module_check.is_of_sizes(error):
             modules = dict(model.named_modules())
             where = module_check.module_of(error, modules)
@@ -429,6 +446,37 @@ def _failure(model: nn.Module, plan: sharding.ModelPlan, batch: Any, takes_label
     return None
 
 
+class _CutWeight(nn.Parameter):
+    """Weight on the meta device that raises a `UserError` where it meets another tensor; `said` is what cuts it."""
+
+    said: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        tensors = tensors_in((args, kwargs))
+        own = next(each for each in tensors if isinstance(each, _CutWeight))
+        if any(each is not own and each.dim() for each in tensors):
+            raise UserError(
+                f"{own.said} for tp, so that a rank has a part of its weight, but the model computes with that by "
+                "itself, as in F.linear(x, layer.weight); call the layer, or use Replicated() for it."
+            )
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class _CutLinear(nn.Linear):
+    """Linear layer on the meta device with the widths of one tensor rank."""
+
+    def __init__(self, inputs: int, outputs: int, bias: bool, said: str) -> None:
+        super().__init__(inputs, outputs, bias, device="meta")
+        self.own = (self.weight,)  # as a tuple, which is no parameter
+        self.weight = _CutWeight(self.weight)
+        self.weight.said = said
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Compute this rank's product."""
+        return F.linear(input, self.own[0], self.bias)
+
+
 def cut_to_rank(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) -> None:
     """Shrink a model on the meta device to the sizes of one tensor rank, in place."""
     made: dict[nn.Module, nn.Module] = {}
@@ -443,7 +491,9 @@ def cut_to_rank(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) 
             else:
                 continue
             if module not in made:
-                made[module] = nn.Linear(inputs, outputs, bias=module.bias is not None, device="meta")
+                made[module] = _CutLinear(
+                    inputs, outputs, module.bias is not None, f"{type(rule).__name__} cuts {name!r}"
+                )
             set_in(model, name, made[module])
     bare = sharding.Patterns(plan.bare)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]

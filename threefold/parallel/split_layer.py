@@ -1,9 +1,11 @@
 """Bases of tensor-parallel layers: a split weight and its initial values, and the checks of their arguments."""
 
+import inspect
 from collections.abc import Callable
-from functools import partial
+from difflib import get_close_matches
+from functools import partial, wraps
 from math import sqrt
-from typing import Any, Self, cast
+from typing import Any, Concatenate, Final, ParamSpec, Self, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +13,11 @@ from torch import Tensor, nn
 from threefold.comm.axis import Axis
 from threefold.errors import UserError
 from threefold.models.sharding import Split
-from threefold.parallel.leaf import local, stored
+from threefold.parallel.leaf import held, stored
 from threefold.parallel.parameter import empty_parameter, in_place_of, offset, slice_of, split_parameter
 from threefold.random.rng import fill_normal_, stream_key
 
+_Layer = TypeVar("_Layer")
 Initializer = Callable[[Tensor], Tensor | None]
 """Function that sets a whole weight in place, as those of `torch.nn.init` do, or returns other values."""
 
@@ -24,6 +27,7 @@ class SplitLayer(nn.Module):
 
     weight: nn.Parameter
     axis: Axis
+    sequence_dim: int | None
     rule: Split
     """Rule that splits the parameters."""
 
@@ -39,7 +43,7 @@ class SplitLayer(nn.Module):
     def _shapes(self) -> str:
         """Describe the shapes of the weight and of this rank's part, which computes, for `repr`."""
         # With ZeRO the stored weight is a shard of this rank's part.
-        whole, own = tuple(stored(self.weight).shape), tuple(local(self.weight).shape)
+        whole, own = tuple(stored(self.weight).shape), tuple(held(self.weight).shape)
         return f"weight {whole}, {own} on {self.axis.name} rank {self.axis.index} of {self.axis.size}"
 
     def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
@@ -49,7 +53,7 @@ class SplitLayer(nn.Module):
         """
         with torch.no_grad():
             key = stream_key(seed, name)
-            fill_normal_(local(self.weight).detach(), std, key, tuple(self.weight.shape), offset(self.weight))
+            fill_normal_(held(self.weight), std, key, tuple(self.weight.shape), offset(self.weight))
 
 
 class SplitLinear(SplitLayer):
@@ -96,7 +100,7 @@ class SplitLinear(SplitLayer):
         super().reset_parameters(name, seed, std)
         if self.bias is not None:
             with torch.no_grad():
-                local(self.bias).zero_()
+                held(self.bias).zero_()
 
 
 def new_key(name: str | None, seed: int) -> int:
@@ -117,10 +121,9 @@ def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> N
             f"{what} is {initializer!r} but must be a function of the whole weight; use one such as "
             "torch.nn.init.xavier_normal_."
         )
-    held = local(parameter).detach()
-    if held.is_meta:
+    if parameter.is_meta:
         return
-    whole = torch.zeros(parameter.shape, dtype=torch.promote_types(held.dtype, torch.float32), device="cpu")
+    whole = torch.zeros(parameter.shape, dtype=torch.promote_types(parameter.dtype, torch.float32), device="cpu")
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(key)
         returned = initializer(whole)
@@ -137,16 +140,84 @@ def fill_(parameter: Tensor, initializer: Initializer, key: int, what: str) -> N
 @torch.no_grad()
 def keep_shard_(parameter: Tensor, whole: Tensor) -> None:
     """Set this rank's shard of a parameter to its part of the whole values."""
-    local(parameter).detach().copy_(slice_of(parameter, whole))
+    held(parameter).copy_(slice_of(parameter, whole))
+
+
+_P = ParamSpec("_P")
+_ELSEWHERE: Final = {
+    "has_bias": "use bias",
+    "use_bias": "use bias",
+    "init_method": "use weight_init",
+    "weight_attr": "use weight_init",
+    "bias_attr": "use bias for whether there is one, and bias_init for its values",
+    "gather_out": "use gather_output of ColumnParallelLinear",
+    "parallel_input": "use input_is_parallel of RowParallelLinear",
+    "skip_bias_add": "it returns the output alone, with its bias; use bias=False and add a bias of your own",
+    "skip_weight_param_allocation": "use threefold.parallelize with tied weights, or assign the other layer's weight",
+    "sequence_parallel": "use sequence_dim",
+    "sequence_parallel_enabled": "use sequence_dim",
+    "mp_group": "use axis",
+    "tp_group": "use axis",
+    "process_group": "use axis",
+    "config": "its sizes are its arguments",
+    "dtype": "call its .to(dtype)",
+    "device": "make it in `with torch.device(…):`",
+    "padding_idx": "make it by VocabParallelEmbedding.from_embedding",
+}
+"""Arguments of such layers in other systems, and what to write instead."""
+_OF_A_LAYER: Final = {
+    ("RowParallelLinear", "gather_output"): "its output is always whole; for an input that is split already, use "
+    "input_is_parallel",
+    ("ColumnParallelLinear", "input_is_parallel"): "its input is always whole; for a part of the output on each rank, "
+    "use gather_output=False",
+    ("VocabParallelEmbedding", "bias"): "a table has none; leave it out",
+    ("VocabParallelEmbedding", "gather_output"): "its output is always whole; leave it out",
+}
+
+
+def explaining_arguments(
+    init: Callable[Concatenate[_Layer, _P], None],
+) -> Callable[Concatenate[_Layer, _P], None]:
+    """Make the constructor of a layer raise a `UserError` that says which argument it lacks or does not have."""
+    signature = inspect.signature(init)
+    names = list(signature.parameters)[1:]
+
+    @wraps(init)
+    def checked(self: _Layer, /, *args: _P.args, **options: _P.kwargs) -> None:
+        kind = type(self).__name__
+        for name in options:
+            if name in names:
+                continue
+            instead = _OF_A_LAYER.get((kind, name)) or _ELSEWHERE.get(name)
+            if instead is not None:
+                raise UserError(f"{kind} has no {name}: {instead}.")
+            (near,) = get_close_matches(name, names, n=1, cutoff=0)
+            raise UserError(f"{kind} has no argument {name!r}; the nearest is {near!r}.")
+        try:
+            signature.bind(self, *args, **options)
+        except TypeError:
+            given = {*names[: len(args)], *options}
+            for name, parameter in list(signature.parameters.items())[1:]:
+                if parameter.default is parameter.empty and name not in given:
+                    use = _AN_AXIS if name == "axis" else f"give {name}=1, say"
+                    raise UserError(f"{kind} lacks {name}; {use}.") from None
+            positional = sum(each.kind is each.POSITIONAL_OR_KEYWORD for each in signature.parameters.values()) - 1
+            raise UserError(
+                f"{kind} has {positional} arguments without a name ({', '.join(names[:positional])}) but got "
+                f"{len(args)}, or one of them by its name too; name those after {names[positional - 1]}."
+            ) from None
+        init(self, *args, **options)
+
+    return checked
+
+
+_AN_AXIS: Final = "use mesh.tp of mesh = threefold.init_mesh(tp=2), say"
 
 
 def check_axis(axis: Any, argument: str) -> None:
     """Raise a `UserError`, which names the argument, unless it is an axis of a mesh."""
     if not isinstance(axis, Axis):
-        raise UserError(
-            f"{argument} is a {type(axis).__name__} but must be an axis of a mesh; use mesh.tp of "
-            "mesh = threefold.init_mesh(tp=2), say."
-        )
+        raise UserError(f"{argument} is a {type(axis).__name__} but must be an axis of a mesh; {_AN_AXIS}.")
 
 
 def check_sizes(axis: Any, **sizes: Any) -> None:

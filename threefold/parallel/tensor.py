@@ -1,8 +1,12 @@
-"""Tensor-parallel layers: linear layers and embeddings with weights split over a mesh axis."""
+"""Tensor-parallel layers: linear layers and embeddings with weights split over a mesh axis.
+
+Their parameters have the shape of the whole weight. In a model of a user's own, they and their gradients are
+`SplitTensor`s, which torch's optimizers take. Where `parallelize` or `prepare` has taken a model over, the layers
+compute with plain leaves instead (`parallel.leaf`).
+"""
 
 from collections.abc import Callable
-from difflib import get_close_matches
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -10,17 +14,22 @@ from torch.nn import functional as F
 
 from threefold.comm.axis import Axis, copy_to, gather_from, over_gathered, reduce_from, reduce_to_shares, scatter_to
 from threefold.comm.layout import shard_bounds
-from threefold.errors import UserError
 from threefold.models.sharding import Column, Row, Vocab
 from threefold.ops import exact, fp8
 from threefold.ops.exact import Pieces, RowSum
 from threefold.ops.kernels import embedding, linear
-from threefold.parallel.leaf import local
+from threefold.parallel.leaf import computed
 from threefold.parallel.parameter import in_place_of
-from threefold.parallel.split_layer import Initializer, SplitLayer, SplitLinear, check_sizes, fill_, new_key
+from threefold.parallel.split_layer import (
+    Initializer,
+    SplitLayer,
+    SplitLinear,
+    check_sizes,
+    explaining_arguments,
+    fill_,
+    new_key,
+)
 from threefold.torch_private.tensors import assert_async
-
-_ROW_ARGUMENTS = ("name", "seed", "weight_init", "bias_init", "bias", "input_is_parallel", "sequence_dim")
 
 
 class VocabParallelEmbedding(SplitLayer):
@@ -50,6 +59,7 @@ class VocabParallelEmbedding(SplitLayer):
     rule = Vocab()
     padding_idx: int | None = None
 
+    @explaining_arguments
     def __init__(
         self,
         num_embeddings: int,
@@ -96,7 +106,7 @@ class VocabParallelEmbedding(SplitLayer):
 
     def own_rows(self, ids: Tensor) -> Tensor:
         """Return this rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
-        table = _pad_rows(local(self.weight), self.pad_to)
+        table = _pad_rows(computed(self.weight), self.pad_to)
         if self.axis.size == 1:
             return self._without_gradient(ids, self._looked_up(ids, table))
         assert_async(
@@ -153,6 +163,7 @@ class ColumnParallelLinear(SplitLinear):
     rule = Column()
     unit_parts: int = 1
 
+    @explaining_arguments
     def __init__(
         self,
         in_features: int,
@@ -202,7 +213,7 @@ class ColumnParallelLinear(SplitLinear):
             compute: must not return a view of `x`; its gradient of `x` is summed over the axis.
             x: input, as for `forward`.
         """
-        return self._over_whole_input(lambda whole: compute(whole, local(self.weight)), x)
+        return self._over_whole_input(lambda whole: compute(whole, computed(self.weight)), x)
 
     def _over_whole_input(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if self.sequence_dim is None:
@@ -210,7 +221,7 @@ class ColumnParallelLinear(SplitLinear):
         return over_gathered(compute, x, self.axis, self.sequence_dim)
 
     def _own_features(self, x: Tensor) -> Tensor:
-        weight, bias = local(self.weight), None if self.bias is None else local(self.bias)
+        weight, bias = computed(self.weight), None if self.bias is None else computed(self.bias)
         if self.pieces is not None:
             return exact.linear(x, weight, bias, outer=self.pieces.features, rows=self.pieces.all_rows)
         multiply = fp8.linear if self.fp8 else linear
@@ -241,15 +252,13 @@ class RowParallelLinear(SplitLinear):
         sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
         pieces: pieces of an exact run's sums; None for any other run.
 
-    Raises:
-        UserError: an argument is unknown, such as `gather_output`.
-
     Example:
         >>> down = threefold.RowParallelLinear(2048, 512, mesh.tp, input_is_parallel=True, weight_init=nn.init.zeros_)
     """
 
     rule = Row()
 
+    @explaining_arguments
     def __init__(
         self,
         in_features: int,
@@ -264,17 +273,7 @@ class RowParallelLinear(SplitLinear):
         input_is_parallel: bool = False,
         sequence_dim: int | None = None,
         pieces: Pieces | None = None,
-        **unknown: Any,
     ) -> None:
-        if "gather_output" in unknown:
-            raise UserError(
-                "RowParallelLinear has no gather_output: its output is always whole; "
-                "for an input that is split already, use input_is_parallel."
-            )
-        if unknown:
-            name = next(iter(unknown))
-            (near,) = get_close_matches(name, _ROW_ARGUMENTS, n=1, cutoff=0)
-            raise UserError(f"RowParallelLinear has no argument {name!r}; the nearest is {near!r}.")
         super().__init__()
         check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.input_is_parallel, self.sequence_dim = axis, input_is_parallel, sequence_dim
@@ -306,8 +305,8 @@ class RowParallelLinear(SplitLinear):
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis)
         if self.pieces is not None:
-            return exact.linear(x, local(self.weight), None, inner=self.pieces.features, rows=self.pieces.all_rows)
-        return (fp8.linear if self.fp8 else linear)(x, local(self.weight))
+            return exact.linear(x, computed(self.weight), None, inner=self.pieces.features, rows=self.pieces.all_rows)
+        return (fp8.linear if self.fp8 else linear)(x, computed(self.weight))
 
     def extra_repr(self) -> str:
         return f"{self._shapes()}, input_is_parallel={self.input_is_parallel}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import cache
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -268,6 +268,29 @@ def local_box(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...], int, b
             copies = copies * tensor.device_mesh.size(axis) + tensor.device_mesh.get_local_rank(axis)
     partial = any(placement.is_partial() for placement in tensor.placements)
     return tuple(start), tuple(size), copies, partial
+
+
+_Kind = TypeVar("_Kind", bound=DTensor)
+
+
+def shard_of(tensor: DTensor) -> Tensor:
+    """Return the shard that a `DTensor` holds, itself.
+
+    Why: `to_local` records autograd, or returns a new parameter. A `to_local` of detached tensors would replace it.
+    """
+    return tensor._local_tensor
+
+
+def split_like(kind: type[_Kind], shard: Tensor, like: DTensor) -> _Kind:
+    """Wrap a shard as a tensor of a class of DTensors, with the whole shape and the placement of `like`.
+
+    Why: `from_local` makes a `DTensor` only, and records autograd. A `from_local` of subclasses would replace it.
+    """
+    held = like._spec
+    assert held.tensor_meta is not None  # which only specifications of operators lack
+    meta = held.tensor_meta._replace(dtype=shard.dtype)
+    shard = shard.detach() if shard.requires_grad else shard  # the gradient of a gradient is
+    return kind(shard, type(held)(held.mesh, held.placements, tensor_meta=meta), requires_grad=False)
 
 
 def fresh_parameter(tensor: Tensor, requires_grad: bool = True) -> nn.Parameter:

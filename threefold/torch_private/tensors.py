@@ -1,10 +1,11 @@
 """Private parts of torch for tensors and modules of one device."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 assert_async = torch._assert_async
 """Raise RuntimeError if a scalar is false: at once on a CPU, as a device-side assertion on a GPU. Why: labels and token
@@ -113,6 +114,19 @@ def has_module_hooks(module: nn.Module) -> bool:
     """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks)
+
+
+def map_tensors(function: Callable[[Tensor], Any], values: Any) -> Any:
+    """Return values in which `function` has replaced each tensor, in tuples, lists and mappings too.
+
+    Why: `torch.utils._pytree` is what torch's own dispatch uses. A public one would replace it.
+    """
+    return _pytree.tree_map_only(Tensor, function, values)
+
+
+def tensors_in(values: Any) -> list[Tensor]:
+    """Return the tensors in tuples, lists and mappings, in order. Why, and what would replace it: as `map_tensors`."""
+    return [each for each in _pytree.tree_leaves(values) if isinstance(each, Tensor)]
 
 
 def child_names(module: nn.Module) -> Iterable[str]:
