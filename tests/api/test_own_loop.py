@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import threefold
@@ -201,3 +202,41 @@ def test_a_checkpoint_continues_in_another_layout(pool, tmp_path: Path, before: 
         assert (step, lr) == (1, 0.03)
         assert rest == pytest.approx(losses[1:], rel=1e-9)
     assert len(losses) == STEPS
+
+
+class OfItsWeights(nn.Module):
+    """A layer that computes with the weights of a linear layer and of a table itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.up, self.down = nn.Embedding(5, 6), nn.Linear(6, 8), nn.Linear(8, 6)
+        self.of = "up"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.down(F.linear(self.table(x), self.up.weight) if self.of == "up" else self.up(self.table(x)))
+        return F.linear(y, self.table.weight) if self.of == "table" else y
+
+
+def weights_themselves(zero: int) -> list[str]:
+    mesh, said = threefold.init_mesh(tp=2), []
+    shard = {"0.table": threefold.Vocab(), "0.up": threefold.Column(), "0.down": threefold.Row()}
+    plan = threefold.Plan(layers=["0"], shard=shard)
+    for of in ("up", "table"):
+
+        def make(of: str = of) -> nn.Module:
+            layer = OfItsWeights()
+            layer.of = of
+            return nn.Sequential(layer)
+
+        model = threefold.parallelize(make, plan, mesh, zero=zero)  # type: ignore[arg-type]
+        with pytest.raises(threefold.UserError) as raised:
+            model.train_batch((torch.arange(4), torch.zeros(4)), lambda output, batch: output.square().mean())
+        said.append(str(raised.value))
+    return said
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_weight_that_is_computed_with_outside_of_its_layer_is_one_sentence(pool, zero: int) -> None:
+    for of_up, of_table in pool.run(2, weights_themselves, zero):
+        assert of_up.startswith("Column cuts '0.up' for tp, so that a rank has a part of its weight, but the model ")
+        assert of_table.startswith("Vocab cuts '0.table' for tp, so that a rank has a part of its weight, but the ")

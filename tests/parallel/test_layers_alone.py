@@ -230,7 +230,18 @@ def tied(tp: Axis) -> None:
     assert_equal(found[1], found[0])
 
 
-WAYS = (saved, copied, narrowed, hooked, scaled, filled, in_a_loss, tied)
+def penalized(tp: Axis) -> None:
+    """A penalty of the gradients' norm: gradients of gradients, through the collectives of the layers."""
+    plain, split = both(tp)
+    for model in (plain, split):
+        of = torch.autograd.grad(loss_of(model), list(model.parameters()), create_graph=True)
+        sum(each.square().sum() for each in of).backward()  # type: ignore[union-attr]
+    for one, other in zip(plain.parameters(), split.parameters(), strict=True):
+        zero = torch.zeros_like(one)  # a bias of the loss's last sum has none
+        assert_equal(zero if other.grad is None else whole(other.grad), zero if one.grad is None else one.grad)
+
+
+WAYS = (penalized, saved, copied, narrowed, hooked, scaled, filled, in_a_loss, tied)
 
 
 def of_axis(way: Callable[[Axis], None]) -> None:

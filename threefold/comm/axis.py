@@ -478,8 +478,15 @@ def _gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return axis.all_gather(x, dim)
 
 
-def differentiable(forward: Callable[..., Tensor], backward: Callable[..., Tensor]) -> type[torch.autograd.Function]:
-    """Make an autograd function of `forward(x, axis, …)`, whose backward pass is `backward(gradient, axis, …)`."""
+def differentiable(
+    forward: Callable[..., Tensor],
+    backward: Callable[..., Tensor],
+    again: Callable[[], type[torch.autograd.Function]] | None = None,
+) -> type[torch.autograd.Function]:
+    """Make an autograd function of `forward(x, axis, …)`, whose backward pass is `backward(gradient, axis, …)`.
+
+    `again` returns the function whose forward pass is `backward`, for gradients of gradients.
+    """
 
     class _Collective(torch.autograd.Function):
         @staticmethod
@@ -489,13 +496,15 @@ def differentiable(forward: Callable[..., Tensor], backward: Callable[..., Tenso
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+            if again is not None and grad.requires_grad and not torch.compiler.is_compiling():
+                return again().apply(grad, *ctx.where), *(None,) * len(ctx.where)
             return backward(grad, *ctx.where), *(None,) * len(ctx.where)
 
     return _Collective
 
 
-_CopyTo = differentiable(lambda x, axis: x.view_as(x), all_reduce)
-_ReduceFrom = differentiable(all_reduce, lambda grad, axis: grad)
+_CopyTo = differentiable(lambda x, axis: x.view_as(x), all_reduce, lambda: _ReduceFrom)
+_ReduceFrom = differentiable(all_reduce, lambda grad, axis: grad, lambda: _CopyTo)
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
@@ -508,10 +517,10 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
-_GatherFrom = differentiable(_gather, _own_part)
-_ScatterTo = differentiable(_own_part, _gather)
-_GatherShares = differentiable(all_gather_equal, reduce_scatter)
-_ReduceToShares = differentiable(reduce_scatter, all_gather_equal)
+_GatherFrom = differentiable(_gather, _own_part, lambda: _ScatterTo)
+_ScatterTo = differentiable(_own_part, _gather, lambda: _GatherFrom)
+_GatherShares = differentiable(all_gather_equal, reduce_scatter, lambda: _ReduceToShares)
+_ReduceToShares = differentiable(reduce_scatter, all_gather_equal, lambda: _GatherShares)
 
 
 class _GatherAgain(torch.autograd.Function):

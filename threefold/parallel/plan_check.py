@@ -477,11 +477,28 @@ class _CutLinear(nn.Linear):
         return F.linear(input, self.own[0], self.bias)
 
 
+class _CutTable(nn.Embedding):
+    """Embedding on the meta device, with all of its rows, whose weight is a rank's part."""
+
+    def __init__(self, of: nn.Embedding, said: str) -> None:
+        super().__init__(of.num_embeddings, of.embedding_dim, of.padding_idx, device="meta")
+        self.own = (self.weight,)
+        self.weight = _CutWeight(self.weight)
+        self.weight.said = said
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Look up rows."""
+        return F.embedding(input, self.own[0], self.padding_idx)
+
+
 def cut_to_rank(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) -> None:
     """Shrink a model on the meta device to the sizes of one tensor rank, in place."""
     made: dict[nn.Module, nn.Module] = {}
     for name, module in list(model.named_modules(remove_duplicate=False)):
         pattern = plan.patterns.naming(name) if name else None
+        said = "" if pattern is None else f"{type(plan.split[pattern]).__name__} cuts {name!r}"
+        if pattern is not None and isinstance(module, nn.Embedding) and isinstance(plan.split[pattern], sharding.Vocab):
+            set_in(model, name, made.setdefault(module, _CutTable(module, said)))
         if pattern is not None and isinstance(module, nn.Linear):
             rule, inputs, outputs = plan.split[pattern], module.in_features, module.out_features
             if isinstance(rule, sharding.Column):
@@ -491,9 +508,7 @@ def cut_to_rank(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) 
             else:
                 continue
             if module not in made:
-                made[module] = _CutLinear(
-                    inputs, outputs, module.bias is not None, f"{type(rule).__name__} cuts {name!r}"
-                )
+                made[module] = _CutLinear(inputs, outputs, module.bias is not None, said)
             set_in(model, name, made[module])
     bare = sharding.Patterns(plan.bare)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
