@@ -51,8 +51,10 @@ def on_ranks(dp: int, tp: int, zero: int) -> tuple[float, list[str]]:
         optimizer.step()
         found.weights.append({name: each.clone() for name, each in model.state_dict().items()})
     said = []
-    for wrong in (Split(mesh.dp), Split(mesh.tp)):
-        wrong.up.sequence_dim = 1  # type: ignore[assignment]
+    for number in range(3):
+        wrong = Split(mesh.tp if number else mesh.dp)
+        wrong.up.sequence_dim = 1 if number == 1 else None  # type: ignore[assignment]
+        wrong.up.weight.register_hook(lambda grad: 2 * grad)
         with pytest.raises(t3.UserError) as raised:
             t3.prepare(wrong, mesh=mesh)
         said.append(str(raised.value))
@@ -61,7 +63,8 @@ def on_ranks(dp: int, tp: int, zero: int) -> tuple[float, list[str]]:
 
 @sweep(("dp", "tp", "zero"), [(2, 2, 0), (3, 1, 1), (1, 3, 0), (2, 2, 3)], quick=(0,), slow=(1, 3))
 def test_a_model_of_parallel_layers_is_prepared_without_a_table(pool, dp: int, tp: int, zero: int) -> None:
-    for error, (of_dp, of_sequence) in pool.run(dp * tp, on_ranks, dp, tp, zero):
+    for error, (of_dp, of_sequence, of_hook) in pool.run(dp * tp, on_ranks, dp, tp, zero):
         assert error < 1e-12
-        assert of_dp.startswith("'embed' is split over the ranks (") or dp == tp == 1
+        assert of_dp.startswith("'embed' is split over the ranks (")
         assert of_sequence.startswith("'up' has sequence_dim, with which whole weights get partial gradients; ")
+        assert of_hook.startswith("The parameter 'up.weight' has a gradient hook, which would see the gradient of a ")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
@@ -253,6 +254,27 @@ def of_axis(way: Callable[[Axis], None]) -> None:
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_what_torch_does_with_parameters(pool, way: Callable[[Axis], None], ranks: int) -> None:
     pool.run(ranks, of_axis, way)
+
+
+def sharded_by_torch() -> None:
+    """torch's FSDP around the layers: two replicas share each rank's shards."""
+    torch.set_num_threads(1)
+    mesh = Mesh(Layout(dp=2, tp=2))
+    plain, split = both(mesh.tp)
+    fully_shard(split, mesh=mesh.dp.device_mesh)
+    for model, part in ((plain, slice(None)), (split, slice(mesh.dp.index, None, 2))):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-4)
+        for step in range(3):
+            optimizer.zero_grad()
+            loss_of(model, step, part).backward()
+            optimizer.step()
+    got = [each.full_tensor().detach() for each in split.parameters()]  # type: ignore[attr-defined]
+    assert_equal(got, [each.detach() for each in plain.parameters()])
+
+
+@pytest.mark.slow
+def test_fully_shard_around_the_layers(pool) -> None:
+    pool.run(4, sharded_by_torch)
 
 
 def numbers_of(weight: Tensor) -> dict[str, Any]:

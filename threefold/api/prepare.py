@@ -241,7 +241,8 @@ def _prepare_model(
     hooked = {name: each for name, each in model.named_parameters() if has_gradient_hooks(each)}
     partial = [] if tensor_parallel is None else shard_by_patterns(model, tensor_parallel, mesh)
     left = set() if zero and mesh.dp.size > 1 else set(model.parameters())
-    if (lost := next((name for name, each in hooked.items() if each not in left), None)) is not None:
+    lost = next((name for name, each in hooked.items() if each not in left or is_split(each)), None)
+    if lost is not None:
         cut = f"zero {zero}" if not left else f"tp {mesh.tp.size}"
         raise UserError(
             f"The parameter {lost!r} has a gradient hook, which would see the gradient of a shard with {cut}; change "

@@ -52,9 +52,10 @@ def local(parameter: Tensor) -> Tensor:
 
 def computed(parameter: Tensor) -> Tensor:
     """Return the tensor that a layer computes with: the leaf, or the shard of a parameter that has none."""
-    if isinstance(parameter, SplitTensor) and getattr(parameter, "local_leaf", None) is None:
-        return parameter.to_local()
-    return local(parameter)
+    if not isinstance(parameter, DTensor):
+        return parameter
+    leaf: Tensor | None = getattr(parameter, "local_leaf", None)
+    return parameter.to_local() if leaf is None else leaf
 
 
 def held(parameter: Tensor) -> Tensor:

@@ -326,6 +326,9 @@ def apply_parallelism(
     constructed = ConstructedModel(make_model, seed)
     if training is None:
         _allocate(stages, how, constructed)
+        for stage in stages:
+            for parameter in stage.parameters():
+                local(parameter)  # which layers compute with from now on
         return ParallelModel(stages, plan, how)
     tied = TiedWeights(plan, how.stages, how.mesh)
     # Activation checkpointing (recompute), with the random streams of modules inside; chunked losses.
