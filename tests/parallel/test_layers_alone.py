@@ -208,6 +208,10 @@ def filled(tp: Axis) -> None:
     with torch.no_grad():
         split.up.weight.copy_(2 * plain.up.weight)
         plain.up.weight.copy_(split.up.weight)
+    for model in (plain, split):
+        model.up.weight.data = 3 * model.up.weight.data
+        model.up.weight.data[:, 2] = 1.0
+        model.up.weight.data[model.up.weight < 0.5] = 0.5
     assert_equal(whole(split.up.weight.detach()), plain.up.weight.detach())
 
 
@@ -289,9 +293,8 @@ def numbers_of(weight: Tensor) -> dict[str, Any]:
         "norm": weight.norm().item(),
         "rows": weight.norm(dim=1),
         "products": weight @ weight.T,
-        "one row": weight[3],
+        "one column": weight[:, 3],
         "masked": weight * (torch.arange(INNER).view(-1, 1) > 3),
-        "largest of few": torch.linalg.vector_norm(weight[:2], torch.inf),
         "plain": torch.ones(INNER, WIDTH, dtype=weight.dtype).add_(weight),
     }
 
@@ -306,6 +309,7 @@ def measured() -> list[str]:
     wrong: list[Callable[[], Any]] = [
         lambda: F.linear(x, split.up.weight),
         lambda: split.up.weight.std(),
+        lambda: split.up.weight[3],
         lambda: nn.utils.parameters_to_vector(split.parameters()),
         lambda: tp.all_reduce_(split.up.weight.detach()),
     ]
@@ -323,6 +327,7 @@ def test_what_is_not_computed_of_a_shard_is_one_sentence(pool) -> None:
             "those of the whole weight; call the layer that has it, or use its to_local() for this rank's part or "
             "full_tensor() for all of it.",
             "std is not computed of a weight that ranks share; use std of its full_tensor().",
+            "select is not computed of a weight that ranks share; use select of its full_tensor().",
             "view is not computed of a weight that ranks share; use view of its full_tensor().",
             "The tensor is cut over tp, so that its ranks hold different elements, which are no summands; sum over "
             "another axis, such as mesh.dp, or use tensor.full_tensor().",

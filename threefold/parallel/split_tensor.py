@@ -26,6 +26,8 @@ _ELEMENTWISE: Final = frozenset(
 """Operators of elements that torch does not mark as such."""
 _UNEVEN: Final = frozenset({"var", "std", "var_mean", "std_mean", "median", "sort", "topk", "cumsum", "prod"})
 """Operators that `DTensor` may compute wrongly of shards of different lengths."""
+_VIEWS: Final = frozenset({"diagonal", "expand", "narrow", "select", "slice", "split", "split_with_sizes", "unbind"})
+"""Operators that give views, of which `DTensor` gives a copy where they cross the cut: a change of it would be lost."""
 _NOT_COMPUTED: Final = "{0} is not computed of a weight that ranks share; use {0} of its full_tensor()."
 
 
@@ -71,6 +73,8 @@ class SplitTensor(DTensor):
                 out = super().__torch_dispatch__(func, types, args, kwargs)
             except (RuntimeError, NotImplementedError) as error:
                 raise UserError(_NOT_COMPUTED.format(name)) from error
+            if name in _VIEWS and not all(map(_is_cut, tensors_in(out))):
+                raise UserError(_NOT_COMPUTED.format(name))
         return map_tensors(_settled, out) if changed is None else changed
 
     def to_local(self, *, grad_placements: Any = None) -> Tensor:
@@ -84,6 +88,21 @@ class SplitTensor(DTensor):
         """Return the whole tensor on every rank (all-gather); each rank keeps its part of the gradient of that."""
         whole: Tensor = _Whole.apply(self)
         return whole
+
+    @property  # type: ignore[override]
+    def data(self) -> Tensor:
+        """The tensor without its history, in the same memory; setting it copies values of the same shape and dtype."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise UserError(
+                f"data is set to a tensor of {' × '.join(map(str, value.shape))} in {value.dtype} but the weight has "
+                f"{' × '.join(map(str, self.shape))} in {self.dtype}; give that, or use the module's .to(dtype)."
+            )
+        with torch.no_grad():
+            self.detach().copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "SplitTensor":
         if not self.is_leaf:
@@ -187,8 +206,11 @@ def _settled(out: Tensor) -> Tensor:
     """Return the result of a function: a tensor of this class, or an ordinary one if no rank cuts it."""
     if not isinstance(out, DTensor) or isinstance(out, SplitTensor):
         return out
-    cut = any(each.is_shard() for each in out.placements)
-    return split_like(SplitTensor, shard_of(out), out) if cut else _whole(out)
+    return split_like(SplitTensor, shard_of(out), out) if _is_cut(out) else _whole(out)
+
+
+def _is_cut(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) and any(each.is_shard() for each in tensor.placements)
 
 
 def _mixed(name: str, like: DTensor) -> UserError:
