@@ -503,8 +503,9 @@ def differentiable(
     return _Collective
 
 
-_CopyTo = differentiable(lambda x, axis: x.view_as(x), all_reduce, lambda: _ReduceFrom)
-_ReduceFrom = differentiable(all_reduce, lambda grad, axis: grad, lambda: _CopyTo)
+_Function = type[torch.autograd.Function]
+_CopyTo: _Function = differentiable(lambda x, axis: x.view_as(x), all_reduce, lambda: _ReduceFrom)
+_ReduceFrom: _Function = differentiable(all_reduce, lambda grad, axis: grad, lambda: _CopyTo)
 
 
 def copy_to(x: Tensor, axis: Axis) -> Tensor:
@@ -517,10 +518,10 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
-_GatherFrom = differentiable(_gather, _own_part, lambda: _ScatterTo)
-_ScatterTo = differentiable(_own_part, _gather, lambda: _GatherFrom)
-_GatherShares = differentiable(all_gather_equal, reduce_scatter, lambda: _ReduceToShares)
-_ReduceToShares = differentiable(reduce_scatter, all_gather_equal, lambda: _GatherShares)
+_GatherFrom: _Function = differentiable(_gather, _own_part, lambda: _ScatterTo)
+_ScatterTo: _Function = differentiable(_own_part, _gather, lambda: _GatherFrom)
+_GatherShares: _Function = differentiable(all_gather_equal, reduce_scatter, lambda: _ReduceToShares)
+_ReduceToShares: _Function = differentiable(reduce_scatter, all_gather_equal, lambda: _GatherShares)
 
 
 class _GatherAgain(torch.autograd.Function):

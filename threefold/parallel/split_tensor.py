@@ -89,7 +89,7 @@ class SplitTensor(DTensor):
         whole: Tensor = _Whole.apply(self)
         return whole
 
-    @property  # type: ignore[override]
+    @property
     def data(self) -> Tensor:
         """The tensor without its history, in the same memory; setting it copies values of the same shape and dtype."""
         return self.detach()
