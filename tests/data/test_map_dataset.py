@@ -34,7 +34,8 @@ class Stream(IterableDataset):
 
 def replica(index: int, size: int, tp: int = 0) -> Any:
     """All of a mesh that a loader looks at."""
-    return SimpleNamespace(dp=SimpleNamespace(index=index, size=size), tp=SimpleNamespace(index=tp))
+    axes = {"dp": SimpleNamespace(index=index, size=size), "tp": SimpleNamespace(index=tp)}
+    return SimpleNamespace(**axes, world=SimpleNamespace(size=1))
 
 
 def samplers(size: int, batch: int, dp: int, **options: Any) -> list[GlobalBatchSampler]:

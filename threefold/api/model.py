@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from threefold.api.launch import mesh_of_all_ranks
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
+from threefold.data.agreement import require_one_batch
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments, require_whole
 from threefold.models.loss_terms import LossFunction, LossSums
@@ -80,6 +81,7 @@ class DistributedModel:
         self.publications = 0
         self.updates = 0
         self.has_gradients = False
+        self._compared = set[str]()
 
     def parameters(self) -> Iterator[Tensor]:
         """Return this rank's shards of the weights for an optimizer; some may be empty; frozen ones lack gradients."""
@@ -109,7 +111,7 @@ class DistributedModel:
         Args:
             batch: this replica's samples: a tensor, or a tuple, list, mapping or `NamedTuple` of tensors with the
                 samples along dim 0. The first layer receives those that the parameters of its `forward` name, or all
-                but the last of a tuple. Must be equal on all ranks of the replica.
+                but the last of a tuple. Must be equal on all ranks of the replica, which the first call compares.
             loss_fn: `loss_fn(output, batch)`, called with the last layer's output, returns the mean over the samples of
                 a micro-batch, or terms by name (`CountedLoss`). None if the last layer computes the loss from tokens
                 and labels.
@@ -121,7 +123,8 @@ class DistributedModel:
             the mean loss of the global batch, the same float on every rank; with `return_outputs`, (loss, outputs).
 
         Raises:
-            UserError: batch, model and loss do not fit together, or the gradients of the previous batch were not used.
+            UserError: batch, model and loss do not fit together, the batch is another on another rank of the replica,
+                or the gradients of the previous batch were not used.
         """
         if self.has_gradients:
             raise UserError(
@@ -129,6 +132,7 @@ class DistributedModel:
                 "lost; call optimizer.step() or optimizer.zero_grad() first."
             )
         outputs = _kept(return_outputs, loss_fn)
+        self._compare("train_batch", batch)
         with _checked(loss_fn):
             self.last = self.gradient_step.train_batch(batch, self.updates, loss_fn, outputs=outputs)
         self.has_gradients = True
@@ -158,9 +162,11 @@ class DistributedModel:
             the mean loss, the same float on every rank; with `return_outputs`, (loss, outputs).
 
         Raises:
-            UserError: batch, model and loss do not fit together.
+            UserError: batch, model and loss do not fit together, or the batch is another on another rank of the
+                replica.
         """
         outputs = _kept(return_outputs, loss_fn)
+        self._compare("eval_batch", batch)
         with _checked(loss_fn):
             self.last = self.gradient_step.eval_batch(batch, loss_fn, outputs)
         return self.last.loss if outputs is None else (self.last.loss, self._joined(outputs, return_outputs))
@@ -196,6 +202,12 @@ class DistributedModel:
         loaded = load_whole_state(self.gradient_step.model, state_dict, strict)
         self.publish()
         return loaded
+
+    def _compare(self, call: str, batch: Any) -> None:
+        """Compare the batch of the first call with those of the other ranks of the replica."""
+        if call not in self._compared:
+            self._compared.add(call)
+            require_one_batch(batch, self.mesh, f"In the first {call}")
 
     def publish(self) -> None:
         """Round the weights into the tensors that the model computes with, after a change of `parameters()`."""

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from threefold.comm.mesh import Mesh
+from threefold.data.agreement import fingerprint_of, require_one_data_set, require_one_stream
 from threefold.errors import UserError
 
 
@@ -64,6 +65,7 @@ class BatchRows(NamedTuple):
     own: int
     total: int
     last: bool = False
+    content: int = 0  # fingerprint of the whole batch, of the first one of an iterable data set
 
 
 @dataclass
@@ -87,7 +89,8 @@ class PreparedLoader:
     epoch, some replicas get a filler row, so that all run the model equally often; `backward` and `gather_for_metrics`
     ignore it.
 
-    An `IterableDataset` is read by every rank, which keeps its own rows; it must yield the same on all ranks.
+    An `IterableDataset` is read by every rank, which keeps its own rows; it must yield the same on all ranks. Ranks
+    compare the first batch, and the length and the first sample of a map-style data set.
 
     Attributes:
         loader: the original; its other attributes can be read from this object as well.
@@ -106,6 +109,7 @@ class PreparedLoader:
             )
         self.loader, self.mesh, self.currents = loader, mesh, [current]
         self.rows: BatchRows | None = None
+        self._is_compared = mesh.world.size == 1 or not isinstance(loader.dataset, IterableDataset)
         # A loader with the same data set, workers and collation that reads this replica's parts.
         kept = "num_workers pin_memory timeout worker_init_fn multiprocessing_context generator persistent_workers"
         options: dict[str, Any] = {name: getattr(loader, name) for name in kept.split()}
@@ -117,6 +121,7 @@ class PreparedLoader:
             parts = _StreamOfParts(loader.dataset, loader.batch_size, loader.drop_last, mesh.dp.index, mesh.dp.size)
         else:
             assert loader.batch_sampler is not None  # checked
+            require_one_data_set(loader.dataset, mesh, "The data set of the DataLoader")
             parts = _DatasetOfParts(loader.dataset)
             options["sampler"] = _PartSampler(loader.batch_sampler, mesh)
         collate: Any = partial(_collated, loader.collate_fn)
@@ -129,6 +134,9 @@ class PreparedLoader:
     def __iter__(self) -> Iterator[Any]:
         device, arriving = self.mesh.device, iter(self._inner)
         ahead = next(arriving, None)
+        if not self._is_compared:
+            self._is_compared = True
+            require_one_stream(0 if ahead is None else ahead[0].content, self.mesh)
         try:
             while ahead is not None:
                 (rows, batch), ahead = ahead, next(arriving, None)
@@ -196,10 +204,10 @@ _Part = tuple[BatchRows, Sequence[Any]]
 """A replica's part of a batch: indices into the dataset, or the items themselves."""
 
 
-def _part(batch: Sequence[Any], index: int, replicas: int) -> _Part:
+def _part(batch: Sequence[Any], index: int, replicas: int, content: int = 0) -> _Part:
     total = len(batch)
     own = batch[total * index // replicas : total * (index + 1) // replicas]
-    return BatchRows(len(own), total), own or batch[:1]
+    return BatchRows(len(own), total, content=content), own or batch[:1]
 
 
 class _PartSampler:
@@ -244,11 +252,12 @@ class _StreamOfParts(IterableDataset[_Part]):
         self.index, self.replicas = index, replicas
 
     def __iter__(self) -> Iterator[_Part]:
-        source = iter(self.dataset)
+        source, is_first = iter(self.dataset), True
         while batch := list(islice(source, self.batch_size)):
             if len(batch) < self.batch_size and self.drop_last:
                 return
-            yield _part(batch, self.index, self.replicas)
+            yield _part(batch, self.index, self.replicas, fingerprint_of(batch) if is_first else 0)
+            is_first = False
 
 
 def _collated(collate: Callable[[Any], Any], part: _Part) -> tuple[BatchRows, Any]:

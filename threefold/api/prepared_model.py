@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 
 from threefold.api.prepared_loader import BatchRows, CurrentBatch, map_tensors, tensors_in
 from threefold.comm.mesh import Mesh
+from threefold.data.agreement import require_one_batch
 from threefold.errors import UserError
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.leaf import like, local, stored
@@ -352,6 +353,7 @@ class PreparedModule(nn.Module):
         super().__init__()
         self.module, self.sync, self.mesh, self._autocast = module, sync, mesh, autocast
         self._forwards = self._dropout_seed = 0
+        self._is_compared = mesh.tp.size == 1
         if mesh.tp.size > 1:
             # Derived from the generator's seed: drawing would make the order of a shuffling loader depend on tp.
             seed = torch.tensor([stream_key("prepared", torch.initial_seed(), mesh.dp.index)], device=mesh.device)
@@ -360,6 +362,9 @@ class PreparedModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the original's forward pass in the given precision; narrow outputs are widened to fp32."""
         narrow = self._autocast is not None
+        if not self._is_compared:
+            self._is_compared = True
+            require_one_batch((args, kwargs), self.mesh, "In the first forward pass", self.mesh.tp)
         with torch.autocast(self.mesh.device.type, self._autocast) if narrow else nullcontext(), self._same_dropout():
             outputs = self.module(*args, **kwargs)
         if narrow:

@@ -11,6 +11,7 @@ import numpy as np
 from torch import Generator
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
+from threefold.data.agreement import require_one_data_set
 from threefold.data.loader import Share
 from threefold.errors import UserError
 from threefold.random import KeyedPermutation
@@ -23,7 +24,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
     """Indices of this replica's samples in each global batch, for `torch.utils.data.DataLoader(batch_sampler=)`.
 
     Iterating yields the batches left in the current epoch, from `start` samples on; call `advance` after a global batch
-    is used. A replica has `global_batch_size / dp` indices in each batch.
+    is used. A replica has `global_batch_size / dp` indices in each batch. Making it is collective over the mesh, whose
+    ranks must have the same data set: each compares its length and its first sample.
 
     Args:
         dataset: map-style dataset, with `__len__` and `__getitem__`.
@@ -39,7 +41,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         start: samples of the epoch used before the next batch.
 
     Raises:
-        UserError: the dataset is not map-style or has too few samples, or the batch does not divide by dp.
+        UserError: the dataset is not map-style, has too few samples or is another on another rank, or the batch does
+            not divide by dp.
 
     Example:
         >>> sampler = threefold.GlobalBatchSampler(dataset, global_batch_size=64, mesh=mesh, seed=0)
@@ -67,6 +70,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
             )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise UserError(f"dataset is a {kind} but must be of map style; give one with __len__ and __getitem__.")
+        if mesh is not None:
+            require_one_data_set(dataset, mesh, f"dataset, a {kind},")
         if not len(dataset):
             raise UserError(f"dataset is a {kind} without a sample; give one with at least 1.")
         self.samples = len(dataset)
@@ -159,7 +164,7 @@ class DistributedDataLoader:
 
     `for batch in loader` yields the batches left in the current epoch; the next loop has the next epoch. A loop that is
     left early is continued by the next one. What the dataset itself draws at random, such as an augmentation, depends
-    on torch's generators and the worker, not on `seed`.
+    on torch's generators and the worker, not on `seed`. Making it is collective over the mesh.
 
     Args:
         dataset: map-style dataset, with `__len__` and `__getitem__`.

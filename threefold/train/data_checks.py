@@ -1,6 +1,5 @@
 """Data checks: same samples within a replica, different ones across replicas, unchanged token files."""
 
-import hashlib
 import os
 import sys
 import threading
@@ -10,19 +9,19 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
-import torch
-
 from threefold.checkpoint.manifest import Checkpoint
 from threefold.checkpoint.resume import other_text
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.resolve import is_derived, with_micro_batch
+from threefold.data.agreement import fingerprint_of, numbers_of_ranks, require_one_data_set
 from threefold.data.corpus import Content, Corpus, checksum_of_tokens
+from threefold.data.dataset import Dataset
+from threefold.data.formats.own_data import OwnData, named
 from threefold.data.loader import Batch, fingerprint
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.models.own_batch import batch_shapes, map_tensors
 from threefold.train.callbacks.base import Callback, say
 from threefold.train.callbacks.records import EvaluationRecord
 
@@ -34,16 +33,16 @@ def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
     """
     if not is_derived(config, "train.micro_batch_size"):
         return config
-    smallest = min(_of_all_ranks(mesh, config.train.micro_batch_size))
+    (smallest,) = min(numbers_of_ranks(mesh.world, mesh.device, config.train.micro_batch_size))
     return config if smallest == config.train.micro_batch_size else with_micro_batch(config, smallest)
 
 
-def _of_all_ranks(mesh: Mesh, number: int) -> list[int]:
-    """Exchange one number per rank, by an all-reduce, which every backend supports and which is cheap on each."""
-    table = torch.zeros(mesh.world.size, dtype=torch.int64, device=mesh.device)
-    table[mesh.rank] = number
-    found: list[int] = mesh.world.all_reduce_(table).tolist()
-    return found
+def require_same_own_data(dataset: Dataset, mesh: Mesh) -> None:
+    """Check that the user's own data sets of a run are the same on every rank. Collective over the world."""
+    for data in (source.data for source in dataset.sources):
+        if isinstance(data, OwnData):
+            for part in data.parts.values():
+                require_one_data_set(part, mesh, f"{named(data.path)}, which")
 
 
 class DataCheck(Callback):
@@ -58,16 +57,10 @@ class DataCheck(Callback):
 
     def before_step(self, step: int, batch: Any) -> None:
         self.step_interval = self.every
-        mine = fingerprint(batch) if isinstance(batch, Batch) else nested_fingerprint(batch, self.rows)
-        if problem := disagreement(_of_all_ranks(self.mesh, mine), self.mesh.layout):
+        mine = fingerprint(batch) if isinstance(batch, Batch) else fingerprint_of((batch, self.rows))
+        found = [number for (number,) in numbers_of_ranks(self.mesh.world, self.mesh.device, mine)]
+        if problem := disagreement(found, self.mesh.layout):
             raise UserError(f"At step {step} {problem}.")
-
-
-def nested_fingerprint(batch: Any, rows: Sequence[int]) -> int:
-    """Return the `fingerprint` of a nested batch of CPU tensors and its rows in the global batch."""
-    digest = hashlib.blake2b(repr((batch_shapes(batch), tuple(rows))).encode(), digest_size=8)
-    map_tensors(batch, lambda tensor: digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data))
-    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 def disagreement(fingerprints: list[int], layout: Layout) -> str | None:
@@ -172,7 +165,9 @@ class TokenCheck(Callback):
             return
         reading = self._reader is not None and self._reader.is_alive()
         mine = self._problem or (_READING if reading else _DONE)
-        found = _of_all_ranks(self.mesh, mine) if self.mesh.world.size > 1 else [mine]
+        mesh = self.mesh
+        table = numbers_of_ranks(mesh.world, mesh.device, mine) if mesh.world.size > 1 else [[mine]]
+        found = [number for (number,) in table]
         if max(found) >= _PROBLEMS:
             raise self._error(max(found))
         if min(found) == _DONE:

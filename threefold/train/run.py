@@ -37,7 +37,7 @@ from threefold.resilience.memory_copy import KeptStates, StateKeeper
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext, say
 from threefold.train.callbacks.registry import import_always, make_callbacks
-from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_batch
+from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_batch, require_same_own_data
 from threefold.train.loop import TrainingLoop
 from threefold.train.optim import learning_rate
 from threefold.train.optimizers import update_rule
@@ -110,6 +110,7 @@ def train(
 
     mesh.heartbeat.activity(Activity.DATA)
     dataset = open_dataset(config)
+    require_same_own_data(dataset, mesh)
     samples = open_samples(config, dataset)  # before the generators begin, as the user's own may draw from them
     mesh.heartbeat.activity(Activity.MODEL)
     make_model, plan = source.load(config)

@@ -1,0 +1,156 @@
+"""Agreement of ranks on data that the user's own code reads: one data set for all, one batch for a whole replica.
+
+A data set that gives each rank its own part, as many do under other systems, would be divided a second time; a sampler
+of all ranks would give the ranks of one replica different rows. Both train without an error, on other numbers.
+"""
+
+import hashlib
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import fields, is_dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from threefold.comm.axis import Axis
+from threefold.comm.mesh import Mesh
+from threefold.errors import UserError
+
+
+def numbers_of_ranks(axis: Axis, device: torch.device, *numbers: int) -> list[list[int]]:
+    """Exchange numbers of each rank, by an all-reduce, which every backend supports and which is cheap on each."""
+    table = torch.zeros(axis.size, len(numbers), dtype=torch.int64, device=device)
+    table[axis.index] = torch.tensor(numbers, dtype=torch.int64)
+    found: list[list[int]] = axis.all_reduce_(table).tolist()
+    return found
+
+
+def fingerprint_of(value: Any) -> int:
+    """Return a 63-bit content hash (BLAKE2b) of a nesting of tensors, arrays, numbers and texts."""
+    digest = hashlib.blake2b(digest_size=8)
+    _add(value, digest)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _add(value: Any, digest: Any) -> None:
+    digest.update(type(value).__name__.encode())
+    if isinstance(value, Tensor):
+        digest.update(f"{value.dtype}{[*value.shape]}".encode())
+        if value.layout == torch.strided and not value.is_nested:
+            flat = value.detach().cpu().contiguous().flatten()
+            digest.update(flat.view(torch.uint8).numpy().data)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        digest.update(f"{value.dtype}{[*value.shape]}".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            digest.update(repr(key).encode())
+            _add(each, digest)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _add(each, digest)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            _add(getattr(value, field.name), digest)
+    elif isinstance(value, str | bytes | int | float | complex | np.generic | None):
+        digest.update(repr(value).encode())
+
+
+_UNKNOWN: Final = -1
+"""Number in place of a length or a fingerprint that a data set does not have: it cannot be read, or changes."""
+
+
+def require_one_data_set(dataset: Any, mesh: Mesh, named: str) -> None:
+    """Check that a map-style data set is the same on every rank, by its length and its first sample.
+
+    `named` names it in messages. The sample is read twice, with the same random numbers on all ranks; if the two
+    differ, the data set draws from a generator of its own, and its samples are not compared. Collective over the world.
+    """
+    if mesh.world.size == 1:
+        return
+    size = first = _UNKNOWN
+    with suppress(Exception):  # reading it for a batch reports that, with the sample's number
+        size = len(dataset)
+        if size:
+            twice = {_seeded_fingerprint(dataset, 0) for _ in range(2)}
+            first = twice.pop() if len(twice) == 1 else _UNKNOWN
+    found = numbers_of_ranks(mesh.world, mesh.device, size, first)
+    sizes, samples = ([each[column] for each in found] for column in range(2))
+    if (rank := _other(sizes)) is not None:
+        differs = f"{_count(sizes[0])} on rank 0 and {_count(sizes[rank])} on rank {rank}"
+    elif (rank := _other(samples)) is not None:
+        differs = f"another first sample on rank {rank} than on rank 0"
+    else:
+        return
+    raise UserError(
+        f"{named} has {differs}, as a data set that shards itself by rank has, which would be divided twice; give "
+        "every rank the whole data set, which is then divided among the replicas."
+    )
+
+
+def require_one_batch(batch: Any, mesh: Mesh, when: str, among: Axis | None = None) -> None:
+    """Check that all ranks of a replica have the same batch; `when` begins the message.
+
+    Collective over `among`, which contains whole replicas; None for the world.
+    """
+    if mesh.world.size == mesh.dp.size:
+        return
+    axis = mesh.world if among is None else among
+    table = numbers_of_ranks(axis, mesh.device, fingerprint_of(batch))
+    found = dict(zip(axis.ranks, (number for (number,) in table), strict=True))
+    for ranks in mesh.layout.groups("pp", "cp", "tp"):
+        rank = next((rank for rank in ranks if found.get(rank) != found.get(ranks[0])), None)
+        if rank is not None:
+            raise UserError(
+                f"{when}, rank {rank} has another batch than rank {ranks[0]}, which belongs to the same replica (dp "
+                f"{mesh.layout.coordinates(rank).dp}); give all ranks of a replica the same rows, with "
+                f"DistributedSampler(data, num_replicas={mesh.dp.size}, rank=mesh.dp.index) instead of one of all "
+                f"{mesh.world.size} ranks, and a data set that does not shard itself by rank."
+            )
+
+
+def require_one_stream(first: int, mesh: Mesh) -> None:
+    """Check that an iterable data set yields the same first batch, of fingerprint `first`, on every rank.
+
+    Collective over the world.
+    """
+    found = [number for (number,) in numbers_of_ranks(mesh.world, mesh.device, first)]
+    if (rank := _other(found)) is not None:
+        raise UserError(
+            f"The data set of the DataLoader yields another first batch on rank {rank} than on rank 0 but must yield "
+            "the same on all ranks, each of which keeps its own rows; leave out what shards it by rank, and seed what "
+            "it draws alike."
+        )
+
+
+def _count(size: int) -> str:
+    return "no length" if size == _UNKNOWN else f"{size:,} samples"
+
+
+def _other(values: list[int]) -> int | None:
+    """Return the first rank whose known value differs from the first rank's; None if there is none."""
+    if values[0] == _UNKNOWN:
+        return None
+    return next((rank for rank, value in enumerate(values) if value not in (values[0], _UNKNOWN)), None)
+
+
+def _seeded_fingerprint(dataset: Any, index: int) -> int:
+    with _seeded(0):
+        return fingerprint_of(dataset[index])
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    """Seed the global generators, and restore their states at the end."""
+    before = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
