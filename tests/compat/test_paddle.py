@@ -168,6 +168,17 @@ REFUSED = [
     ),
     ({"operation": "linear", "axis": 1, "size": (6, 3)}, "x has 4 features but size is (6, 3), which takes 6; give"),
     (
+        {"operation": "linear", "weight_attr": torch.nn.init.ones_},
+        "weight_attr is of the type function but must be a tensor of shape (4, 3), the values of all ranks; pass a fun",
+    ),
+    ({"operation": "linear", "weight_attr": torch.ones(3, 4)}, "weight_attr is of shape (3, 4) but must be a tensor"),
+    ({"operation": "linear", "weight_attr": False}, "weight_attr is of the type bool but must be a tensor of shape"),
+    (
+        {"operation": "linear", "bias_attr": torch.ones(7)},
+        "bias_attr is of shape (7,) but must be a tensor of shape",
+    ),
+    ({"operation": "linear", "bias_attr": torch.nn.init.ones_}, "bias_attr is of the type function but must be a ten"),
+    (
         {"operation": "embedding"},
         "x is a tensor of torch.float32 but an embedding looks up whole numbers; use x.long().",
     ),

@@ -131,6 +131,8 @@ class Splitter(nn.Module):
         """
         self._check(x, size, operation, axis, num_partitions, name)
         assert name is not None  # checked
+        _check_values("weight_attr", weight_attr, tuple(size), "weight_init")
+        _check_values("bias_attr", None if isinstance(bias_attr, bool) else bias_attr, (size[1],), "bias_init")
         partial = operation == "linear" and axis == 0 and not gather_out
         bias = operation == "linear" and bias_attr is not False and not partial
         split_input = operation == "linear" and axis == 0 and x.shape[-1] != size[0]
@@ -219,6 +221,15 @@ def _without_witness(splitter: nn.Module, state: Any, prefix: str, _metadata: An
 
 def _missing_no_witness(splitter: nn.Module, keys: Any) -> None:
     keys.missing_keys[:] = [key for key in keys.missing_keys if key.rpartition(".")[2] != "witness"]
+
+
+def _check_values(name: str, given: Any, shape: tuple[int, ...], function: str) -> None:
+    if given is not None and (not isinstance(given, Tensor) or tuple(given.shape) != shape):
+        kind = f"of shape {tuple(given.shape)}" if isinstance(given, Tensor) else f"of the type {type(given).__name__}"
+        raise UserError(
+            f"{name} is {kind} but must be a tensor of shape {shape}, the values of all ranks; pass a function that "
+            f"draws them as {function}."
+        )
 
 
 def split(
