@@ -1,5 +1,6 @@
 """Records that are damaged, cut, of another model or of other steps: one sentence each."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -138,7 +139,11 @@ def test_missing_pieces_are_refused(good: Path, tmp_path: Path) -> None:
         compare(Record(tmp_path / "half"), Record(tmp_path / "half"))
 
 
-def write_partial(folder: Path, world: int) -> Tensor:
+OWN_MEMBERS = ("format", "version", "rank", "checksum")
+"""Facts that `write_facts` adds."""
+
+
+def write_partial(folder: Path, world: int, like: Path) -> Tensor:
     """A record of a gradient of which each rank has a summand; returns the sum."""
     total = torch.zeros(3, 4)
     folder.mkdir()
@@ -149,12 +154,15 @@ def write_partial(folder: Path, world: int) -> Tensor:
         page.add(GRADIENT, "weight", summand, replace(whole(summand), partial=True))
         page.save(folder / page_file(rank, 1))
         known = ["", checksum(folder / page_file(rank, 1))]
-        write_facts(folder, rank, {"world_size": world, "steps": 1, "checksums": known})
+        facts = json.loads((like / "rank-00000.json").read_text())
+        numbers = {"1": facts["numbers"]["1"]}
+        facts |= {"world_size": world, "steps": 1, "planned_steps": 1, "numbers": numbers, "checksums": known}
+        write_facts(folder, rank, {name: value for name, value in facts.items() if name not in OWN_MEMBERS})
     return total
 
 
-def test_summands_of_ranks_are_added_and_are_no_copies(tmp_path: Path) -> None:
-    total = write_partial(tmp_path / "record", 3)
+def test_summands_of_ranks_are_added_and_are_no_copies(good: Path, tmp_path: Path) -> None:
+    total = write_partial(tmp_path / "record", 3, good)
     [found] = Record(tmp_path / "record").step(1).values()
     assert torch.equal(found.kept.elements, total.double())
     assert (found.missing, found.copies, len(found.owners)) == (0, [], 3)
