@@ -8,7 +8,8 @@ import json
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -117,6 +118,14 @@ def _adapter(kind: type) -> Any:
     from pydantic import TypeAdapter
 
     return TypeAdapter(kind)
+
+
+def of_user(folder: Callable[[], Path]) -> Path | None:
+    """Return a folder below the user's home; None if there is no home: neither HOME nor an entry in passwd."""
+    with suppress(RuntimeError):
+        found = folder()
+        return None if found.parts[:1] == ("~",) else found
+    return None
 
 
 def shown(path: Path | str) -> str:

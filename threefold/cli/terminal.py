@@ -275,6 +275,7 @@ class Steps:
 def guard_streams() -> None:
     """Open closed standard streams on /dev/null, and raise `OutputLost` when standard output cannot be written.
 
+    A character that the output's encoding lacks is written as its escape, unless the user chose otherwise.
     Otherwise the next file to be opened would reuse a closed descriptor, and output would go into that file.
     """
     for descriptor in (0, 1, 2):
@@ -289,6 +290,8 @@ def guard_streams() -> None:
     if sys.stdout is None or sys.stdout is sys.__stdout__:
         stream: TextIO | None = sys.stdout
         encoding, errors = ("utf-8", None) if stream is None else (stream.encoding, stream.errors)
+        if errors in (None, "strict", "surrogateescape"):  # what Python chooses; they fail at such a character
+            errors = "backslashreplace"
         raw = _Output(1, "w", closefd=False)
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=raw.isatty())
 

@@ -1,5 +1,6 @@
 """Hardware for the planner: rates, memory, links and prices of GPU types, from a catalogue that users extend."""
 
+import os
 import platform
 import re
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from typing import Any, Final
 
 from threefold.config.loading import read_document
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import of_user, shown
 from threefold.host import usable_cores
 from threefold.plugins import one_of
 
@@ -254,11 +255,18 @@ THIS_MACHINE: Final = "this-machine"
 """Name of the entry that `threefold doctor` measures and saves."""
 
 
-def user_folder() -> Path:
-    """Return the folder of the user's own entries, each in NAME.yaml."""
+def user_folder() -> Path | None:
+    """Return the folder of the user's own entries, each in NAME.yaml; None for a user without a home folder."""
     from platformdirs import user_config_path
 
-    return user_config_path("threefold") / "hardware"
+    return None if (folder := of_user(lambda: user_config_path("threefold"))) is None else folder / "hardware"
+
+
+def _own_file(name: str) -> Path | None:
+    """Return the file of an entry of the user's own; None if there is none that can be read."""
+    folder = user_folder()
+    path = None if folder is None else folder / f"{name}.yaml"
+    return path if path is not None and os.path.isfile(path) and os.access(path, os.R_OK) else None
 
 
 @cache
@@ -269,7 +277,10 @@ def _entries() -> Entries:
 
 def hardware_names() -> list[str]:
     """List every name that `find_hardware` knows: the package's, then those of the user's folder."""
-    own = sorted(path.stem for path in user_folder().glob("*.yaml")) if user_folder().is_dir() else []
+    own = list[str]()
+    if (folder := user_folder()) is not None:
+        with suppress(OSError):
+            own = sorted(name.removesuffix(".yaml") for name in os.listdir(folder) if name.endswith(".yaml"))
     return [*_entries(), *(name for name in own if name not in _entries())]
 
 
@@ -279,8 +290,8 @@ def find_hardware(name_or_path: str) -> Hardware:
     if name_or_path.lower().endswith((".yaml", ".yml")):
         return _of_file(Path(name_or_path), "")
     name = name_or_path.lower()
-    own = user_folder() / f"{name}.yaml"
-    if Path(name).name == name and own.is_file():
+    own = _own_file(name) if Path(name).name == name else None
+    if own is not None:
         return _of_file(own, name)
     if name in _entries():
         return build(name, _entries(), "catalogue")
@@ -303,7 +314,13 @@ def _of_file(path: Path, wanted: str) -> Hardware:
 
 def save_hardware(hardware: Hardware, path: Path | None = None) -> Path:
     """Write an entry to a file, by default the one of its name in the user's folder, and return the path."""
-    target = path or user_folder() / f"{hardware.name}.yaml"
+    folder = user_folder()
+    if path is None and folder is None:
+        raise UserError(
+            "The hardware entry has no folder, as this user has no home (no HOME, no entry in /etc/passwd); set "
+            "XDG_CONFIG_HOME to a folder, or name a file for it."
+        )
+    target = path or (folder or Path()) / f"{hardware.name}.yaml"
     try:
         if path is None:
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -333,7 +350,7 @@ def _readable(name: str) -> Hardware | None:
 
 def saved_entry(title: str) -> Hardware | None:
     """Return the entry that `threefold doctor` saved; None if there is none or its title differs from `title`."""
-    entry = _readable(THIS_MACHINE) if (user_folder() / f"{THIS_MACHINE}.yaml").is_file() else None
+    entry = _readable(THIS_MACHINE) if _own_file(THIS_MACHINE) else None
     return entry if entry is not None and entry.title == title else None
 
 

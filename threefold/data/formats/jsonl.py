@@ -35,7 +35,7 @@ from threefold.data.encoding import EncodingSpec, encode_documents
 from threefold.data.sources import SourceReader, holds_chat
 from threefold.data.tokenizer import SpecialTokens, TextRule, find_end, id_count, load_tokenizer
 from threefold.errors import UserError
-from threefold.files import read_json, require_file, shown
+from threefold.files import of_user, read_json, require_file, shown
 from threefold.host import usable_cores
 from threefold.output import Progress, staged_directory
 
@@ -137,8 +137,8 @@ class JsonLines:
             roots = [self.cache]
         else:  # to the first that is writable; earlier versions used the last one, ignoring XDG_CACHE_HOME
             beside = self.path.with_name(self.path.name + CACHE_ENDING)
-            homes = user_cache_path("threefold", appauthor=False), Path.home() / ".cache" / "threefold"
-            roots = list(dict.fromkeys((beside, *homes)))
+            homes = of_user(lambda: user_cache_path("threefold", appauthor=False)), of_user(_former_cache)
+            roots = list(dict.fromkeys(each for each in (beside, *homes) if each is not None))
         content = content_hash(self.path, roots)
         version = 2  # incremented when the same file, tokenizer and length give another cache
         given = {"key": self.key, "tokenizer": self.tokenizer_sha256, "eod": self.eod}
@@ -191,6 +191,10 @@ class EncodedLines(Corpus):
         rest = "".join(f"{name} {known[name]}\n" for name in sorted(known))
         dtype: Any = self.tokens.dtype.name
         return Content(dtype, checksum_of(rest.encode()) if known else "", tokens)
+
+
+def _former_cache() -> Path:
+    return Path.home() / ".cache" / "threefold"
 
 
 CACHE_ENDING: Final = ".cache"  # suffix of a file's name for the folder with its cache
