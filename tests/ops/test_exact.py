@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import partial
-from math import isnan
+from math import gcd, isnan
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from threefold.ops.attention import attention
 from threefold.ops.exact import RowSum
 from threefold.ops.exact_attention import exact_attention
 from threefold.ops.exact_functions import ExactArithmetic
+from threefold.ops.exact_products import equal_parts
 from threefold.ops.kernels import AttentionMask
 from threefold.ops.kernels import linear as plain_linear
 from threefold.random.dropout import sample_keys
@@ -72,32 +73,33 @@ def test_sum_of_rows_is_the_tree_over_ranks(ranks: int, columns: int) -> None:
 
 @pytest.mark.parametrize("inner", SIZES)
 def test_products(inner: int) -> None:
-    """oneDNN's products depend on the rows of an element alone, whatever is beside them in memory."""
+    """An element depends on its parts of both operands alone, whatever is beside them in memory."""
     for rows in SIZES:
         for columns in SIZES:
             if rows * columns * inner > 1 << 21:
                 continue
             a, b = drawn(rows, inner), drawn(columns, inner, seed=1)
-            whole = same_in_threads(partial(exact_products.product, a, b))
+            of_rows, of_columns = equal_parts(gcd(rows, PIECES)), gcd(columns, PIECES)
+            whole = same_in_threads(partial(exact_products.product, a, b, 1, of_rows, of_columns))
             where = f"[{rows}, {inner}] x [{columns}, {inner}]"
             assert close(whole, a.double() @ b.double().t(), 1e-5), where
-            assert equal(exact_products.product(b, a).t(), whole), where
             for change in (moved, strided, lambda x: x.t().contiguous().t()):
-                assert equal(exact_products.product(change(a), change(b)), whole), where
-            for cut in cuts(rows):
-                assert equal(exact_products.product(a[cut], b), whole[cut]), where
-            for cut in cuts(columns):
-                assert equal(exact_products.product(a, b[cut]), whole[:, cut]), where
+                assert equal(exact_products.product(change(a), change(b), 1, of_rows, of_columns), whole), where
+            for part, expected in zip(a.chunk(len(of_rows)), whole.chunk(len(of_rows)), strict=True):
+                assert equal(exact_products.product(part, b, columns=of_columns), expected), where
+            for part, expected in zip(b.chunk(of_columns), whole.chunk(of_columns, 1), strict=True):
+                assert equal(exact_products.product(a, part, 1, of_rows), expected), where
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_product_of_turned_operands_has_the_same_bits(dtype: torch.dtype) -> None:
     """Such as a weight's gradient, which is turned if that copies less."""
+    halves = equal_parts(2)
     for rows, columns, inner in ((512, 64, 256), (64, 512, 256), (100, 7, 33), (1024, 24, 1000), (2, 2, 40)):
         a, b = drawn(inner, rows).to(dtype).t(), drawn(inner, columns, seed=1).to(dtype).t()
-        whole = same_in_threads(partial(exact_products.product, a, b))
+        whole = same_in_threads(partial(exact_products.product, a, b, 1, halves))
         assert whole.is_contiguous()
-        assert equal(exact_products.product(a.contiguous(), b.contiguous()), whole), (rows, columns, inner)
+        assert equal(exact_products.product(a.contiguous(), b.contiguous(), 1, halves), whole), (rows, columns, inner)
         assert equal(exact_products.product(a[rows // 2 :], b), whole[rows // 2 :]), (rows, columns, inner)
 
 
@@ -107,8 +109,7 @@ def test_operands_that_repeat_memory_have_the_same_bits() -> None:
     for repeated in (a.expand(4, 48, 64), a[:, :1].expand(4, 48, 64), a[..., :1].expand(4, 48, 64)):
         expected = same_in_threads(lambda x=repeated: exact_products.products(x.contiguous(), b))
         assert equal(exact_products.products(repeated, b), expected)
-        in_memory = *exact_products._in_memory(repeated), *exact_products._in_memory(b)
-        assert exact_products._batch(*in_memory, b.dtype, 1) in (None, (True, False))
+        assert exact_products._batch_form(repeated)[1] is None
 
 
 @pytest.mark.parametrize("sizes", [(5, 3, 7), (33, 70, 16), (8, 16, 3), (0, 3, 4), (4, 0, 3)])
@@ -124,7 +125,7 @@ def test_products_of_tiles(sizes: tuple[int, int, int]) -> None:
 def test_products_with_long_sums() -> None:
     for rows, columns in ((1, 1), (3, 17), (16, 64)):
         a, b = drawn(rows, 8191), drawn(columns, 8191, seed=1)
-        whole = same_in_threads(partial(exact_products.product, a, b))
+        whole = same_in_threads(partial(exact_products.product, a, b, 1, equal_parts(rows)))
         assert equal(exact_products.product(a[:1], b), whole[:1])
 
 

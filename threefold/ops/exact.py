@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from threefold.ops.exact_products import product, sum_dim, tree_sum
+from threefold.ops.exact_products import Parts, equal_parts, product, sum_dim, tree_sum
 from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_store
 from threefold.torch_private.runtime import UninterceptedFunction, layer_norm_gradient
 
@@ -79,6 +79,18 @@ class RowSum:
         if self.over_ranks is not None:
             sums = self.over_ranks(sums)
         return [sum_dim(total.to(dtype or each.dtype), 0) for total, each in zip(sums.unbind(), rows, strict=True)]
+
+    def parts(self) -> Parts:
+        """Return the parts of a sequence's rows that a rank of another layout may hold alone (`exact_products`)."""
+        runs, last = self.pieces, 2 * self.context - 1
+        if self.context == 1:
+            return equal_parts(runs)
+        # A context piece is a chunk and its mirror image, of `runs` pieces of half a run each.
+        chunks = (
+            (*(each * runs + at for at in range(runs)), *((last - each) * runs + at for at in range(runs)))
+            for each in range(self.context)
+        )
+        return tuple(chunk[first : first + 2] for chunk in chunks for first in range(0, 2 * runs, 2))
 
     def _of_runs(self, x: Tensor) -> Tensor:
         """Sum the rows of each run of each context piece: [context pieces, runs, n]."""
@@ -168,9 +180,9 @@ class _Linear(UninterceptedFunction):
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
         ctx.save_for_backward(flat, weight)
-        ctx.outer, (ctx.rows, ctx.weight_rows) = outer, sums
+        ctx.inner, ctx.outer, (ctx.rows, ctx.weight_rows) = inner, outer, sums
         ctx.store, ctx.leaves = store, (None, None) if store is None else (weight, bias)
-        out = product(flat, weight, inner)
+        out = product(flat, weight, inner, ctx.weight_rows.parts(), outer)
         return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], weight.shape[0])
 
     @staticmethod
@@ -179,19 +191,20 @@ class _Linear(UninterceptedFunction):
         x, weight = ctx.saved_tensors
         flat = grad.reshape(grad.shape[:-1].numel(), grad.shape[-1])
         wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
-        (leaf, bias), rows = ctx.leaves, ctx.rows
+        (leaf, bias), rows, of_weight, cuts = ctx.leaves, ctx.rows, ctx.weight_rows, (ctx.outer, ctx.inner)
+        grad_x = product(flat, weight.t(), ctx.outer, of_weight.parts(), ctx.inner) if wants_x else None
         return (
-            product(flat, weight.t(), ctx.outer).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
-            defer_or_compute(ctx.store, leaf, wants_weight, partial(_weight_gradient, ctx.weight_rows, flat, x)),
+            None if grad_x is None else grad_x.view(*grad.shape[:-1], weight.shape[1]),
+            defer_or_compute(ctx.store, leaf, wants_weight, partial(_weight_gradient, of_weight, flat, x, *cuts)),
             defer_or_compute(ctx.store, bias, wants_bias, lambda: rows(grad)[0]),
             *(None,) * 4,
         )
 
 
-def _weight_gradient(rows: RowSum, grad: Tensor, x: Tensor) -> Tensor:
+def _weight_gradient(rows: RowSum, grad: Tensor, x: Tensor, outer: int, inner: int) -> Tensor:
     """Return `grad.T @ x` of `grad` [rows, out] and `x` [rows, in], as a tree sum over context pieces of the rows."""
     parts = zip(context_parts(grad, rows.context, 0), context_parts(x, rows.context, 0), strict=True)
-    total = tree_sum(product(one.t(), other.t(), rows.pieces) for one, other in parts)
+    total = tree_sum(product(one.t(), other.t(), rows.pieces, equal_parts(outer), inner) for one, other in parts)
     return total if rows.over_ranks is None else rows.over_ranks(total)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from threefold.ops.exact import last_dim_summed, widened
-from threefold.ops.exact_products import product, tree_sum
+from threefold.ops.exact_products import equal_parts, product, tree_sum
 from threefold.ops.kernels import GradientStore, gradient_store
 from threefold.torch_private.runtime import UninterceptedFunction
 
@@ -48,9 +48,9 @@ class _GroupedLinear(UninterceptedFunction):
         store: GradientStore | None,
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.leaf, ctx.counts, ctx.outer, ctx.add, ctx.store = weight, counts, outer, add, store
+        ctx.leaf, ctx.counts, ctx.inner, ctx.outer, ctx.add, ctx.store = weight, counts, inner, outer, add, store
         groups = enumerate(x.split(counts))
-        return torch.cat([product(rows, weight[number % len(weight)], inner) for number, rows in groups])
+        return torch.cat([product(rows, weight[n % len(weight)], inner, columns=outer) for n, rows in groups])
 
     @staticmethod
     @once_differentiable
@@ -60,9 +60,10 @@ class _GroupedLinear(UninterceptedFunction):
         grad_x = grad_weight = None
         if wants_x:
             groups = enumerate(grad.split(ctx.counts))
-            grad_x = torch.cat([product(rows, weight[n % len(weight)].t(), ctx.outer) for n, rows in groups])
+            cuts = {"pieces": ctx.outer, "columns": ctx.inner}
+            grad_x = torch.cat([product(rows, weight[n % len(weight)].t(), **cuts) for n, rows in groups])
         if wants_weight:
-            of_senders = partial(_of_senders, x, grad, ctx.counts, len(weight))
+            of_senders = partial(_of_senders, x, grad, ctx.counts, len(weight), ctx.outer, ctx.inner)
             if ctx.store is not None:
                 ctx.store.defer(ctx.leaf, of_senders)
             elif ctx.add is not None:
@@ -72,10 +73,11 @@ class _GroupedLinear(UninterceptedFunction):
         return grad_x, grad_weight, None, None, None, None, None
 
 
-def _of_senders(x: Tensor, grad: Tensor, counts: list[int], experts: int) -> Tensor:
+def _of_senders(x: Tensor, grad: Tensor, counts: list[int], experts: int, outer: int, inner: int) -> Tensor:
     """Return the weight's gradient from the only sender, or the gradients from all, [senders, …]."""
     groups = zip(x.split(counts), grad.split(counts), strict=True)
-    found = torch.stack([product(upper.t(), rows.t()) for rows, upper in groups])
+    cuts = 1, equal_parts(outer), inner
+    found = torch.stack([product(upper.t(), rows.t(), *cuts) for rows, upper in groups])
     return found if len(found) == experts else found.unflatten(0, (-1, experts))
 
 
