@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from threefold.comm.layout import LayoutSpec
     from threefold.config import Config
-    from threefold.verify.exact import ExactResult, ExactVerifier
+    from threefold.verify.exact import ExactResult, ExactVerifier, ProductsTried
     from threefold.verify.layouts import Check, Selection
     from threefold.verify.verifier import LayoutResult, Verdict, Verification
 
@@ -93,14 +93,14 @@ def command(
     if specs and every:
         raise UserError("Layouts are given and --all too; leave one of the two out.")
     if exact:
-        if full or from_section:
-            raise UserError(f"--exact does not go with {'--full' if full else '--model'}; leave one of the two out.")
+        if from_section:
+            raise UserError("--exact does not go with --model; leave one of the two out.")
         words = [] if threads is None else threads.split(",")
         if not all(word.strip().isdigit() and 1 <= int(word) <= _MOST_THREADS for word in words):
             raise UserError(
                 f"--threads {shown(str(threads))} must be numbers from 1 to {_MOST_THREADS}, such as 1,2,4."
             )
-        _verify_exact(given, specs, every, ranks, steps or 5, dtype, [*map(int, words)], as_json, verbose)
+        _verify_exact(given, specs, every, ranks, steps or 5, dtype, [*map(int, words)], full, as_json, verbose)
         return
     if threads is not None:
         raise UserError("--threads goes only with --exact; give both, or leave --threads out.")
@@ -372,6 +372,7 @@ def _verify_exact(
     steps: int,
     dtype: str | None,
     threads: Sequence[int],
+    full: bool,
     as_json: bool,
     verbose: bool,
 ) -> None:
@@ -379,6 +380,9 @@ def _verify_exact(
 
     Without `specs`, the layouts are a selection of `ranks` ranks, or all of them if `every`.
     """
+    from dataclasses import asdict
+
+    from threefold.config.model import OWN
     from threefold.data.dataset import vocabulary
     from threefold.launch.process import require_room
     from threefold.verify import layouts
@@ -386,13 +390,14 @@ def _verify_exact(
     most = max((spec.world_size for spec in specs), default=ranks)
     require_room(most)
     base = layouts.prepare_exact(given, dtype, vocabulary(given) or layouts.UNKNOWN_EXACT_VOCABULARY)
-    small = layouts.shrink_exact(base, specs or layouts.possible(ranks, given.model.num_experts))
+    wanted = specs or layouts.possible(ranks, given.model.num_experts)
+    small = layouts.with_context_pieces(base, wanted) if full else layouts.shrink_exact(base, wanted)
     selection = layouts.by_validity(small, specs) if specs else layouts.select_exact(small, ranks, every)
     # These import torch, and the errors above should not wait for it.
     from threefold.verify.exact import exact_verifier
     from threefold.verify.verifier import EQUAL, Verification, choose_batches
 
-    task, started = Verification(small, steps, choose_batches(given)), time.perf_counter()
+    task, started = Verification(small, steps, choose_batches(given), full=full), time.perf_counter()
     results: list[ExactResult] = []
     many = len(threads) + len(selection.specs)
     with exact_verifier(task, most) as check, Steps("Verifying", shown=as_json, lines=True) as bar:
@@ -407,6 +412,8 @@ def _verify_exact(
             bar.tell(str(spec), len(results), many)
             results.append(check.verify(spec))
             table.add(results[-1])
+        bar.tell("products of the run's own sizes", many, many)
+        tried = None if given.model.architecture == OWN else check.try_products(base, sorted({1, 2, 3, *threads}))
     seconds, train = time.perf_counter() - started, small.train
     if as_json:
         document = {
@@ -420,13 +427,14 @@ def _verify_exact(
             "fingerprint": check.fingerprint,
             "layouts": [result.to_json() for result in results],
             "unknown_calls": check.unknown_calls,
+            "products": tried and asdict(tried),
             "outside_grain": [{"layout": str(each.spec), "reason": each.reason} for each in selection.unsupported],
             "seconds": round(seconds, 3),
         }
         typer.echo(json.dumps(document, indent=2, ensure_ascii=False))
     else:
-        table.finish(results, seconds)
-    if any(result.verdict != EQUAL for result in results) or not results:
+        table.finish(results, seconds, tried)
+    if any(result.verdict != EQUAL for result in results) or not results or (tried and tried.different):
         raise typer.Exit(1)
 
 
@@ -441,8 +449,9 @@ class _ExactTable:
         self._width = max([len("1 process, 16 threads"), *(len(str(spec)) for spec in selection.specs)])
         task, config, train = check.task, check.task.config, check.task.config.train
         context = f", {train.grain_context} context pieces" if train.grain_context > 1 else ""
+        size = f"{'' if task.full else 'shrunk to '}{check.parameters:,} parameters"
         facts = {
-            "model": f"{task.source.describe(config)}, shrunk to {check.parameters:,} parameters",
+            "model": f"{task.source.describe(config)}, {size}",
             "steps": f"{task.steps} of {train.global_batch_size} × {config.data.sequence_length} tokens, "
             f"{task.rows}; {config.optimizer.name}, {config.precision.dtype}",
             "grain": f"{train.grain_samples} groups of samples, {train.grain_tensor} tensor pieces{context}",
@@ -470,7 +479,7 @@ class _ExactTable:
         if self._verbose and result.details:
             self._print(result.details.rstrip(), "dim")
 
-    def finish(self, results: "list[ExactResult]", seconds: float) -> None:
+    def finish(self, results: "list[ExactResult]", seconds: float, tried: "ProductsTried | None") -> None:
         """Print the summary, and the layouts outside the grain."""
         from threefold.train.loop import unknown_calls_line
         from threefold.verify.verifier import EQUAL
@@ -485,6 +494,12 @@ class _ExactTable:
             self._print(f"✓ {text} {after}; {seconds:.0f} s.", "bold green")
         else:
             self._print(f"✗ {many - equal} of {many} differ from one process or failed; {seconds:.0f} s.", "bold red")
+        if tried is not None and tried.different:
+            self._print(f"✗ Products of {', '.join(tried.different)} of the run differ between layouts.", "bold red")
+        elif tried is not None:
+            how = f"{tried.refused} of {counted(tried.trials, 'trial')} refused the faster way" if tried.refused else ""
+            sizes = f"products of the run's own {counted(tried.layers, 'size')} of layers have the bits of their parts"
+            self._print(f"✓ The {sizes}; {how + '; ' if how else ''}{tried.seconds:.0f} s.", "green")
         if self._check.unknown_calls:
             self._print(f"  {unknown_calls_line(self._check.unknown_calls)}", "yellow")
         by_reason: dict[str, list[str]] = {}

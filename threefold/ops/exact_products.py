@@ -9,6 +9,7 @@ this processor, in this process, for operands of the same shape and place in mem
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -344,7 +345,30 @@ def _filled(x: Tensor, rows: int) -> Tensor:
     return filled
 
 
-# oneDNN even where MKL is faster, because MKL's bits depend on the number of rows.
-PRODUCTS: Final = Products(lambda a, b: onednn_linear(a, b, None), torch.bmm)
+@cache
+def _has_products(dtype: torch.dtype) -> bool:
+    """Return whether oneDNN multiplies matrices of a dtype on this processor: with AVX2 alone, none of bf16."""
+    x = torch.zeros(16, 16, dtype=dtype, device="cpu")
+    try:
+        onednn_linear(x, x, None)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _multiply(a: Tensor, b: Tensor) -> Tensor:
+    # oneDNN even where MKL is faster, as fewer of MKL's products have the same bits in one call as in several.
+    if _is_meta(a) or _has_products(a.dtype):
+        return onednn_linear(a, b, None)
+    return onednn_linear(a.float(), b.float(), None).to(a.dtype)
+
+
+def _multiply_batch(a: Tensor, b: Tensor) -> Tensor:
+    if _is_meta(a) or _has_products(a.dtype):
+        return torch.bmm(a, b)
+    return torch.bmm(a.float(), b.float()).to(a.dtype)
+
+
+PRODUCTS: Final = Products(_multiply, _multiply_batch)
 """Products of this process."""
 product, products = PRODUCTS.product, PRODUCTS.products

@@ -351,17 +351,24 @@ def prepare_exact(given: Config, dtype: str | None, vocab_size: int) -> Config:
     return prepare(config_of(settings), dtype or given.precision.dtype, vocab_size)
 
 
-def shrink_exact(base: Config, specs: Sequence[LayoutSpec]) -> Config:
-    """Return a prepared config shrunk as by `shrink`, with sizes that its grain divides, and dropout.
-
-    Unless the config gives them, there are as many context pieces as the largest cp needs. Leaves have two samples at
-    most.
-    """
-    train, settings = base.train, base.sections()
-    pieces = train.grain_context
+def with_context_pieces(base: Config, specs: Sequence[LayoutSpec]) -> Config:
+    """Return a prepared config with as many context pieces as the largest cp needs, unless it gives their number."""
+    settings, pieces = base.sections(), base.train.grain_context
     if not base.is_given("train.grain_context") and takes_context_pieces(base):
         most = gcd(1 << 30, base.data.sequence_length) // 2
         pieces = max((spec.layout.cp for spec in specs if most and most % spec.layout.cp == 0), default=1)
+    settings["train"] |= {"grain_context": pieces} | ({"grain_leaf": 1} if pieces > 1 else {})
+    return resolve(config_of(settings), vocab_size=1)
+
+
+def shrink_exact(base: Config, specs: Sequence[LayoutSpec]) -> Config:
+    """Return a prepared config shrunk as by `shrink`, with sizes that its grain divides, and dropout.
+
+    It has the context pieces of `with_context_pieces`. Leaves have two samples at most.
+    """
+    train = base.train
+    base = with_context_pieces(base, specs)
+    pieces, settings = base.train.grain_context, base.sections()
     # The shrunk batch has two samples for each micro-batch that a layout needs.
     leaf = min(2, train.grain_leaf) if pieces == 1 else 1
     settings["train"] |= {"grain_context": pieces, "grain_leaf": leaf}
