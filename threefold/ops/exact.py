@@ -13,10 +13,10 @@ every thread whole vectors.
 `tests/ops/test_exact.py` verifies what these functions rely on for a CPU in fp32, over odd sizes, cuts, offsets and 1,
 2 and 4 threads:
 
-- oneDNN's products of dense matrices with at least two rows and columns (`test_products`). MKL's differ with the number
-  of matrices in a batch, with threads where it computes one, and with alignment; so do torch's `@`, `baddbmm` and
-  `F.scaled_dot_product_attention`, which call it (`test_torchs_attention_depends_on_heads_or_threads`). MKL's batches
-  of whole vectors are used only where a trial has shown that they have oneDNN's bits (`ops.exact_products`).
+- products whose bits are defined by calls of one shape; faster ones where a trial shows the same bits
+  (`ops.exact_products`).
+  Torch's `@`, `baddbmm` and `F.scaled_dot_product_attention` differ with heads and threads
+  (`test_torchs_attention_depends_on_heads_or_threads`).
 - torch's arithmetic of elements, square roots, reciprocals, `exp`, `tanh` and `erf` (`test_elementwise`); not its
   `sigmoid`, SiLU and GELU.
 - torch's `amax`, softmax and sums over a contiguous last dim of several rows (`test_rows`); not the backward pass of
