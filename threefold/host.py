@@ -121,10 +121,19 @@ def usable_cores() -> int:
 
 def processor_vendor() -> str:
     """Return the processor's vendor (`GenuineIntel`, `AuthenticAMD`), or an empty string if unknown."""
+    return _of_processor("vendor_id")
+
+
+def processor_model() -> str:
+    """Return the processor's model, such as `AMD EPYC 9B14`, or an empty string if unknown."""
+    return _of_processor("model name")
+
+
+def _of_processor(name: str) -> str:
     with suppress(OSError), Path("/proc/cpuinfo").open() as file:
         # Only the first processor: the system takes a while to list hundreds.
         for line in file.read(4096).splitlines():
-            if line.startswith("vendor_id"):
+            if line.startswith(name):
                 return line.partition(":")[2].strip()
     return ""
 

@@ -36,5 +36,6 @@ def begin() -> None:
     cuda.manual_seed = torch.manual_seed
     cuda._lazy_call = lambda call, **_: call()
     cuda.synchronize = cuda.empty_cache = lambda *_, **__: None
+    cuda.current_stream = lambda *_, **__: None
     cuda.default_generators = _Generators()
     OnCpu().__enter__()

@@ -56,7 +56,7 @@ def require_named_code(config: Config, path: Path) -> None:
     """Raise UserError if a stored config, in a run's folder or a checkpoint, names code that no override named."""
     file = path.resolve()
     is_stored = (file.parent / MANIFEST).exists() or (file.name == CONFIG and (file.parent / FOLDER).exists())
-    for key, code in _code_of(config) if is_stored else ():
+    for key, code in code_of(config) if is_stored else ():
         if not config.origin(key).startswith("--set "):  # given on the command line
             named = "name it with --model FILE.py:NAME" if key == "model.file" else f"name it with --set {key}=…"
             raise UserError(
@@ -65,7 +65,7 @@ def require_named_code(config: Config, path: Path) -> None:
             )
 
 
-def _code_of(config: Config) -> Iterator[tuple[str, str]]:
+def code_of(config: Config) -> Iterator[tuple[str, str]]:
     """Yield the settings of a config that name code, with their values."""
     if config.model.file:
         yield "model.file", config.model.file

@@ -105,7 +105,7 @@ def _let_threads_sleep() -> None:
 
 def _tell(error: Exception) -> int:
     """Print an expected error on one line, and return the exit status."""
-    from threefold.launch.environment import leave_to_rank_zero
+    from threefold.launch.environment import leave_to_first_rank
     from threefold.launch.failure import RankFailed
 
     if isinstance(error, RankFailed):
@@ -113,7 +113,7 @@ def _tell(error: Exception) -> int:
     elif str(error) == CLOSED_OUTPUT:
         return 141  # exit status in a shell of a program that SIGPIPE ended
     elif isinstance(error, UserError):
-        leave_to_rank_zero()
+        leave_to_first_rank()
         status = MISUSED
     else:
         raise error

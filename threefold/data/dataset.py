@@ -111,7 +111,7 @@ class Dataset:
             if isinstance(data := source.data, OwnData):
                 found.append((len(data) * (1 if data.is_nested else length), len(data)))
             else:
-                corpus = _corpus(data, length)
+                corpus = stored_corpus(data, length)
                 found.append((len(corpus.tokens), corpus.document_count))
         return tuple(found)
 
@@ -119,10 +119,11 @@ class Dataset:
         """Return each source that has files; needs resolved settings. Raises like `samples`."""
         length = self.settings.sequence_length
         found = (source.data for source in self.sources)
-        return tuple(_corpus(data, length) for data in found if not isinstance(data, OwnData))
+        return tuple(stored_corpus(data, length) for data in found if not isinstance(data, OwnData))
 
 
-def _corpus(data: Corpus | JsonLines, sequence_length: int, progress: Progress = SILENT) -> Corpus:
+def stored_corpus(data: Corpus | JsonLines, sequence_length: int, progress: Progress = SILENT) -> Corpus:
+    """Return the tokens of a source, which for JSON lines are those in their cache."""
     return data if isinstance(data, Corpus) else data.corpus(sequence_length, progress)
 
 
@@ -200,7 +201,7 @@ def _samples(data: Corpus | JsonLines | OwnData, name: str, settings: DataConfig
     length = settings.sequence_length
     if isinstance(data, OwnData):
         return data.samples(name, settings.split, length)
-    corpus = _corpus(data, length, progress)
+    corpus = stored_corpus(data, length, progress)
     if data.holds_chat:
         return PackedConversations.open(corpus, name, settings.split, length, settings.loss_tokens == "all")
     return (PackedSamples if corpus is data else PaddedSamples).open(corpus, name, settings.split, length)

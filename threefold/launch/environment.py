@@ -73,11 +73,12 @@ def local_place(rank: int, world_size: int, environment: Mapping[str, str] = os.
     return _number(environment, "LOCAL_RANK", 0, most - 1, rank), most
 
 
-def leave_to_rank_zero() -> None:
-    """Leave an error that all launched ranks have to rank 0: on other ranks, wait while it prints, then exit.
+def leave_to_first_rank() -> None:
+    """Leave an error that all ranks of a host have to its first rank: on the others, wait while it prints, then exit.
 
-    They wait because some launchers end every rank as soon as one has ended. A rank whose variables were set by hand
-    may be alone, and prints the error itself.
+    They wait because some launchers end every rank as soon as one has ended. The first ranks of hosts other than that
+    of rank 0 wait too, as they usually have its error, and print their own if nothing has ended them by then. A rank
+    whose variables were set by hand may be alone, and prints the error itself.
     """
     try:
         launched = find_launched_rank()
@@ -88,7 +89,8 @@ def leave_to_rank_zero() -> None:
     if set(_TORCHRUN) <= os.environ.keys() and "TORCHELASTIC_RUN_ID" not in os.environ:
         return
     time.sleep(5.0)  # while rank 0 prints an error that all ranks have
-    sys.exit(2)
+    if launched.local_rank:
+        sys.exit(2)
 
 
 def _torchrun(environment: Mapping[str, str]) -> LaunchedRank | None:

@@ -172,6 +172,22 @@ class TokenCheck(Callback):
             raise self._error(max(found))
         if min(found) == _DONE:
             self._settled, self.step_interval = True, 0
+            self._compare_hosts()
+
+    def _compare_hosts(self) -> None:
+        """Compare the checksums that all hosts' readers computed; raises a `UserError` on every rank. Collective."""
+        if self.mesh.world.size == 1:
+            return
+        digest = hashlib.blake2b(repr(self._found).encode(), digest_size=7).digest()
+        mine = 0 if self._reader is None else 1 + int.from_bytes(digest, "little")
+        numbers = _of_all_ranks(self.mesh, mine)
+        readers = [rank for rank, number in enumerate(numbers) if number]
+        other = next((rank for rank in readers if numbers[rank] != numbers[readers[0]]), None)
+        if other is not None:
+            raise UserError(
+                f"The hosts of rank {readers[0]} and rank {other} have different tokens at data.path; give every host "
+                "the same files."
+            )
 
     def _error(self, problem: int) -> UserError:
         number, kind = divmod(problem - _PROBLEMS, 3)

@@ -46,6 +46,7 @@ from threefold.train.profiling import Profiler, ProfileRequest, SpanRecorder
 from threefold.train.saving import Checkpoints, SafeSaving, StartingPoint, load_weights, restore_engine
 from threefold.train.step import Engine
 from threefold.train.stop import RunClock, Stop, Stopped
+from threefold.train.terms import agree_on_terms
 
 SelfCheck = Callable[[Config, Path, ModelSource, Mesh], None]
 """Check of a run's layout, called on all its ranks; raises a `UserError` on every rank."""
@@ -91,7 +92,14 @@ def train(
     recorder = None if profile is None else SpanRecorder(device)
     if recorder is not None:
         heartbeat = ObservedHeartbeat(heartbeat or Heartbeat(), recorder)
+    heartbeat = heartbeat or Heartbeat()
+    heartbeat.activity(Activity.DATA)
+    dataset = open_dataset(config)
+    samples = open_samples(config, dataset)  # before the generators begin, as the user's own may draw from them
+    heartbeat.activity(Activity.JOIN)
+    notes = agree_on_terms(config, dataset, samples, source, device.type, heartbeat)
     mesh = Mesh(Layout.from_config(config.parallel), device, exact=config.train.exact, heartbeat=heartbeat)
+    require_same_own_data(dataset, mesh)
     config = agree_on_micro_batch(config, mesh)
 
     mesh.heartbeat.activity(Activity.RESTORE)
@@ -108,10 +116,6 @@ def train(
     clock = RunClock(config, began, None if background is None else lambda: background.is_done)
     stop = Stop(asked, run_dir, clock if is_first else None)
 
-    mesh.heartbeat.activity(Activity.DATA)
-    dataset = open_dataset(config)
-    require_same_own_data(dataset, mesh)
-    samples = open_samples(config, dataset)  # before the generators begin, as the user's own may draw from them
     mesh.heartbeat.activity(Activity.MODEL)
     make_model, plan = source.load(config)
     engine = Engine(make_model, plan, mesh, config, stop, source.loss(config))
@@ -124,7 +128,7 @@ def train(
         if is_first:
             if not attempt.number or attempt.layout:
                 _announce(config, run_dir, mesh, loader, make_model, plan)
-            for line in start.lines:
+            for line in (*notes, *start.lines):
                 say(line)
         policy = AnomalyPolicy(config, start.anomalies)
         tokens = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)

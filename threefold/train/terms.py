@@ -1,0 +1,153 @@
+"""Terms of a run: everything that decides its numbers, compared over all ranks before the run starts.
+
+One stale checkout, one edited config or one half-copied data folder on one node would otherwise train a model that no
+config describes, without an error.
+"""
+
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from threefold.checkpoint.code import code_of
+from threefold.checksums import checksum_of_blocks
+from threefold.comm.agreement import facts_of_process, processor, require_same, short
+from threefold.comm.heartbeat import Heartbeat
+from threefold.config import Config
+from threefold.config.resolve import is_derived
+from threefold.data.corpus import Corpus
+from threefold.data.dataset import Dataset, stored_corpus
+from threefold.data.formats.own_data import OwnData
+from threefold.data.samples import Samples
+from threefold.models.source import ModelSource
+from threefold.plugins import modules_beside
+
+NOT_COMPARED: Final = {
+    "data.path": "each host may keep the data elsewhere; its content is compared",
+    "data.mixture": "as data.path; contents and weights are compared",
+    "data.tokenizer": "a path; the tokens are compared",
+    "data.chat_template": "a path; the tokens are compared",
+    "data.cache": "a folder that holds only what follows from other files",
+    "model.file": "a path; the source is compared",
+    "train.device": "the kind of processor is compared",
+}
+"""Settings that may differ between ranks, with the reason."""
+_AGREED: Final = ("train.micro_batch_size", "train.gradient_accumulation_steps", "train.loss_chunk_size")
+"""Settings that each rank derives from its host's memory unless they are given, and that ranks agree on afterwards."""
+_REMEDY: Final = "start every rank with the same config, data, code and environment"
+
+
+def agree_on_terms(
+    config: Config,
+    dataset: Dataset,
+    parts: Iterable[Samples | None],
+    source: ModelSource,
+    device: str,
+    heartbeat: Heartbeat,
+) -> list[str]:
+    """Compare everything that decides a run's numbers over all ranks, and return lines about what else differs.
+
+    Collective over the process group: one all-reduce of four numbers if nothing differs. Raises a `UserError` on every
+    rank, which names the first difference with the hosts and ranks.
+    """
+    facts = settings_of(config) | code(config, source) | data_of(dataset, parts) | facts_of_process()
+    kind = {"the processor": processor(device)}
+    if config.train.exact:  # whose bits are only equal on equal machines
+        facts, kind = facts | kind, {}
+    others = require_same(facts, kind, _REMEDY, heartbeat)
+    return [f"{each}; the last digits of losses depend on it." for each in others]
+
+
+def settings_of(config: Config) -> dict[str, str]:
+    """Return the settings of a resolved config that all ranks must have alike, as text."""
+    left_out = {*NOT_COMPARED, *(key for key in _AGREED if is_derived(config, key)), *dict(code_of(config))}
+    return {
+        f"{section}.{key}": value if isinstance(value, str) else json.dumps(value)
+        for section, values in config.sections().items()
+        for key, value in values.items()
+        if f"{section}.{key}" not in left_out
+    }
+
+
+def code(config: Config, source: ModelSource) -> dict[str, str]:
+    """Return the names and checksums of the code that a config names, and of the model's and the loss's files."""
+    found = {}
+    for key, name in code_of(config):
+        place, colon, attribute = name.rpartition(":")
+        if file := _file_of(place or attribute):
+            found[f"the code of {key}"] = f"{file.name}{colon}{attribute} with the checksum {_of_files([file])}"
+    if files := source.files(config):
+        found["the code of the model"] = f"{files[0].name} with the checksum {_of_files(files)}"
+    return found
+
+
+def data_of(dataset: Dataset, parts: Iterable[Samples | None]) -> dict[str, str]:
+    """Return what this rank sees of the data: sizes, checksums, tokenizer, and the number of samples of each part."""
+    found, several = {}, len(dataset.sources) > 1
+    for number, each in enumerate(dataset.sources, start=1):
+        name = f"the data of data.mixture {number}" if several else "the data at data.path"
+        if several:
+            found[f"the weight of data.mixture {number}"] = repr(each.weight)
+        if isinstance(each.data, OwnData):
+            found[name] = f"{len(each.data):,} samples"
+        else:
+            found[name] = _content(stored_corpus(each.data, dataset.settings.sequence_length))
+    for name, part in zip(("training", "validation"), parts, strict=True):
+        if part is not None:
+            found[f"the number of {name} samples"] = f"{len(part):,}"
+    return found
+
+
+def _content(corpus: Corpus) -> str:
+    written, tokenizer = corpus.content.tokens, corpus.tokenizer_sha256
+    return ", ".join(
+        (
+            f"{len(corpus.tokens):,} tokens of {corpus.tokens.dtype.name} in {corpus.document_count:,} documents",
+            f"checksums {short(written) if written else 'none'}, {short(corpus.content.documents)} and "
+            f"{_sketch(corpus)}",
+            f"vocabulary {corpus.vocab_size:,}, end of document {corpus.eod}",
+            f"tokenizer {tokenizer[:12] if tokenizer else 'none'}, special tokens {corpus.rule.special_tokens}",
+        )
+    )
+
+
+_BLOCKS, _BLOCK = 64, 1024
+
+
+def _sketch(corpus: Corpus) -> str:
+    """Return a checksum of evenly spaced blocks of the tokens, and of which of them count for the loss.
+
+    It finds a folder that was half copied; `TokenCheck` reads all tokens in the background.
+    """
+    last = max(0, len(corpus.tokens) - _BLOCK)
+    starts = np.linspace(0, last, _BLOCKS, dtype=np.int64) if last else [0]
+    arrays: list[Any] = [corpus.tokens] if corpus.loss_mask is None else [corpus.tokens, corpus.loss_mask]
+    return short(
+        checksum_of_blocks(
+            np.ascontiguousarray(array[start : start + _BLOCK]).tobytes() for array in arrays for start in starts
+        )
+    )
+
+
+def _file_of(place: str) -> Path | None:
+    """Return the source file of a module or of a path to one; None if it cannot be found."""
+    if place.endswith((".py", ".csv")):
+        return Path(place)
+    with suppress(ImportError, ValueError, AttributeError):
+        spec = find_spec(place)
+        return None if spec is None or not spec.origin else Path(spec.origin)
+    return None
+
+
+def _of_files(files: Iterable[Path]) -> str:
+    """Return a checksum of Python files and of the modules beside them that they import."""
+    blocks = list[bytes]()
+    for file in files:
+        for each in (file, *(modules_beside(file) if file.suffix == ".py" else ())):
+            with suppress(OSError):  # using it says so
+                blocks += [each.name.encode(), each.read_bytes()]
+    return short(checksum_of_blocks(blocks))
