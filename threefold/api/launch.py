@@ -1,6 +1,7 @@
 """Start ranks from a script or a notebook (`run`, `spawn`, `notebook_launcher`), and make their mesh (`init_mesh`)."""
 
 import pickle
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -267,6 +268,7 @@ def init_mesh(
     import torch
     import torch.distributed as dist
 
+    from threefold.comm.agreement import facts_of_process, processor, require_same
     from threefold.comm.mesh import Mesh
     from threefold.torch_private.distributed import default_store
 
@@ -299,7 +301,12 @@ def init_mesh(
         )
     backend = dist.get_backend_config()
     on_gpu = ("nccl" in backend or BACKEND in backend) and torch.cuda.is_available()
-    mesh = Mesh(layout, torch.device("cuda", torch.cuda.current_device()) if on_gpu else "cpu")
+    device_here = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    remedy = "start every rank with the same code and environment"
+    for each in require_same(facts_of_process(), {"the processor": processor(device_here)}, remedy):
+        if dist.get_rank() == 0:
+            warnings.warn(f"{each}; the last digits of losses depend on it.", stacklevel=2)
+    mesh = Mesh(layout, device_here)
     _ = mesh.check_group, mesh.local_rank  # created here because it is collective
     return mesh
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.api.launch import mesh_of_all_ranks
+from threefold.comm.agreement import require_same_arguments
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
 from threefold.data.agreement import require_one_batch
@@ -21,13 +22,14 @@ from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.own_batch import joined
 from threefold.models.plan import Plan, tying
 from threefold.models.sharding import ModelPlan
-from threefold.models.source import error_line
+from threefold.models.source import ObjectSource, error_line
 from threefold.parallel.gradient_sums import COMPRESSIONS
 from threefold.parallel.parallelize import PieceSizes, TrainingSettings
 from threefold.parallel.parameter import publish_
 from threefold.parallel.whole_state import LoadedKeys, load_whole_state, on_all_stages, whole_state
 from threefold.plugins import require_one_of
 from threefold.train.step import GradientStep
+from threefold.train.terms import checksum_of_code
 from threefold.train.update_rule import LossScale
 
 
@@ -321,6 +323,10 @@ def parallelize(
                 # The fewest that the schedule accepts, or 1 if it accepts none, which it reports itself.
                 counts = range(1, _MOST_FOR_A_STAGE * pp + 1)
                 settings = replace(settings, micro_batches=next((each for each in counts if accepts(pp, each)), 1))
+            files = ObjectSource(model).code_files()
+            given = {**vars(plan), "frozen": sorted(plan.frozen)} if isinstance(plan, ModelPlan) else plan
+            code = checksum_of_code(files) if files else None
+            require_same_arguments("parallelize", {**vars(settings), "plan": given, "the code of model": code})
             scale = LossScale.of(PrecisionConfig(dtype="fp16")) if dtype == torch.float16 else None
             complete = _plan_of(model, plan, made)
             step = GradientStep(tying(made, complete), complete, mesh, settings, loss_scale=scale)

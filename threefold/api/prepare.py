@@ -16,6 +16,7 @@ from threefold.api.model import PRECISIONS
 from threefold.api.prepared_loader import CurrentBatch, PreparedLoader
 from threefold.api.prepared_model import GradSync, PreparedModule
 from threefold.api.prepared_optimizer import PreparedOptimizer, PreparedScheduler, require_matches
+from threefold.comm.agreement import require_same_arguments
 from threefold.comm.axis import Axis, copy_to, reduce_from
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
@@ -117,6 +118,10 @@ def prepare(
         if model is not None and isinstance(each, Optimizer) and not isinstance(each, PreparedOptimizer):
             require_matches(each, before, sharded=zero > 0 or mesh.tp.size > 1)
     if model is not None and not isinstance(model, PreparedModule):
+        arguments = {"precision": precision, "zero": zero, "accumulate": accumulate, "compress": compress}
+        arguments |= {"sync_batch_norm": sync_batch_norm, "tensor_parallel": tensor_parallel}
+        shapes = {name: (tuple(each.shape), each.dtype, each.requires_grad) for name, each in before.items()}
+        require_same_arguments("prepare", {**arguments, "the model": shapes})
         model = _prepare_model(
             model, mesh, current, precision, zero, accumulate, compress, sync_batch_norm, tensor_parallel
         )

@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -93,6 +94,16 @@ def require_same(facts: Facts, told: Facts, remedy: str, heartbeat: Heartbeat | 
     names = first_of([each.name for each in more])
     also = f", and {names} {'differs' if len(more) == 1 else 'differ'} too" if more else ""
     raise UserError(f"{first}{also}; {remedy}.")
+
+
+def require_same_arguments(function: str, arguments: Mapping[str, object]) -> None:
+    """Raise a `UserError` on every rank unless all ranks call a function with the same arguments. Collective."""
+    facts = {f"{name} of {function}": _ADDRESS.sub("", repr(value)) for name, value in arguments.items()}
+    require_same(facts, {}, "call it with the same arguments and the same code on every rank")
+
+
+_ADDRESS: Final = re.compile(r" at 0x[0-9a-f]+")
+"""What the text of a function has of this process alone."""
 
 
 def facts_of_process() -> dict[str, str]:

@@ -310,6 +310,10 @@ class ObjectSource(ModelSource):
         return self.own_loss or loss_of(self._class)
 
     def files(self, config: Config) -> tuple[Path, ...]:
+        return self.code_files()
+
+    def code_files(self) -> tuple[Path, ...]:
+        """Return the Python files of the model and its loss; empty if one of them has none."""
         parts = [self._class] if self.own_loss is None else [self._class, self.own_loss]
         found = [getattr(inspect.getmodule(part), "__file__", None) for part in parts]
         return tuple(Path(each) for each in found if each) if all(found) else ()

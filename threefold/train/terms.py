@@ -64,7 +64,8 @@ def agree_on_terms(
 
 def settings_of(config: Config) -> dict[str, str]:
     """Return the settings of a resolved config that all ranks must have alike, as text."""
-    left_out = {*NOT_COMPARED, *(key for key in _AGREED if is_derived(config, key)), *dict(code_of(config))}
+    agreed = (key for key in _AGREED if is_derived(config, "train.micro_batch_size") and is_derived(config, key))
+    left_out = {*NOT_COMPARED, *agreed, *dict(code_of(config))}
     return {
         f"{section}.{key}": value if isinstance(value, str) else json.dumps(value)
         for section, values in config.sections().items()
@@ -79,9 +80,9 @@ def code(config: Config, source: ModelSource) -> dict[str, str]:
     for key, name in code_of(config):
         place, colon, attribute = name.rpartition(":")
         if file := _file_of(place or attribute):
-            found[f"the code of {key}"] = f"{file.name}{colon}{attribute} with the checksum {_of_files([file])}"
+            found[f"the code of {key}"] = f"{file.name}{colon}{attribute} with the checksum {checksum_of_code([file])}"
     if files := source.files(config):
-        found["the code of the model"] = f"{files[0].name} with the checksum {_of_files(files)}"
+        found["the code of the model"] = f"{files[0].name} with the checksum {checksum_of_code(files)}"
     return found
 
 
@@ -143,7 +144,7 @@ def _file_of(place: str) -> Path | None:
     return None
 
 
-def _of_files(files: Iterable[Path]) -> str:
+def checksum_of_code(files: Iterable[Path]) -> str:
     """Return a checksum of Python files and of the modules beside them that they import."""
     blocks = list[bytes]()
     for file in files:
