@@ -29,6 +29,10 @@ def test_starts_continues_and_has_nothing_left_to_do(config_file: Path, tmp_path
     again = run_to_its_end(arguments)
     assert (again.returncode, again.stderr) == (0, "")
     assert again.stdout == f"{run} has completed all its 4 steps; there is nothing left to do.\n"
+    for setting, was in (("train.seed=3", "1234"), ("optimizer.lr=0.5", "0.0006"), ("model.num_layers=3", "2")):
+        other = run_to_its_end([*arguments, "--set", setting])
+        assert (other.returncode, other.stdout, other.stderr.count("\n")) == (2, "", 1)
+        assert f"set it to {was}, or start a new run in another folder." in other.stderr
     longer = run_to_its_end([*arguments, "--set", "train.max_steps=6"])
     assert longer.returncode == 0, longer.stderr
     assert [step for step, _ in losses(run)] == [1, 2, 3, 4, 5, 6]

@@ -120,7 +120,11 @@ def prepare(
     if model is not None and not isinstance(model, PreparedModule):
         arguments = {"precision": precision, "zero": zero, "accumulate": accumulate, "compress": compress}
         arguments |= {"sync_batch_norm": sync_batch_norm, "tensor_parallel": tensor_parallel}
-        shapes = {name: (tuple(each.shape), each.dtype, each.requires_grad) for name, each in before.items()}
+        shapes = {
+            name: (tuple(each.shape), each.dtype, each.requires_grad)
+            for name, each in before.items()
+            if not isinstance(each, nn.parameter.UninitializedParameter)  # which is refused below
+        }
         require_same_arguments("prepare", {**arguments, "the model": shapes})
         model = _prepare_model(
             model, mesh, current, precision, zero, accumulate, compress, sync_batch_norm, tensor_parallel

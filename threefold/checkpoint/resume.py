@@ -16,6 +16,7 @@ from threefold.checkpoint.folder import (
     model_files,
     newest,
     select_checkpoint,
+    stored_config,
 )
 from threefold.checkpoint.manifest import Checkpoint, read_writer
 from threefold.comm.layout import Layout
@@ -75,6 +76,24 @@ def has_all_steps(run_dir: Path, steps: int) -> bool:
     return False
 
 
+def is_finished(run_dir: Path, config: Config) -> bool:
+    """Return whether a run has made all steps of the config, as `has_all_steps`, with the config's settings.
+
+    Raises a `UserError` if it made them with others, apart from those that change no result: nothing would be trained
+    with the config's.
+    """
+    if not has_all_steps(run_dir, config.train.max_steps):
+        return False
+    saved = newest(run_dir)
+    assert saved is not None  # it has the last step
+    for key, before, now in _allowed_changes(saved, stored_config(saved.path), config):
+        raise UserError(
+            f"{config.origin(key)}{key} is {now!r} but {run_dir} has completed all its {saved.step} steps with "
+            f"{before!r}; set it to {before!r}, or start a new run in another folder."
+        )
+    return True
+
+
 def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = None) -> SelectedCheckpoint:
     """Return the newest valid checkpoint of a run, checked against the run's resolved config.
 
@@ -92,15 +111,7 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
             f"{checkpoint.path} has a model and no optimizer state to resume; start a run in another folder with "
             f"train.init_from {run_dir}."
         )
-    changes = list(_changes(choice.config, config))
-    for key, before, now in changes:
-        if reason := _forbidden(key, before, now, config):
-            raise UserError(
-                f"{config.origin(key)}{key} is {now!r} but {checkpoint.path} was made with {before!r}, {reason}; "
-                f"set it to {before!r}, or start a new run in another folder."
-            )
-    _check_data(checkpoint, config)
-    _check_epochs(checkpoint, config)
+    changes = _allowed_changes(checkpoint, choice.config, config)
     if checkpoint.step >= config.train.max_steps:
         try:
             check_whole(checkpoint)  # as its tensors will not be read
@@ -131,6 +142,20 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
         )
     warnings += _restarted_streams(checkpoint, config)
     return replace(choice, warnings=(*choice.warnings, *warnings), is_resumed=True)
+
+
+def _allowed_changes(checkpoint: Checkpoint, stored: Config, config: Config) -> list[tuple[str, Any, Any]]:
+    """Return the settings that a resumed run may change; raise a `UserError` for one that it may not, or other data."""
+    changes = list(_changes(stored, config))
+    for key, before, now in changes:
+        if reason := _forbidden(key, before, now, config):
+            raise UserError(
+                f"{config.origin(key)}{key} is {now!r} but {checkpoint.path} was made with {before!r}, {reason}; "
+                f"set it to {before!r}, or start a new run in another folder."
+            )
+    _check_data(checkpoint, config)
+    _check_epochs(checkpoint, config)
+    return changes
 
 
 def _other_batch(checkpoint: Checkpoint, stored: Config, config: Config) -> str:

@@ -13,7 +13,7 @@ from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import FOLDER, newest, remains
 from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
 from threefold.checkpoint.remote import look_at_remote
-from threefold.checkpoint.resume import Resume, continues, find_resumption, find_warm_start, has_all_steps
+from threefold.checkpoint.resume import Resume, continues, find_resumption, find_warm_start, is_finished
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
@@ -332,7 +332,7 @@ def prepare_training(
         try_trackers(config.train.callbacks or ())
     if checked.resolved.checkpoint.remote is not None:
         look_at_remote(checked.resolved.checkpoint.remote, run_dir, bool(resume))
-    if resume == "auto" and has_all_steps(run_dir, checked.resolved.train.max_steps):
+    if resume == "auto" and is_finished(run_dir, checked.resolved):
         return TrainingRun(checked.resolved, run_dir, resume, finished=True)
     if continues(run_dir, resume):
         find_resumption(run_dir, checked.resolved)

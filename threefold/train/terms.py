@@ -96,7 +96,13 @@ def data_of(dataset: Dataset, parts: Iterable[Samples | None]) -> dict[str, str]
         if isinstance(each.data, OwnData):
             found[name] = f"{len(each.data):,} samples"
         else:
-            found[name] = _content(stored_corpus(each.data, dataset.settings.sequence_length))
+            corpus = stored_corpus(each.data, dataset.settings.sequence_length)
+            tokenizer = corpus.tokenizer_sha256
+            found[name] = _content(corpus)
+            found[f"{name}, its vocabulary,"] = f"{corpus.vocab_size:,} with end of document {corpus.eod}"
+            found[f"{name}, its tokenizer,"] = (
+                f"{tokenizer[:12] if tokenizer else 'none'} with special tokens as {corpus.rule.special_tokens}"
+            )
     for name, part in zip(("training", "validation"), parts, strict=True):
         if part is not None:
             found[f"the number of {name} samples"] = f"{len(part):,}"
@@ -104,16 +110,10 @@ def data_of(dataset: Dataset, parts: Iterable[Samples | None]) -> dict[str, str]
 
 
 def _content(corpus: Corpus) -> str:
-    written, tokenizer = corpus.content.tokens, corpus.tokenizer_sha256
-    return ", ".join(
-        (
-            f"{len(corpus.tokens):,} tokens of {corpus.tokens.dtype.name} in {corpus.document_count:,} documents",
-            f"checksums {short(written) if written else 'none'}, {short(corpus.content.documents)} and "
-            f"{_sketch(corpus)}",
-            f"vocabulary {corpus.vocab_size:,}, end of document {corpus.eod}",
-            f"tokenizer {tokenizer[:12] if tokenizer else 'none'}, special tokens {corpus.rule.special_tokens}",
-        )
-    )
+    written, documents = corpus.content.tokens, short(corpus.content.documents)
+    known = f"{short(written)}, " if written else ""
+    size = f"{len(corpus.tokens):,} tokens of {corpus.tokens.dtype.name} in {corpus.document_count:,} documents"
+    return f"{size} with the checksums {known}{documents} and {_sketch(corpus)}"
 
 
 _BLOCKS, _BLOCK = 64, 1024
