@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from socket import gethostname
 from typing import Any, Final
@@ -16,7 +17,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-import threefold
 from threefold.checksums import checksum_of_blocks
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.errors import UserError
@@ -110,7 +110,7 @@ def facts_of_process() -> dict[str, str]:
     """Return the versions, environment variables and switches of this process that change what it computes."""
     matmul = torch.backends.cuda.matmul
     return {
-        "the version of Threefold": f"{threefold.__version__} with sources {sources_checksum()}",
+        "the version of Threefold": f"{version('threefold')} with the sources {sources_checksum()}",
         "the version of PyTorch": str(torch.__version__),
         "the version of Python": platform.python_version(),
         "the version of NumPy": np.__version__,
@@ -134,7 +134,7 @@ def processor(device: torch.device | str) -> str:
 @cache
 def sources_checksum() -> str:
     """Return a checksum of this package's own source files, whose version may be that of another commit."""
-    root = Path(threefold.__file__).parent
+    root = Path(__file__).parents[1]
     files = sorted(root.rglob("*.py"))
     return short(
         checksum_of_blocks(part for file in files for part in (str(file.relative_to(root)).encode(), _read(file)))
