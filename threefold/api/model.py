@@ -31,6 +31,7 @@ from threefold.plugins import require_one_of
 from threefold.train.step import GradientStep
 from threefold.train.terms import checksum_of_code
 from threefold.train.update_rule import LossScale
+from threefold.verify.loop_check import LoopCheck
 
 
 def with_arguments(model: Callable[..., Any], arguments: Mapping[str, Any] | None) -> Callable[[], Any]:
@@ -77,7 +78,8 @@ class DistributedModel:
         has_gradients: whether there are gradients that no optimizer has used yet.
     """
 
-    def __init__(self, gradient_step: GradientStep) -> None:
+    def __init__(self, gradient_step: GradientStep, unsplit: Callable[[], nn.Module] | None = None) -> None:
+        self._unsplit = unsplit  # makes the model that the first step is compared with; None if none is
         self.gradient_step, self.mesh, self.loss_scale = gradient_step, gradient_step.mesh, gradient_step.loss_scale
         self.last = LossSums()
         self.publications = 0
@@ -135,8 +137,13 @@ class DistributedModel:
             )
         outputs = _kept(return_outputs, loss_fn)
         self._compare("train_batch", batch)
+        check, unsplit, self._unsplit = None, self._unsplit, None
         with _checked(loss_fn):
+            if unsplit is not None:
+                check = LoopCheck.begin(self.gradient_step, unsplit, batch, loss_fn, self.updates)
             self.last = self.gradient_step.train_batch(batch, self.updates, loss_fn, outputs=outputs)
+        if check is not None:
+            check.finish(self.last.loss)
         self.has_gradients = True
         return self.last.loss if outputs is None else (self.last.loss, self._joined(outputs, return_outputs))
 
@@ -235,6 +242,7 @@ def parallelize(
     gradient_compression: Literal["none", "fp16", "bf16"] = "none",
     compile: bool = False,
     seed: int = 0,
+    verify: bool = False,
 ) -> DistributedModel:
     """Distribute a single-device model over a mesh; its initial weights equal those of a single process.
 
@@ -261,6 +269,10 @@ def parallelize(
         gradient_compression: dtype that gradients are rounded to for the sum over the replicas.
         compile: whether layers are compiled with `torch.compile`.
         seed: seed of initial weights and dropout.
+        verify: whether the loss and the gradients of the first `train_batch` are compared with those of one process,
+            which takes some forward and backward passes of the whole model on the first rank. Only for several ranks
+            or micro-batches on CPUs, in fp32 or fp64, and for a model that one process runs in seconds; it then also
+            names state that no checkpoint has, and random numbers that depend on the layout.
 
     Returns:
         this rank's part of the model.
@@ -329,10 +341,11 @@ def parallelize(
             require_same_arguments("parallelize", {**vars(settings), "plan": given, "the code of model": code})
             scale = LossScale.of(PrecisionConfig(dtype="fp16")) if dtype == torch.float16 else None
             complete = _plan_of(model, plan, made)
-            step = GradientStep(tying(made, complete), complete, mesh, settings, loss_scale=scale)
+            unsplit = tying(made, complete)
+            step = GradientStep(unsplit, complete, mesh, settings, loss_scale=scale)
         except ValueError as error:  # unknown schedule
             raise UserError(f"{str(error).rstrip('.')}.") from error
-    return DistributedModel(step)
+    return DistributedModel(step, unsplit if verify else None)
 
 
 def _plan_of(model: Callable[..., nn.Module], plan: Any, make: Callable[[], nn.Module]) -> ModelPlan:

@@ -236,7 +236,19 @@ def reference_loss(
         batch = (batch.tokens, batch.labels)
     size = batch_size(batch)
     samples = NOTHING if step is None else SampleInfo(sample_keys(seed, step, torch.arange(size)))
-    dtype = DTYPES[config.precision.dtype]
+    return mean_of_own(model, plan, batch, samples, DTYPES[config.precision.dtype], loss, by_layers)
+
+
+def mean_of_own(
+    model: nn.Module,
+    plan: ModelPlan,
+    batch: Any,
+    samples: SampleInfo,
+    dtype: torch.dtype,
+    loss: LossFunction,
+    by_layers: bool = False,
+) -> Tensor:
+    """Return the mean of a user's loss over a batch; `by_layers` is as for `reference_loss`."""
     if has_forward(model) and not by_layers:
         whole = LayerSignature.of("the model", model)
         output = forward_layer(model, whole, whole.inputs_of(batch, dtype), samples)
@@ -246,6 +258,7 @@ def reference_loss(
             signature = LayerSignature.of(name, model.get_submodule(name))
             inputs = inputs_from(output, plan.layers[place - 1]) if place else signature.inputs_of(batch, dtype)
             output = forward_layer(model.get_submodule(name), signature, inputs, samples)
+    size = batch_size(batch)
     return TermSums(loss, count_terms(loss, batch, size))(output, batch, size)
 
 
