@@ -216,7 +216,6 @@ def test_a_stored_config_names_no_code(
     config, hardware = run / CONFIG, ("--hardware", "h100")
     commands: list[tuple[str | Path, ...]] = [
         ("train", config, "--run-dir", tmp_path / "new"),
-        ("config", "show", config),
         ("config", "size", path_of(run, 1) / CONFIG),
     ]
     if key == "model__file":
@@ -234,6 +233,13 @@ def test_a_stored_config_names_no_code(
         assert ASK in ended.error, command
         assert key.replace("__", ".") in ended.error
         assert ended.error.count("\n") == 1
+        assert not ran.exists(), command
+    plain = path_of(honest / "gpt", 1) / CONFIG
+    for command in (("config", "show", config), ("config", "diff", run, run), ("config", "diff", run, plain)):
+        ended = call(threefold, *command)
+        assert ended.status == int(command[-1] == plain), ended.error
+        assert f"other settings follow from {key.replace('__', '.')} " in ended.error
+        assert "code of a run, which is not run" in ended.error
         assert not ran.exists(), command
 
 

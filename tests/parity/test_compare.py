@@ -266,3 +266,62 @@ def test_the_same_infinities_of_a_mask_are_equal(tmp_path: Path) -> None:
     verdict, _ = compared(tmp_path / "one", tmp_path / "other")
     assert verdict.first is not None
     assert verdict.first.name == "scores", verdict.sentence
+
+
+def padded_run(folder: Path, length: int, marks: str, epoch_steps: int | None = None, change: int = 0) -> None:
+    """Train on two samples of 7 and 4 tokens, padded to a length, as batches of other sizes are."""
+    torch.manual_seed(3)
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    recorder = parity.Recorder(model, optimizer, folder=folder, steps=2, epoch_steps=epoch_steps)
+    for step in range(2):
+        tokens, labels = torch.zeros(2, length, dtype=torch.int64), torch.full((2, length), -100)
+        for row, size in enumerate((7, 4)):
+            own = torch.arange(size) * (row + 3) % WORDS + step
+            own[1] += change
+            tokens[row, :size], labels[row, : size - 1] = own, own[1:]
+        mask = torch.arange(length)[None] < torch.tensor([7, 4])[:, None]
+        given = {"labels": (labels, None), "mask": (None, mask)}
+        if marks:
+            recorder.batch(tokens, *given[marks])
+        loss = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten())
+        loss.backward()
+        recorder.after_backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("marks", ["labels", "mask"])
+def test_samples_are_matched_without_their_padding(marks: str, tmp_path: Path) -> None:
+    """Ranks pad to the longest of their own samples; what a sample is does not depend on it."""
+    padded_run(tmp_path / "reference", 8, marks)
+    padded_run(tmp_path / "longer", 11, marks)
+    verdict, found = compared(tmp_path / "reference", tmp_path / "longer")
+    assert verdict.equal, verdict.sentence
+    assert found.padded
+    assert any(note.startswith("Samples were matched without their padding") for note in found.notes), found.notes
+    padded_run(tmp_path / "wrong", 11, marks, change=1)
+    verdict, _ = compared(tmp_path / "reference", tmp_path / "wrong")
+    assert verdict.sentence.startswith("The runs read different samples at step 1"), verdict.sentence
+
+
+def test_padding_that_no_mask_shows_is_said(tmp_path: Path) -> None:
+    padded_run(tmp_path / "reference", 8, "")
+    padded_run(tmp_path / "longer", 11, "")
+    verdict, found = compared(tmp_path / "reference", tmp_path / "longer")
+    assert verdict.sentence.startswith("The runs read different samples at step 1"), verdict.sentence
+    assert any("give recorder.batch the labels or the attention mask" in note for note in found.notes), found.notes
+
+
+@pytest.mark.parametrize(
+    ("epoch_steps", "said"),
+    [
+        (None, "not known is whether an epoch ends in them (epoch_steps)"),
+        (2, "an epoch of 2 steps ends in them"),
+        (5, "seen of an epoch of 5 steps: 1 to 2, not its last batch"),
+    ],
+)
+def test_the_verdict_says_which_part_of_an_epoch_was_seen(epoch_steps: int | None, said: str, tmp_path: Path) -> None:
+    padded_run(tmp_path / "record", 8, "labels", epoch_steps)
+    verdict, _ = compared(tmp_path / "record", tmp_path / "record")
+    assert verdict.sentence.endswith(f"; {said}."), verdict.sentence

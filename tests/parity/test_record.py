@@ -64,7 +64,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda folder: rewrite(folder, numbers={"1": {"scalars": {"loss": "much"}}}), r"\(its numbers is "),
     (lambda folder: rewrite(folder, numbers={}), r"\(its numbers is \{\}\)"),
     (lambda folder: rewrite(folder, versions=None), r"\(its versions is null\)"),
-    (lambda folder: rewrite(folder, without=("versions",)), r"\(it has no versions\)"),
+    (lambda folder: rewrite(folder, without=("checksums",)), r"\(it has no checksums\)"),
     (lambda folder: rewrite(folder, weight_dtypes={"weight": "float33"}), r"\(its weight_dtypes is "),
     (lambda folder: rewrite_index(folder, shape=[10**12, 1]), "damaged: rank-00000-step-0000"),
     (lambda folder: rewrite_index(folder, start=[3, 0], size=[9, 3]), "damaged: rank-00000-step-0000"),

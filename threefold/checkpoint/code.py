@@ -54,15 +54,20 @@ def remembered_model(run_dir: Path, trust_code: bool) -> str | None:
 
 def require_named_code(config: Config, path: Path) -> None:
     """Raise UserError if a stored config, in a run's folder or a checkpoint, names code that no override named."""
+    for key, code in stored_code(config, path):
+        named = "name it with --model FILE.py:NAME" if key == "model.file" else f"name it with --set {key}=…"
+        raise UserError(
+            f"{config.origin(key)}{key} is {shown(code)}, code which runs only where you ask for it, and not as a "
+            f"stored config has it; {named}, or give --trust-code if you trust the run that stored it."
+        )
+
+
+def stored_code(config: Config, path: Path) -> list[tuple[str, str]]:
+    """Return the settings of a stored config, with their values, that name code that no override named."""
     file = path.resolve()
     is_stored = (file.parent / MANIFEST).exists() or (file.name == CONFIG and (file.parent / FOLDER).exists())
-    for key, code in code_of(config) if is_stored else ():
-        if not config.origin(key).startswith("--set "):  # given on the command line
-            named = "name it with --model FILE.py:NAME" if key == "model.file" else f"name it with --set {key}=…"
-            raise UserError(
-                f"{config.origin(key)}{key} is {shown(code)}, code which runs only where you ask for it, and not as a "
-                f"stored config has it; {named}, or give --trust-code if you trust the run that stored it."
-            )
+    every = code_of(config) if is_stored else ()
+    return [(key, code) for key, code in every if not config.origin(key).startswith("--set ")]
 
 
 def code_of(config: Config) -> Iterator[tuple[str, str]]:

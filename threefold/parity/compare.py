@@ -6,6 +6,7 @@ optimizer states, buffers. The first quantity that departs is at the mistake, or
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from math import inf, isfinite, isnan, nan, sqrt
 from typing import Any, Final
@@ -76,6 +77,12 @@ def compare(
             TensorStep(*learned, places=places).learn()
             if step:
                 ReportedStep(*learned).learn()
+        if step and (names := _matched_without_padding(_numbers(reference, step), _numbers(candidate, step))):
+            found.padded = True
+            got = {
+                (kind, name, names.get(sample, sample)): replace(each, sample=names.get(sample, sample))
+                for (kind, name, sample), each in got.items()
+            }
         pair = step, reference, candidate, expected, got, tolerances
         found.departures += TensorStep(*pair, before, places).compare(found)
         if step:
@@ -158,6 +165,8 @@ def _precision(*records: Record) -> str:
 
 
 def _note(found: Findings, reference: Record, candidate: Record) -> None:
+    pair = reference, candidate
+    found.epoch_steps, found.after = reference.facts.get("epoch_steps", 0), reference.facts.get("after", 0)
     if found.departures and any(
         numbers.get("drew_random_numbers") for facts in candidate.ranks for numbers in facts["numbers"].values()
     ):
@@ -177,10 +186,23 @@ def _note(found: Findings, reference: Record, candidate: Record) -> None:
             f"Outputs of {first_of(sorted(found.skipped), 1, 'modules')} were not compared everywhere: a "
             "record lacks them, or has them in parts, in other shapes or for other samples; an adapter may place them."
         )
-    ours, theirs = (record.facts["versions"] for record in (reference, candidate))
+    ours, theirs = (record.facts.get("versions", {}) for record in (reference, candidate))
     for name in sorted(ours.keys() & theirs.keys()):
         if ours[name] != theirs[name]:
             found.notes.append(f"The runs have different versions of {name}: {ours[name]} and {theirs[name]}.")
+    if found.padded:
+        found.notes.append(
+            "Samples were matched without their padding, whose length differs between the runs: outputs were compared "
+            "only where it is the same; pad the batches of both to one length to compare all."
+        )
+    if any(each.kind == SAMPLES for each in found.departures) and not found.padded:
+        steps = range(1, found.steps + 1)
+        lengths = [{tuple(each.get("lengths", ())) for at in steps for each in _numbers(record, at)} for record in pair]
+        if lengths[0] != lengths[1]:
+            found.notes.append(
+                "The rows have other lengths in the two runs: if batches are padded, give recorder.batch the labels or "
+                "the attention mask, so that samples are matched without their padding."
+            )
     if found.shares:
         found.notes.append(
             "The candidate's ranks report shares of the loss, and their sum was compared: a log of one rank's number "
@@ -219,7 +241,7 @@ class ReportedStep(StepPair):
 
     def _samples(self) -> Iterator[Departure]:
         theirs, mine = _samples_of(self.theirs), _samples_of(self.mine)
-        if not theirs or not mine or theirs == mine:
+        if not theirs or not mine or theirs == mine or _matched_without_padding(self.theirs, self.mine):
             return
         strange, lacking = set(mine) - set(theirs), set(theirs) - set(mine)
         shape = f"differ: {len(strange)} of {len(mine)} are not those of the reference"
@@ -300,6 +322,21 @@ def _numbers(record: Record, step: int) -> list[dict[str, Any]]:
 
 def _samples_of(ranks: list[dict[str, Any]]) -> list[str]:
     return sorted({sample for each in ranks for sample in each.get("samples", ())})
+
+
+def _matched_without_padding(theirs: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the reference's sample for each of the candidate's, if they are the same but for their padding."""
+    samples = _samples_of(theirs), _samples_of(mine)
+    if samples[0] == samples[1]:
+        return {}
+    known = [
+        {whole: own for each in ranks for whole, own in each.get("unpadded", {}).items()} for ranks in (theirs, mine)
+    ]
+    of_content = {known[0].get(sample, sample): sample for sample in samples[0]}
+    content = {sample: known[1].get(sample, sample) for sample in samples[1]}
+    if set(content.values()) != set(of_content):
+        return {}
+    return {sample: of_content[own] for sample, own in content.items()}
 
 
 def _off(got: float, expected: float) -> float:

@@ -93,6 +93,9 @@ class Findings:
         whole: by kind and name, whether all elements of a tensor were compared in every step.
         skipped: modules whose output one of the records has only in part, in another shape or for other samples.
         shares: whether the candidate's loss is a sum of shares that its ranks report.
+        padded: whether samples were matched without their padding.
+        epoch_steps: number of steps of an epoch; 0 if the recorder does not know it.
+        after: number of updates before the first compared step.
     """
 
     departures: list[Departure] = field(default_factory=list)
@@ -106,6 +109,9 @@ class Findings:
     whole: dict[tuple[str, str], bool] = field(default_factory=dict)
     skipped: set[str] = field(default_factory=set)
     shares: bool = False
+    padded: bool = False
+    epoch_steps: int = 0
+    after: int = 0
 
     @property
     def equal(self) -> bool:

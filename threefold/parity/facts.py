@@ -30,6 +30,8 @@ class StepNumbers:
     counters: dict[str, dict[str, Number]] = field(default_factory=dict)
     drew_random_numbers: bool = False
     unreached: list[str] = field(default_factory=list)
+    unpadded: dict[str, str] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -43,13 +45,15 @@ class RecordFacts:
     rank: int
     world_size: int
     steps: int
-    versions: dict[str, str]
     numbers: dict[str, StepNumbers]
     checksums: list[str]
+    versions: dict[str, str] = field(default_factory=dict)
     planned_steps: int = 0
     whole: int = 0
     adapter: str = ""
     axes: dict[str, int] = field(default_factory=dict)
+    epoch_steps: int = 0
+    after: int = 0
     dtypes: list[str] = field(default_factory=list)
     activation_dtypes: list[str] = field(default_factory=list)
     weight_dtypes: dict[str, str] = field(default_factory=dict)

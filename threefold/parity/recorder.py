@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from hashlib import blake2b
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
@@ -38,6 +37,7 @@ from threefold.parity.record import (
     write_facts,
     write_weights,
 )
+from threefold.parity.rows import IGNORED, fingerprints, unpadded_fingerprints
 from threefold.torch_private.runtime import in_backward_pass
 
 FOLDER, STEPS, AFTER, BYTES, SAVE, LOAD, PERTURB, STOP = (
@@ -45,8 +45,6 @@ FOLDER, STEPS, AFTER, BYTES, SAVE, LOAD, PERTURB, STOP = (
 )
 """Variables of the environment that `threefold parity run` sets."""
 DEFAULT_STEPS: Final = 3
-IGNORED: Final = -100
-"""Label of a position without a loss, as in `torch.nn.functional.cross_entropy`."""
 
 
 class Recorder:
@@ -62,6 +60,7 @@ class Recorder:
         steps: number of steps to record, 3 by default.
         axes: sizes of the parallel axes, such as `{"dp": 2, "tp": 4}`, to give factors a name.
         batch_dim: dim of samples in activations, if it is not the adapter's.
+        epoch_steps: number of steps of an epoch, for the verdict to say which part of it was seen.
         updates: number of updates that the run has made before: those of the checkpoint that it continues from.
             `THREEFOLD_PARITY_AFTER` is the number of updates after which a record begins.
         wide: whether `parity run` may run the reference in fp64 too, without `--wide`: the recorder then converts
@@ -91,6 +90,7 @@ class Recorder:
         steps: int | None = None,
         axes: Mapping[str, int] | None = None,
         batch_dim: int | None = None,
+        epoch_steps: int | None = None,
         updates: int = 0,
         wide: bool = False,
     ) -> None:
@@ -128,6 +128,8 @@ class Recorder:
         self._readers: dict[str, list[str]] = {}
         self._current: tuple[str, ...] | None = None
         self._given: list[str] | None = None
+        self._unpadded: dict[str, str] = {}  # fingerprint of a row → that without its padding
+        self._lengths: set[int] = set()
         self._noise = _Noise(_number(PERTURB))
         self._gradient_squares: float | None = None
         self._updates_by_hook = False
@@ -140,6 +142,8 @@ class Recorder:
             "whole": self._bytes,
             "adapter": self._adapter.name,
             "axes": dict(axes or {}),
+            "epoch_steps": epoch_steps or 0,
+            "after": self._ahead + updates,
             "dtypes": sorted({str(each.dtype).removeprefix("torch.") for _, each in self._adapter.parameters()}),
             "weight_dtypes": {},
             "versions": {
@@ -170,15 +174,20 @@ class Recorder:
 
     # ---- what a script calls ----------------------------------------------------------------------------------------
 
-    def batch(self, inputs: Tensor, labels: Tensor | None = None) -> None:
+    def batch(self, inputs: Tensor, labels: Tensor | None = None, mask: Tensor | None = None) -> None:
         """Record this rank's samples of a step; call it before the forward passes, in the order of the micro-batches.
 
         Needed where the model's forward does not get the tokens (a later pipeline stage), gets parts of sequences, or
-        to have labels counted. Inputs are (samples, …), whole sequences; labels of -100 do not count.
+        to have labels counted. Inputs are (samples, …), whole sequences; labels of -100 do not count. Samples that runs
+        pad to other lengths are matched without their padding: the positions where `mask` is 0, or without a mask those
+        behind the last label that counts.
         """
         if not self._is_on:
             return
-        self._given = (self._given or []) + fingerprints(inputs)
+        given = fingerprints(inputs)
+        self._given = (self._given or []) + given
+        self._unpadded |= zip(given, unpadded_fingerprints(inputs, mask, labels), strict=True)
+        self._lengths.add(inputs.shape[-1] if inputs.dim() > 1 else 0)
         if labels is not None:
             self._numbers["valid_tokens"] += int((local(labels) != IGNORED).sum())
 
@@ -279,6 +288,10 @@ class Recorder:
             return
         if self._given is None:  # an input with a gradient comes from another stage and names no sample
             samples = () if first.requires_grad else tuple(fingerprints(first))
+            if samples and not first.is_floating_point():
+                padding = (kwargs.get("attention_mask"), kwargs.get("labels"))
+                self._unpadded |= zip(samples, unpadded_fingerprints(first, *padding), strict=True)
+                self._lengths.add(first.shape[-1])
         else:
             dim = self._batch_dim if first.is_floating_point() else 0
             count = first.shape[min(dim, first.dim() - 1)]
@@ -417,6 +430,10 @@ class Recorder:
         if self._awaited:
             self._numbers["unreached"] = sorted({name for names in self._awaited.values() for name in names})
             self._awaited.clear()
+        self._numbers["unpadded"] = {whole: own for whole, own in self._unpadded.items() if whole != own}
+        self._numbers["lengths"] = sorted(self._lengths)
+        self._unpadded.clear()
+        self._lengths.clear()
         self._facts["numbers"][str(self._step)] = self._numbers
         self._write_page(self._step)
         self._step += 1
@@ -489,15 +506,6 @@ class _Noise:
         draws = torch.rand(tensor.shape, generator=self._generator, dtype=torch.float64) * 2 - 1
         factors = 1 + draws * torch.finfo(tensor.dtype).eps
         return (tensor.double() * factors.to(tensor.device)).to(tensor.dtype)
-
-
-def fingerprints(rows: Tensor) -> list[str]:
-    """Return a fingerprint of each row of a batch; that of tokens is independent of their type."""
-    mine = local(rows).detach().cpu()
-    if not mine.is_floating_point():
-        mine = mine.long()
-    flat = mine.reshape(mine.shape[0], -1).contiguous() if mine.dim() else mine.reshape(1, 1)
-    return [blake2b(row.view(torch.uint8).numpy().tobytes(), digest_size=8).hexdigest() for row in flat]
 
 
 def _rows(tensor: Tensor, placement: Placement, samples: int, batch_dim: int) -> tuple[Tensor, Placement] | None:

@@ -3,6 +3,7 @@
 trainer = Trainer(model=model, args=arguments, train_dataset=data, callbacks=[ParityCallback()])
 """
 
+from contextlib import suppress
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -26,7 +27,11 @@ class ParityCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         adapter = AccelerateAdapter(copies=True)
-        self._recorder = Recorder(kwargs["model"], kwargs["optimizer"], adapter, **self._options)
+        options = dict(self._options)
+        with suppress(KeyError, TypeError):  # a loader without a length
+            passes = len(kwargs["train_dataloader"])
+            options.setdefault("epoch_steps", -(-passes // args.gradient_accumulation_steps))
+        self._recorder = Recorder(kwargs["model"], kwargs["optimizer"], adapter, **options)
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -75,13 +75,25 @@ def judge(found: Findings) -> Judgement:
         for kind, count in found.compared.items():
             totals[without_key(kind)] += count
         kinds = ", ".join(f"{count:,} {kind}s" for kind, count in totals.items())
-        return Judgement(True, f"Equal up to rounding in {found.steps} step{'s' if found.steps > 1 else ''}: {kinds}.")
+        steps = f"{found.steps} step{'s' if found.steps > 1 else ''}"
+        return Judgement(True, f"Equal up to rounding in {steps}: {kinds}; {_seen(found)}.")
     first = found.departures[0]
     together = [each for each in found.departures if each.step == first.step and phase_of(each) == phase_of(first)]
     leading = [each for each in together if each.copies] or together
     lead = leading[-1] if leading[0].kind == GRADIENT else leading[0]
     rest = [each for each in together if each is not lead]
     return Judgement(False, _sentence(lead, together, found), lead, (lead, *rest))
+
+
+def _seen(found: Findings) -> str:
+    """Return which part of an epoch was seen; its last batch may be shorter, or repeat samples."""
+    if not found.epoch_steps:
+        return "not known is whether an epoch ends in them (epoch_steps)"
+    begin = found.after % found.epoch_steps
+    end = begin + found.steps
+    if end >= found.epoch_steps:
+        return f"an epoch of {found.epoch_steps} steps ends in them"
+    return f"seen of an epoch of {found.epoch_steps} steps: {begin + 1} to {end}, not its last batch"
 
 
 def _sentence(lead: Departure, together: Sequence[Departure], found: Findings) -> str:
