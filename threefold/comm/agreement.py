@@ -35,7 +35,7 @@ VARIABLES: Final = (
 
 
 @dataclass(frozen=True)
-class Difference:
+class Disagreement:
     """A fact of which ranks have different values.
 
     Attributes:
@@ -53,7 +53,7 @@ class Difference:
 
 def compare(
     decisive: Facts, told: Facts, heartbeat: Heartbeat | None = None
-) -> tuple[list[Difference], list[Difference]]:
+) -> tuple[list[Disagreement], list[Disagreement]]:
     """Compare facts over all ranks. Collective over the process group: an all-reduce of four numbers, and a gather of
     everything only if something differs.
 
@@ -67,7 +67,7 @@ def compare(
         return _compared((decisive, told))
 
 
-def _compared(mine: tuple[Facts, Facts]) -> tuple[list[Difference], list[Difference]]:
+def _compared(mine: tuple[Facts, Facts]) -> tuple[list[Disagreement], list[Disagreement]]:
     digests = [_digest(facts) for facts in mine]
     # On the CPU, which every backend supports. The largest number and the smallest one are equal if all are.
     ends = torch.tensor([*digests, *(-each for each in digests)])
@@ -78,10 +78,10 @@ def _compared(mine: tuple[Facts, Facts]) -> tuple[list[Difference], list[Differe
         return [], []
     every = _gathered([gethostname(), *(facts if differs else {} for facts, differs in zip(mine, differ, strict=True))])
     hosts = [host for host, _, _ in every]
-    return _differences(hosts, [each for _, each, _ in every]), _differences(hosts, [each for _, _, each in every])
+    return _disagreements(hosts, [each for _, each, _ in every]), _disagreements(hosts, [each for _, _, each in every])
 
 
-def require_same(facts: Facts, told: Facts, remedy: str, heartbeat: Heartbeat | None = None) -> list[Difference]:
+def require_same(facts: Facts, told: Facts, remedy: str, heartbeat: Heartbeat | None = None) -> list[Disagreement]:
     """Compare facts over all ranks; return the differences of `told`. Collective, as `compare`.
 
     Raises a `UserError` on every rank if one of `facts` differs. It names the fact, two of its values, their ranks and
@@ -170,7 +170,7 @@ def _gathered(mine: list[Any]) -> list[Any]:
     return [json.loads(bytes(each.tolist())) for each in every]
 
 
-def _differences(hosts: list[str], every: list[dict[str, str]]) -> list[Difference]:
+def _disagreements(hosts: list[str], every: list[dict[str, str]]) -> list[Disagreement]:
     found = []
     for name in dict.fromkeys(name for facts in every for name in facts):
         ranks: dict[str, list[int]] = {}
@@ -181,7 +181,7 @@ def _differences(hosts: list[str], every: list[dict[str, str]]) -> list[Differen
                 value: (tuple(some), tuple(dict.fromkeys(hosts[rank] for rank in some)))
                 for value, some in ranks.items()
             }
-            found.append(Difference(name, places))
+            found.append(Disagreement(name, places))
     return found
 
 
