@@ -132,7 +132,7 @@ needs_instructions = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", needs_instructions)
 def test_large_products_have_the_same_bits_under_every_instruction_set(name: str) -> None:
     code = "from tests.ops.test_exact_products import check_widths; check_widths()"

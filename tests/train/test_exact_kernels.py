@@ -5,8 +5,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import pytest
-
 from tests.support.exact import CASE, LLAMA, MOE, differences, exact_run, with_layout
 from tests.support.kernels import KERNELS, with_kernel
 from tests.support.mistakes import Patch, with_mistake
@@ -45,7 +43,7 @@ def refused(mistake: Callable[[], list[Patch]], case: Case, threads: int) -> tup
 
 
 @sweep("name", LAYOUTS, slow=(0, 2, 5, 7))
-@pytest.mark.parametrize("kernel", KERNELS)
+@sweep("kernel", KERNELS, slow=(0, 2))
 def test_bits_are_those_of_one_process_whatever_the_kernel(pool: WorkerPool, kernel: str, name: str) -> None:
     (alone, case), mistake = LAYOUTS[name], partial(with_kernel, kernel)
     ((expected, _),) = pool.run(1, refused, mistake, with_layout(alone, 1, 1, 1), 1)
