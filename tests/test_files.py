@@ -1,11 +1,12 @@
 """Reading damaged and strange files: a sentence each, at once."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
-from threefold.checksums import checksum, checksum_of, checksums
+from threefold.checksums import checksum, checksum_of, checksum_of_blocks, checksums, is_intact, seal, seal_text, unseal
 from threefold.errors import UserError
 from threefold.files import read_bytes, read_json, read_text, require_file
 
@@ -76,3 +77,38 @@ def test_every_flipped_bit_changes_the_checksum(tmp_path: Path) -> None:
         damaged = bytearray(content)
         damaged[bit // 8] ^= 1 << bit % 8
         assert checksum_of(bytes(damaged)) != whole
+
+
+def test_a_file_is_summed_to_its_end(tmp_path: Path) -> None:
+    """It is read in blocks, of which the last is shorter and must not have the end of the one before it."""
+    path, sizes = tmp_path / "large", list[int]()
+    path.write_bytes(content := os.urandom(1 << 20) * 9 + b"end")
+    assert checksum(path, sizes.append) == checksum_of(content) == checksum_of_blocks([content[:77], content[77:]])
+    assert sum(sizes) == len(content)
+    assert len(sizes) > 1
+
+
+def test_a_sealed_text_is_intact_to_its_last_letter() -> None:
+    text = seal_text('{\n  "a": 1\n}\n')
+    assert is_intact(text)
+    json.loads(text)
+    for wrong in (
+        text + "more",
+        text + "\n",
+        text[:-1],
+        text.replace("1", "2", 1),
+        text.replace('"a"', '"b"'),
+        "",
+        "{}",
+    ):
+        assert not is_intact(wrong), wrong
+    assert not is_intact(text + text)
+    assert not is_intact(f"mine {text}")
+
+
+def test_sealed_members_are_known_in_any_order() -> None:
+    sealed = seal({"a": 1, "b": [2]})
+    assert unseal(dict(reversed(sealed.items()))) == {"a": 1, "b": [2]}
+    assert unseal({**sealed, "c": 3}) is None
+    assert unseal({**sealed, "a": 2}) is None
+    assert unseal({"a": 1, "b": [2]}) is None

@@ -14,7 +14,16 @@ import pytest
 
 from threefold import output as staging
 from threefold.errors import UserError
-from threefold.output import MARKER, staged_directory, staged_files
+from threefold.output import (
+    MARKER,
+    check_files_replaceable,
+    check_replaceable,
+    marker_of,
+    replace_link,
+    staged_directory,
+    staged_files,
+    write_durably,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -56,6 +65,83 @@ def test_what_stood_there_is_replaced_at_the_end_only(tmp_path: Path) -> None:
         assert names(final) == [MARKER, "old"]
     assert names(final) == [MARKER, "new"]
     assert names(tmp_path) == ["out"]
+
+
+def test_a_file_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "thesis").write_text("mine")
+    for target, name in (("thesis", "link"), ("nowhere", "dangling")):
+        (tmp_path / name).symlink_to(tmp_path / target)
+        write_durably(tmp_path / name, "ours")
+        assert not (tmp_path / name).is_symlink()
+        assert (tmp_path / name).read_text() == "ours"
+    assert (tmp_path / "thesis").read_text() == "mine"
+    assert names(tmp_path) == ["dangling", "link", "thesis"]
+    (tmp_path / "device").symlink_to("/dev/null")
+    assert replace_link(tmp_path / "device").is_symlink()
+
+
+def test_an_output_with_anything_of_anothers_is_kept(tmp_path: Path) -> None:
+    """Also a link in place of a file that this program wrote, and a folder of that name."""
+    out = tmp_path / "out"
+    with staged_directory(out) as folder:
+        (folder / "inside").mkdir()
+        (folder / "inside" / "file").touch()
+    check_replaceable(out, [tmp_path / "input"], overwrite=True)
+    with pytest.raises(UserError, match=r"exists already; choose another folder, or replace it with --overwrite"):
+        check_replaceable(out, [], overwrite=False)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").touch()
+    for name in ("thesis", "inside/thesis"):
+        (out / name).touch()
+        with pytest.raises(UserError, match=f"has {name}, which this program did not write there"):
+            check_replaceable(out, [], overwrite=True)
+        (out / name).unlink()
+    (out / "inside" / "file").unlink()
+    (out / "inside" / "file").symlink_to(tmp_path / "mine" / "file")
+    with pytest.raises(UserError, match="has inside/file, which this program did not write there"):
+        check_replaceable(out, [], overwrite=True)
+    (out / "inside" / "file").unlink()
+    (out / "inside").rmdir()
+    (out / "inside").symlink_to(tmp_path / "mine")
+    with pytest.raises(UserError, match="has inside, which this program did not write there"):
+        check_replaceable(out, [], overwrite=True)
+    (out / MARKER).unlink()
+    with pytest.raises(UserError, match="was not written by this program"):
+        check_replaceable(out, [], overwrite=True)
+
+
+@pytest.mark.parametrize("linked", [False, True])
+@pytest.mark.parametrize(
+    ("out", "read", "rule"), [("a", "a", "is an input"), ("a", "a/b/c", "contains"), ("a/b", "a", "is inside")]
+)
+def test_an_output_is_apart_from_what_is_read(tmp_path: Path, out: str, read: str, rule: str, linked: bool) -> None:
+    (tmp_path / "real" / "a" / "b" / "c").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    place = tmp_path / ("link" if linked else "real") / read
+    with pytest.raises(UserError, match=rf"--out .* {rule}.*; choose a folder apart from the inputs"):
+        check_replaceable(tmp_path / "real" / out, [tmp_path / "elsewhere", place], overwrite=True)
+
+
+def test_files_of_another_are_not_replaced(tmp_path: Path) -> None:
+    prefix, files = tmp_path / "out", [tmp_path / name for name in ("out.bin", "out.idx")]
+    write_pair(tmp_path, "ours")
+    check_files_replaceable(prefix, files, [], overwrite=True)
+    with pytest.raises(UserError, match=r"out\.bin exists already"):
+        check_files_replaceable(prefix, files, [], overwrite=False)
+    (tmp_path / "hard").hardlink_to(files[1])
+    with pytest.raises(UserError, match=r"out\.idx is an input"):
+        check_files_replaceable(prefix, files, [tmp_path / "hard"], overwrite=True)
+    files[1].write_text("mine, and longer")
+    with pytest.raises(UserError, match=r"out\.idx was not written by this program"):
+        check_files_replaceable(prefix, files, [], overwrite=True)
+    files[1].unlink()
+    files[1].symlink_to(files[0])
+    with pytest.raises(UserError, match=r"out\.idx is a symbolic link"):
+        check_files_replaceable(prefix, files, [], overwrite=True)
+    files[1].unlink()
+    marker_of(prefix).unlink()
+    with pytest.raises(UserError, match=r"out\.bin was not written by this program"):
+        check_files_replaceable(prefix, files, [], overwrite=True)
 
 
 def test_two_writers_of_one_folder(tmp_path: Path) -> None:

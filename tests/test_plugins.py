@@ -1,5 +1,6 @@
 """Extension points: built-in names first, then what installed packages declare, and one sentence for any other."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -27,6 +28,43 @@ def test_modules_beside_a_file_are_its_own(tmp_path: Path) -> None:
         (folder / "unused.py").write_text("")
     assert [import_file(tmp_path / str(number) / "main.py").VALUE for number in (1, 2)] == [1, 2]
     assert {path.name for path in modules_beside(tmp_path / "1/main.py")} == {"layers_beside.py", "widths_beside.py"}
+
+
+def test_a_file_is_executed_once_and_again_after_a_change(tmp_path: Path) -> None:
+    file = tmp_path / "changing.py"
+    file.write_text("VALUE = [1]\n")
+    first = import_file(file)
+    assert import_file(file) is first
+    (tmp_path / "link.py").symlink_to(file)
+    assert import_file(tmp_path / "link.py") is first
+    file.write_text("VALUE = [2, 3]\n")
+    assert import_file(file).VALUE == [2, 3]
+    before = file.stat()
+    file.write_text("VALUE = [4, 5]\n")
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns + 1))  # of the same size
+    assert import_file(file).VALUE == [4, 5]
+
+
+@pytest.mark.parametrize("ends", ["", "raise ValueError('at the end')\n"])
+def test_a_file_leaves_nothing_behind_but_its_module(tmp_path: Path, ends: str) -> None:
+    """The search path is as before, and so is a module of the name of one beside the file."""
+    number = str(len(ends))
+    for folder, value in (("mine", 1), ("theirs", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"kept_{number}.py").write_text(f"VALUE = {value}\n")
+        (tmp_path / folder / "main.py").write_text(f"from kept_{number} import VALUE\n" + (ends if value == 2 else ""))
+    assert import_file(tmp_path / "mine/main.py").VALUE == 1
+    path, kept = [*sys.path], sys.modules[f"kept_{number}"]
+    if ends:
+        with pytest.raises(ValueError, match="at the end"):
+            import_file(tmp_path / "theirs/main.py")
+    else:
+        assert import_file(tmp_path / "theirs/main.py").VALUE == 2
+    assert sys.path == path
+    assert sys.modules[f"kept_{number}"] is kept
+    assert [name for name in sys.modules if str(tmp_path / "theirs/main.py") in name] == (
+        [] if ends else [f"main@{tmp_path / 'theirs/main.py'}"]
+    )
 
 
 def test_built_in() -> None:

@@ -153,13 +153,13 @@ def exchange_paths(one: Path, other: Path) -> bool:
     raise OSError(code, os.strerror(code), str(one), None, str(other))
 
 
-def memory() -> int:
+def memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the bytes of memory that this process's control group may use on this machine.
 
     Memory used by other programs is not subtracted, so a restarted run sees the same limit.
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *_group_limits(Path("/proc/self/cgroup"), Path("/sys/fs/cgroup"))])
+    return min([physical, *_group_limits(groups, root)])
 
 
 def swap() -> int:

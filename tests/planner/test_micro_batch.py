@@ -207,6 +207,8 @@ def test_the_limits_of_control_groups_count(tmp_path: Path) -> None:
     groups.write_text("5:cpu,memory:/other\n2:freezer:/x\n0::/job/step\n")
     assert sorted(_group_limits(groups, tmp_path)) == [2_000_000_000, 3_000_000_000]
     assert _group_limits(tmp_path / "nowhere", tmp_path) == []
+    assert memory(groups, tmp_path) == 2_000_000_000  # less than any machine that runs this has
+    assert memory(tmp_path / "nowhere", tmp_path) > 3_000_000_000
 
 
 PEAK = """

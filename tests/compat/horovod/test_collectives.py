@@ -20,7 +20,7 @@ def combined() -> dict[str, Tensor]:
     found = {op.value: hvd.allreduce(own(), op=op) for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product)}
     found["mean"] = hvd.allreduce(own(), name="mean")
     found["old sum"] = hvd.allreduce(own(), average=False)
-    found["integers"] = hvd.allreduce(own(torch.int64))
+    found["integers"] = hvd.allreduce(own(torch.int64) + hvd.rank() % 2)
     found["scaled"] = hvd.allreduce(own(), op=hvd.Sum, prescale_factor=0.5, postscale_factor=4.0)
     found["narrow"] = hvd.allreduce(own(torch.float32), compression=hvd.Compression.fp16)
     found["scalar"] = hvd.allreduce(torch.tensor(hvd.rank() + 1.0))
@@ -53,7 +53,9 @@ def test_combinations(pool) -> None:
     assert torch.equal(found["Min"], torch.minimum(base, base * 3))
     assert torch.equal(found["Max"], torch.maximum(base, base * 3))
     assert torch.equal(found["Product"], base**3 * 6)
-    assert torch.equal(found["integers"], base.long() * 2)
+    # Sums that three do not divide: 7, -11, 19, 25, 31 and -41, whose means are truncated, not rounded down.
+    assert found["integers"].tolist() == [[2, -3, 6], [8, 10, -13]]
+    assert found["integers"].dtype == torch.int64
     assert torch.equal(found["scaled"], base * 12)
     assert torch.equal(found["narrow"], base.float() * 2)
     assert found["narrow"].dtype == torch.float32
