@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import math
 import os
 import queue
 import sys
@@ -115,8 +116,17 @@ class WorkThread:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use at once, by its affinity and the `cpu_quota`, rounded up."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return math.ceil(min(cores, cpu_quota()))
+
+
+def cpu_quota() -> float:
+    """Return how many cores' worth of time this process's control groups allow; infinity for no limit.
+
+    Threads beyond it are stopped together for the rest of each period, so a rank that has them waits for itself.
+    """
+    return min(_group_limits("cpu", _cores_of), default=math.inf)
 
 
 def processor_vendor() -> str:
@@ -159,7 +169,7 @@ def memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/
     Memory used by other programs is not subtracted, so a restarted run sees the same limit.
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *_group_limits(groups, root)])
+    return min([physical, *map(int, _group_limits("memory", _bytes_of, groups, root))])
 
 
 def swap() -> int:
@@ -171,21 +181,42 @@ def swap() -> int:
     return 0
 
 
-def _group_limits(groups: Path, root: Path) -> list[int]:
-    """Return the memory limits of a process's control group and its parents; `groups` lists them in version 1 or 2."""
+def _group_limits(
+    controller: str,
+    read: Callable[[Path], float],
+    groups: Path = Path("/proc/self/cgroup"),
+    root: Path = Path("/sys/fs/cgroup"),
+) -> list[float]:
+    """Return the limits that `read` finds in the folders of a process's control group and of its parents.
+
+    `groups` lists the process's groups of version 1, one for each controller, and of version 2.
+    """
     limits = []
     with suppress(OSError):
         for line in groups.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
-            if controllers == "":
-                mount, name = root, "memory.max"
-            elif "memory" in controllers.split(","):
-                mount, name = root / "memory", "memory.limit_in_bytes"
-            else:
+            if controllers and controller not in controllers.split(","):
                 continue
-            own = mount / path.lstrip("/")
-            for folder in (own, *own.parents):
-                if folder.is_relative_to(mount):
-                    with suppress(OSError, ValueError):
-                        limits.append(int((folder / name).read_text()))
-    return [limit for limit in limits if limit]
+            # Version 1 may mount controllers together or apart; version 2 is mounted beside it on a host that has both.
+            mounts = (root / controller, root / controllers) if controllers else (root, root / "unified")
+            for mount in {*mounts}:
+                own = mount / path.lstrip("/")
+                for folder in (own, *own.parents):
+                    if folder.is_relative_to(mount):
+                        with suppress(OSError, ValueError):
+                            limits.append(read(folder))
+    return [limit for limit in limits if limit > 0]
+
+
+def _bytes_of(group: Path) -> float:
+    version_2 = group / "memory.max"
+    return int((version_2 if version_2.exists() else group / "memory.limit_in_bytes").read_text())
+
+
+def _cores_of(group: Path) -> float:
+    version_2 = group / "cpu.max"
+    if version_2.exists():
+        quota, period = version_2.read_text().split()
+    else:
+        quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+    return int(quota) / max(int(period), 1)  # a quota of "max" or -1 is none

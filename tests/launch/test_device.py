@@ -1,9 +1,11 @@
+import math
 import os
 
 import pytest
 import torch
 
 from threefold.errors import UserError
+from threefold.host import cpu_quota
 from threefold.launch import device, worker
 from threefold.launch.device import choose_device, gpu_count, memory_per_rank, require_gpus
 from threefold.launch.worker import threads_per_rank
@@ -23,9 +25,11 @@ def test_too_few_gpus() -> None:
         choose_device("cuda", "fp32", ranks)
 
 
-def test_ranks_share_the_cores() -> None:
+def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert threads_per_rank(1) == cores
+    assert cores
+    assert threads_per_rank(1) == min(cores, math.ceil(min(cpu_quota(), 10_000)))
     assert threads_per_rank(10_000) == 1
 
 

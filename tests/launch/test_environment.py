@@ -1,7 +1,13 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from threefold.errors import UserError
-from threefold.launch.environment import LaunchedRank, find_launched_rank, first_host, tasks_on
+from threefold.launch import worker
+from threefold.launch.environment import LaunchedRank, chosen_threads, find_launched_rank, first_host, tasks_on
 
 TORCHRUN = {
     "RANK": "5",
@@ -138,3 +144,43 @@ def test_a_batch_script_may_have_any_number_of_tasks(tasks: str) -> None:
 
 def test_a_lone_step_is_alone() -> None:
     assert find_launched_rank({"SLURM_STEP_ID": "0"}) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "threads"), [("3", 3), ("4,2", 4), ("1", 1), ("", None), ("0", None), ("-2", None), ("many", None)]
+)
+def test_threads_that_the_user_chose(text: str, threads: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert chosen_threads({"OMP_NUM_THREADS": text}) == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.setattr(worker, "usable_cores", lambda: 20)
+    assert worker.threads_per_rank(2) == (threads or 10)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@pytest.mark.parametrize(("at_start", "threads"), [("OMP_NUM_THREADS=1", 1), ("OTHER=1", None)])
+def test_one_thread_may_be_the_choice_of_torchrun(at_start: str, threads: int | None) -> None:
+    """A script between torchrun and the rank has torchrun's variables, and the parent of it all has none."""
+    rank = {"OMP_NUM_THREADS": "1", "TORCHELASTIC_RUN_ID": "none", "LOCAL_WORLD_SIZE": "2"}
+    script = "export OMP_NUM_THREADS=1 TORCHELASTIC_RUN_ID=none; sleep 60 & echo $!; read end; kill $!"
+    command = ["env", "-i", at_start, "/bin/sh", "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout
+        assert chosen_threads(rank, int(launcher.stdout.readline())) == threads
+        assert chosen_threads(rank | {"LOCAL_WORLD_SIZE": "1"}, launcher.pid) == 1  # torchrun sets nothing then
+        launcher.communicate("end")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["1", "3", None])
+def test_threads_under_torchrun(given: str | None, tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(
+        "import os, sys\nfrom threefold.launch.environment import chosen_threads\n"
+        "sys.stdout.write(f'{chosen_threads()} {os.environ[\"OMP_NUM_THREADS\"]}\\n')\n"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    chosen = {"OMP_NUM_THREADS": given} if given else {}
+    ended = subprocess.run(command, env=environment | chosen, capture_output=True, text=True, timeout=120)
+    assert ended.stdout == f"{given} {given or 1}\n" * 2, ended.stderr

@@ -87,7 +87,7 @@ def test_a_sound_machine_has_no_findings_of_its_host() -> None:
         ({"shared_memory": 1 << 20}, "/dev/shm has 1.0 MB free"),
         ({"open_files": 256}, "may have 256 files open"),
         ({"swap": 0}, "There is no swap"),
-        ({"quota": 1.5}, "allows 1.5 cores' worth of time, on 4 cores"),
+        ({"quota": 1.5}, "allows 1.5 cores' worth of time, on 8 cores"),
         ({"load": 7.0}, "keep 7.0 processes busy on 4 cores"),
         ({"backends": {"gloo": False}}, "has no gloo"),
         ({"gpus": (Gpu("A GPU"),)}, "There are 1 GPUs, and torch 2.13.0 can use none"),

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from threefold.errors import UserError
@@ -71,6 +72,32 @@ def local_place(rank: int, world_size: int, environment: Mapping[str, str] = os.
     """Return the launcher's local rank and local world size; those of the process group if it has set none."""
     most = _number(environment, "LOCAL_WORLD_SIZE", 1, None, world_size)
     return _number(environment, "LOCAL_RANK", 0, most - 1, rank), most
+
+
+def chosen_threads(environment: Mapping[str, str] = os.environ, parent: int | None = None) -> int | None:
+    """Return the threads of a rank that the user chose by OMP_NUM_THREADS; None if unset, no number or torchrun's own.
+
+    torchrun sets it to 1 for several ranks of a host unless the user has set it. Which of them did shows only in the
+    environment in which torchrun was started: that of the nearest parent, from `parent` on, without torchrun's own.
+    """
+    found = re.fullmatch(r"\s*0*([1-9][0-9]{0,3})\s*(,.*)?", environment.get("OMP_NUM_THREADS", ""))
+    if found is None:
+        return None
+    if found[1] == "1" and "TORCHELASTIC_RUN_ID" in environment and environment.get("LOCAL_WORLD_SIZE") != "1":
+        pid = parent or os.getppid()
+        try:
+            while b"TORCHELASTIC_RUN_ID" in (given := _environment_of(pid)):
+                pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        except (OSError, ValueError):  # not Linux, or another user's
+            return None
+        if b"OMP_NUM_THREADS" not in given:
+            return None
+    return int(found[1])
+
+
+def _environment_of(pid: int) -> set[bytes]:
+    """Return the names of the variables with which a process was started."""
+    return {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
 
 
 def leave_to_first_rank() -> None:

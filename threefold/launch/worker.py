@@ -15,6 +15,7 @@ from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.rank_state import Activity, RunSection
 from threefold.host import usable_cores
 from threefold.launch.device import Backend, gpu_count
+from threefold.launch.environment import chosen_threads
 from threefold.launch.output import log_file, logged, logged_and_shown
 
 if TYPE_CHECKING:
@@ -159,5 +160,5 @@ def wait_for_all() -> None:
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """Return the number of threads per rank when the ranks of this host share its cores."""
-    return max(1, usable_cores() // local_world_size)
+    """Return the number of threads per rank: the user's choice, or else the share of this host's cores."""
+    return chosen_threads() or max(1, usable_cores() // local_world_size)

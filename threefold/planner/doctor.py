@@ -13,13 +13,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
 from threefold.comm.layout import AXES
 from threefold.errors import UserError
 from threefold.files import format_bytes, shown
-from threefold.host import memory, usable_cores
+from threefold.host import cpu_quota, memory, usable_cores
 from threefold.models.block import describe_model
 from threefold.planner import measuring
 from threefold.planner.cost import block_seconds, cost_block
@@ -65,11 +66,11 @@ class Gpu:
 class Machine:
     """Description of this machine.
 
-    Of `machine_cores`, this process may use `cores`, and the control group allows `quota` cores' worth of time (0 for
-    no limit). Memory is in usable bytes, shared memory in free bytes of /dev/shm (0 if it does not exist), open files
-    are the limit per process, and load is the mean number of runnable processes in the last minute (0 if unknown).
-    `compiler` is the path of a C compiler, empty for none; `backends` has the availability of each `torch.distributed`
-    backend.
+    Of `machine_cores`, this process may use `cores`; the control group allows `quota` cores' worth of time (0 for no
+    limit), rounded up in `cores`. Memory is in usable bytes, shared memory in free bytes of /dev/shm (0 if it does not
+    exist), open files are the limit per process, and load is the mean number of runnable processes in the last minute
+    (0 if unknown). `compiler` is the path of a C compiler, empty for none; `backends` has the availability of each
+    `torch.distributed` backend.
     """
 
     host: str
@@ -213,8 +214,8 @@ def findings_of(
 def _of_host(machine: Machine) -> Iterator[MachineFinding]:
     if not machine.backends.get("gloo"):
         yield MachineFinding("error", "this build of torch has no gloo", "install torch from https://pytorch.org")
-    if 0 < machine.quota < machine.cores:
-        text = f"the control group allows {machine.quota:g} cores' worth of time, on {machine.cores} cores"
+    if 0 < machine.quota <= machine.cores and machine.quota < machine.machine_cores:
+        text = f"the control group allows {machine.quota:g} cores' worth of time, on {machine.machine_cores} cores"
         yield MachineFinding("warning", text, "raise the container's limit of CPU time (docker --cpus)")
     if machine.load > machine.cores / 2:
         text = f"other programs keep {machine.load:.1f} processes busy on {machine.cores} cores"
@@ -352,10 +353,7 @@ def this_machine() -> Machine:
     if torch.cuda.is_available():
         with suppress(Exception):  # torch raises if it cannot load the library
             versions["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
-    quota, swap, shared_memory, open_files = 0.0, 0, 0, 0
-    with suppress(OSError, ValueError):
-        allowed, period = map(float, Path("/sys/fs/cgroup/cpu.max").read_text().split())
-        quota = allowed / period
+    quota, swap, shared_memory, open_files = cpu_quota(), 0, 0, 0
     if found := re.search(r"^SwapTotal:\s*(\d+)", _text("/proc/meminfo"), re.MULTILINE):
         swap = int(found[1]) * 1024
     with suppress(OSError):
@@ -373,7 +371,7 @@ def this_machine() -> Machine:
         processor=cpu_name(),
         cores=usable_cores(),
         machine_cores=os.cpu_count() or 1,
-        quota=quota,
+        quota=quota if isfinite(quota) else 0.0,
         memory=memory(),
         swap=swap,
         shared_memory=shared_memory,
