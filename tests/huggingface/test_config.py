@@ -159,6 +159,22 @@ def test_published_files_are_read_and_come_back(published: dict[str, Any], expec
     assert read_model(written, "config.json") == (family, settings)
 
 
+def test_tokens_of_an_export_are_those_of_the_import_or_end_a_document() -> None:
+    """A model of one's own ends its texts with the end-of-document token of its data; an import keeps its own."""
+    family, settings = read_model(GPT_2, "config.json")
+    model = ModelConfig.model_validate({**ModelConfig.model_validate(settings).filled(1), **settings})
+
+    def tokens(eod: int | None, imported: dict[str, Any]) -> list[Any]:
+        written = write_model(model, family, "float32", eod, imported)
+        return [written[f"{name}_token_id"] for name in ("bos", "eos", "pad")]
+
+    assert tokens(7, {}) == [None, 7, None]
+    assert tokens(7, {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 4}) == [1, [2, 3], 4]
+    assert tokens(7, {"bos_token_id": 1, "eos_token_id": None}) == [1, 7, None]
+    assert tokens(7, {"eos_token_id": 0}) == [None, 0, None]
+    assert tokens(None, {}) == [None, None, None]
+
+
 @pytest.mark.parametrize("changes", [{}, {"decoder_sparse_step": 2}, {"mlp_only_layers": [0, 1, 2]}], ids=str)
 def test_the_weight_of_load_balancing_is_that_of_transformers(changes: dict[str, Any]) -> None:
     """For an even load, where its mean over the layers with experts and our sum over them can be compared."""

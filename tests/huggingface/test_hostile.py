@@ -18,8 +18,10 @@ from typer.testing import CliRunner
 
 from tests.huggingface.hand_made import llama_tensors, stored, write_llama
 from tests.support.command import Silent
+from threefold.checkpoint.folder import newest
 from threefold.cli.main import app
 from threefold.errors import UserError
+from threefold.huggingface.files import TensorFiles
 from threefold.huggingface.import_hf import Import, import_model
 
 INDEX = "model.safetensors.index.json"
@@ -86,6 +88,34 @@ def test_one_value_that_is_not_finite_is_found(tmp_path: Path, dtype: torch.dtyp
     tensors["model.layers.2.self_attn.v_proj.weight"][11, 23] = float("nan")
     told = refused(write_llama(tmp_path / "hf", tensors=tensors), tmp_path / "run")
     assert "model.layers.2.self_attn.v_proj.weight holds 1 values that are NaN or infinite; fetch" in told
+
+
+@pytest.mark.parametrize("place", [(0, 0), (2, 2_000_000)])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_block_of_a_large_weight_is_looked_at(tmp_path: Path, place: tuple[int, int], transposed: bool) -> None:
+    weight = torch.randn(3, 2_000_001).half()  # several blocks of a million elements
+    weight[place] = float("-inf")
+    save_file({"model.w": weight.t().contiguous() if transposed else weight}, tmp_path / "model.safetensors")
+    files = TensorFiles(tmp_path, "model.")
+    read = files.read("model.w", (0, 3), (0, 2_000_001), None, transposed)
+    assert torch.equal(read, weight)
+    assert files.not_finite() == {"model.w": 1}
+    assert files.not_finite() == {}  # they are counted once
+
+
+def test_the_end_of_a_text_is_what_the_config_says(tmp_path: Path) -> None:
+    """Whatever the tokenizer calls an end; which counts only for a config that names none."""
+    for given, expected in ((5, 5), ([6, 5], 6), (None, 9)):
+        source = write_llama(tmp_path / f"hf{expected}", {"eos_token_id": given})
+        _write_tokenizer(source, 9)
+        tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
+        tokenizer.add_special_tokens(["<|endoftext|>"])
+        assert tokenizer.token_to_id("<|endoftext|>") == 9
+        tokenizer.save(str(source / "tokenizer.json"))
+        import_model(Import(source, tmp_path / f"run{expected}"), Silent())
+        checkpoint = newest(tmp_path / f"run{expected}")
+        assert checkpoint is not None
+        assert checkpoint.facts.eod == expected
 
 
 def test_a_loss_that_is_not_finite_ends_eval(tmp_path: Path) -> None:
