@@ -1,13 +1,16 @@
 """What the copier of a console rank makes of its text."""
 
+import io
 import os
+import re
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 
-from threefold.launch.output import _plain
+from threefold.launch.output import _plain, whole_lines
 
 LOGGED = """
 import os, sys
@@ -66,6 +69,64 @@ def test_helpers_that_outlive_the_rank_do_not_hold_it_up(tmp_path: Path) -> None
     pid, after = process.stdout.read().splitlines()
     assert after == "after"
     os.kill(int(pid), 15)
+
+
+PRINTERS = 4
+IN_PIECES = """
+    import os, sys
+    for turn in range(40):
+        letter = "abcd"[rank]
+        for _ in range(turn % 5 + 1):  # up to 20 kB, more than one call of write into a pipe keeps whole
+            print(letter * 4_000, end="", flush=True)
+        print()
+        print(letter, file=sys.stderr)
+"""
+LOGGED_RANKS = f"""
+import os, sys
+from pathlib import Path
+from threefold.launch.output import logged_and_shown
+def body(rank):{IN_PIECES}
+for rank in range({PRINTERS}):
+    if not os.fork():
+        with logged_and_shown(Path(sys.argv[1]) / str(rank), f"[rank {{rank}}] "):
+            body(rank)
+        os._exit(0)
+for _ in range({PRINTERS}):
+    os.wait()
+"""
+SPAWNED_RANKS = f"""
+import threefold as t3
+def body():
+    rank = t3.init_mesh().rank{IN_PIECES}
+t3.spawn(body, {PRINTERS})
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "prefix"), [(LOGGED_RANKS, r"\[rank {}\] "), pytest.param(SPAWNED_RANKS, "", marks=pytest.mark.slow)]
+)
+def test_ranks_that_print_at_once_leave_whole_lines(script: str, prefix: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", script, str(tmp_path)]
+    ended = subprocess.run(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=True)
+    lines = ended.stdout.splitlines()
+    kinds = [re.compile(rf"{prefix.format(rank)}({letter}|{letter * 4_000}+)") for rank, letter in enumerate("abcd")]
+    assert len(lines) == 2 * 40 * PRINTERS
+    assert all(any(kind.fullmatch(line) for kind in kinds) for line in lines)
+
+
+def test_a_rank_that_shares_the_console_shows_its_progress_and_its_last_line() -> None:
+    below = io.StringIO()
+    with redirect_stdout(below), whole_lines():
+        print("a", end="", flush=True)
+        assert below.getvalue() == ""
+        print("b\r", "c\nd", sep="\n", end="")
+        assert below.getvalue() == "ab\r\nc\n"
+        print("\n\r50 %", end="")
+        assert below.getvalue() == "ab\r\nc\nd\n\r50 %"
+        print("\r100 %", end="")
+        print()
+        print("last", end="")
+    assert below.getvalue() == "ab\r\nc\nd\n\r50 %\r100 %\nlast"
 
 
 @pytest.mark.parametrize(

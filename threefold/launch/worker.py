@@ -16,7 +16,7 @@ from threefold.comm.rank_state import Activity, RunSection
 from threefold.host import usable_cores
 from threefold.launch.device import Backend, gpu_count
 from threefold.launch.environment import chosen_threads
-from threefold.launch.output import log_file, logged, logged_and_shown
+from threefold.launch.output import log_file, logged, logged_and_shown, whole_lines
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -93,8 +93,10 @@ class Job:
 
     def output_of(self, rank: int) -> AbstractContextManager[None]:
         """Redirect the output of `rank` to its log, unless there is no run folder or the rank has the terminal."""
-        if self.run_dir is None or rank == self.debug_rank:
+        if rank == self.debug_rank:
             return nullcontext()
+        if self.run_dir is None:  # a single rank streams, such as the text that it generates
+            return whole_lines() if len(self.console_ranks) > 1 else nullcontext()
         log = log_file(self.run_dir, rank)
         if rank not in self.console_ranks:
             return logged(log)

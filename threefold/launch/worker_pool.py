@@ -25,6 +25,7 @@ import torch.distributed as dist
 
 from threefold.comm.axis import dumps
 from threefold.launch.failure import pickled
+from threefold.launch.output import whole_lines
 from threefold.launch.process import die_with_parent, signal_name
 from threefold.launch.worker import stay_on_loopback, wait_for_all
 
@@ -225,7 +226,8 @@ def _answer(raw: bytes) -> Any:
         store = dist.FileStore(file, world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         wait_for_all()
-        result = fn(*args)
+        with whole_lines():  # a model of the user may print
+            result = fn(*args)
         dist.destroy_process_group()
         # Groups of a mesh are in cycles with it, and each has a gloo thread that wakes every 10 ms.
         gc.collect()
