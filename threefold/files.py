@@ -20,6 +20,29 @@ LARGEST_TEXT: Final = 256 << 20
 """Default limit, in bytes, for a file that is read into memory whole."""
 
 
+_ADDRESS: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):(/+)(.+)", re.DOTALL)
+"""An address, such as `s3://bucket/run`; as a `Path`, it has lost a slash."""
+
+
+def require_local(path: Path | str, called: str) -> None:
+    """Raise `UserError` if a path is an address, such as `s3://bucket/tokens`; `called` begins the message."""
+    if rule := local_rule(path):
+        written = _ADDRESS.sub(lambda found: f"{found[1]}://{found[3]}", str(path))
+        raise UserError(f"{called} is {shown(written)} but must be {rule}.")
+
+
+def local_rule(path: Path | str) -> str:
+    """Return the rule that an address breaks where files are read or written; empty for a path."""
+    if (found := _ADDRESS.fullmatch(str(path))) is None or os.path.lexists(f"{found[1]}:"):
+        return ""
+    if found[1].lower() == "file":
+        return f"a path without its protocol; use {shown(f'/{found[3]}')}"
+    return (
+        "a path on this machine (only checkpoint.remote takes an address); copy the files to a folder here, or mount "
+        "them in one, and give its path"
+    )
+
+
 def require_file(path: Path, called: str = "") -> int:
     """Return the size in bytes of a regular file, following links; a FIFO or a device is refused without opening it.
 
@@ -28,6 +51,7 @@ def require_file(path: Path, called: str = "") -> int:
     try:
         found = os.stat(path)
     except OSError as error:
+        require_local(path, f"T{called[1:-1]}" if called.startswith("the ") else "A file")
         raise UserError(f"Cannot read {called}{shown(path)}: {error.strerror}.") from None
     except ValueError:  # a NUL in the name
         raise UserError(f"Cannot read {called}{shown(path)}: its name holds a NUL character.") from None

@@ -39,6 +39,10 @@ _ERRORS = {
     "checkpoint export run --out run": "--out run ",
     "checkpoint export run --out new --model no.py": "--model is no.py but no.py is not a file",
     "checkpoint export run --out new --shard-size 5apples": "--shard-size '5apples' is not a size such as 500MB",
+    "checkpoint import s3://b/model --out new": "The model's folder is s3://b/model but must be a path on this machine",
+    "checkpoint import hf://org/gpt2 --out new": "is a page of the Hugging Face hub; give the model's id, org/gpt2.",
+    "plan run.yaml --gpus 2 --hardware s3://b/x.yaml": "The hardware entry is s3://b/x.yaml but must be a path on this",
+    "inspect s3://b/model.py": "--model is s3://b/model.py but must be a path on this machine",
     "init new.yaml --data nowhere": "nowhere does not exist",
 }
 

@@ -1,5 +1,6 @@
 """Help texts: right at any width, in groups, with examples that have only options that there are."""
 
+import inspect
 import shlex
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 from typer.main import get_command
 
 from threefold.cli.main import app
+from threefold.errors import UserError
 
 ROOT: Any = get_command(app)
 COMMANDS = {
@@ -27,6 +29,25 @@ def help_of(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
         return capsys.readouterr().out
 
     return told
+
+
+def test_each_path_of_each_command_is_one_of_this_machine() -> None:
+    checked = 0
+    for words, command in COMMANDS.items():
+        if hasattr(command, "commands"):
+            continue
+        given = {param: "1" for param in command.params if param.required}
+        annotated = inspect.signature(command.callback).parameters
+        for param in command.params:
+            if param.name not in annotated or "Path" not in str(annotated[param.name].annotation):
+                continue
+            arguments: list[str] = []
+            for each, value in {**given, param: "s3://bucket/x"}.items():
+                arguments += [value] if each.param_type_name == "argument" else [max(each.opts, key=len), value]
+            with pytest.raises(UserError, match=r" is s3://bucket/x but must be a path on this machine \(only check"):
+                command.make_context(" ".join(words), arguments)
+            checked += 1
+    assert checked > 40
 
 
 @pytest.mark.parametrize("columns", [80, 120, 200])

@@ -236,3 +236,37 @@ def test_other_values_are_told_how_to_be_written(override: str, rule: str) -> No
     with pytest.raises(UserError) as error:
         config_of({"data": {"path": "x"}}, [override])
     assert rule in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        *(
+            (
+                f"{key}=s3://bucket/x",
+                f"{key} is 's3://bucket/x' but must be a path on this machine (only checkpoint.remote",
+            )
+            for key in (
+                "data.path",
+                "data.tokenizer",
+                "data.chat_template",
+                "data.cache",
+                "train.init_from",
+                "model.file",
+            )
+        ),
+        ("parallel.schedule=s3://bucket/x.csv", "parallel.schedule is 's3://bucket/x.csv' but must be a path on this"),
+        (
+            "data.mixture={s3://b/x: 1}",
+            "data.mixture has 's3://b/x' but each of its paths must be a path on this machine",
+        ),
+        (
+            "data.path=file:///mnt/x",
+            "data.path is 'file:///mnt/x' but must be a path without its protocol; use /mnt/x.",
+        ),
+    ],
+)
+def test_an_address_is_no_path(override: str, told: str) -> None:
+    with pytest.raises(UserError) as error:
+        config_of({"data": {} if "mixture" in override else {"path": "x"}}, [override])
+    assert told in str(error.value)

@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
+
+from threefold.files import require_local
 
 _KINDS: Final = {
     **dict.fromkeys(("int", "int range"), "N"),
@@ -27,10 +30,20 @@ _WORDS: Final = (
 
 
 class HelpedCommand(TyperCommand):
-    """Command whose options are in groups, those of their `rich_help_panel`, and whose examples keep their lines."""
+    """Command whose options are in groups, those of their `rich_help_panel`, and whose paths are of this machine."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _describe(self, ctx, formatter)
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        rest = super().parse_args(ctx, args)
+        for param in self.params:  # each path of a command is one of this machine
+            given = ctx.params.get(param.name)
+            for value in given if isinstance(given, list | tuple) else (given,):
+                if isinstance(value, Path):
+                    named = param.display_name_raw if isinstance(param, TyperArgument) else max(param.opts, key=len)
+                    require_local(value, str(named))
+        return rest
 
 
 class HelpedGroup(TyperGroup):

@@ -203,6 +203,8 @@ def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str,
             f"{origins.get('data.mixture', where)}data.mixture is {_shown(given['mixture'])} but data.path is "
             f"{_shown(given['path'])} too; leave one of them out (--set data.path=null or --set data.mixture=null)."
         )
+    if key == "data.mixture" and first["type"] == "local":
+        return f"{where}{key} has {_shown(first['input'])} but each of its paths must be {_expected(first)}."
     if key == "data.mixture":
         rule = "must be paths and their weights, each above 0, such as {books: 3, code: 1}"
         return f"{where}{key} is {_shown(values['data']['mixture'])} but {rule}."

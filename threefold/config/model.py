@@ -12,12 +12,13 @@ from pydantic.fields import FieldInfo
 from threefold.config.presets import PRESETS, PresetName
 from threefold.config.section import MOST_IDS, MOST_TOKENS, NameIn, Section, derived, nearest_divisor
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import require_local, shown
 from threefold.plugins import Registry
 
 
 def split_model_file(text: str, setting: str = "--model") -> tuple[Path, str]:
     """Split `FILE.py[:NAME]` into the resolved path and the name; the error for a missing file names `setting`."""
+    require_local(text, setting)
     file, _, name = text.partition(":")
     if not Path(file).is_file():
         raise UserError(

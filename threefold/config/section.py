@@ -16,6 +16,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from threefold.files import local_rule
 from threefold.plugins import Registry, one_of
 
 MOST_RANKS: Final = 10**6  # limit on the size of a mesh axis
@@ -32,6 +33,8 @@ def _require_path(text: str) -> str:
     if b"\0" in encoded or len(encoded) > _LONGEST_PATH or max(map(len, encoded.split(b"/"))) > _LONGEST_NAME:
         rule = f"a path: at most {_LONGEST_PATH} bytes, at most {_LONGEST_NAME} in each name, without NUL"
         raise PydanticCustomError("path", "{rule}", {"rule": rule})
+    if rule := local_rule(text):
+        raise PydanticCustomError("local", "{rule}", {"rule": rule})
     return text
 
 

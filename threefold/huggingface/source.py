@@ -11,16 +11,20 @@ from threefold.checkpoint.folder import CONFIG as RUN_CONFIG
 from threefold.checkpoint.folder import TOKENIZER, Damaged, SelectedCheckpoint, newest, path_of, select_checkpoint
 from threefold.checkpoint.manifest import FORMAT, MANIFEST
 from threefold.errors import UserError
-from threefold.files import parse_json, read_text, shown
+from threefold.files import parse_json, read_text, require_local, shown
 from threefold.files import read_json as read_own_json
 from threefold.output import check_replaceable, list_marked
 
 CONFIG: Final = "config.json"
 _HUB_ID: Final = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
+_HUB_PAGE: Final = re.compile(rf"(?:https?://huggingface\.co/|hf://)({_HUB_ID.pattern})/?")
 
 
 def check_import(name: str, out: Path, overwrite: bool) -> Path:
     """Return the folder of this path, or of the hub's model of this id, such as `gpt2`, fetched into its cache."""
+    if page := _HUB_PAGE.fullmatch(name):
+        raise UserError(f"{shown(name)} is a page of the Hugging Face hub; give the model's id, {page[1]}.")
+    require_local(name, "The model's folder")
     folder = Path(name)
     check_replaceable(out, [folder], overwrite, listing=list_imported)
     if not folder.exists() and _HUB_ID.fullmatch(name):

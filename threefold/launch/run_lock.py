@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, Self
 from filelock import FileLock, Timeout
 
 from threefold.errors import UserError
-from threefold.files import read_json, shown
+from threefold.files import read_json, require_local, shown
 
 LOCK_FILE: Final = "run.lock"
 LONGEST_WAIT: Final = 15.0
@@ -100,6 +100,7 @@ def require_free(run_dir: Path) -> None:
 
 def require_folder(run_dir: Path) -> None:
     """Check that `run_dir` is a folder or can be created."""
+    require_local(run_dir, "--run-dir")
     name = f"--run-dir is {shown(run_dir)}"
     try:
         found = os.stat(run_dir)
