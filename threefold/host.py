@@ -129,6 +129,22 @@ def cpu_quota() -> float:
     return min(_group_limits("cpu", _cores_of), default=math.inf)
 
 
+def task_limits() -> dict[str, int]:
+    """Return the numbers of processes and threads that this user and this control group may have, by the limits' names.
+
+    Without those that do not apply: the kernel exempts root from RLIMIT_NPROC.
+    """
+    limits = {}
+    if sys.platform != "win32" and os.getuid():
+        import resource
+
+        limits["RLIMIT_NPROC (ulimit -u)"] = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        if limits["RLIMIT_NPROC (ulimit -u)"] == resource.RLIM_INFINITY:
+            limits.clear()
+    groups = _group_limits("pids", lambda group: int((group / "pids.max").read_text()))
+    return limits | ({"pids.max of the control group": int(min(groups))} if groups else {})
+
+
 def processor_vendor() -> str:
     """Return the processor's vendor (`GenuineIntel`, `AuthenticAMD`), or an empty string if unknown."""
     return _of_processor("vendor_id")

@@ -85,6 +85,7 @@ def test_a_sound_machine_has_no_findings_of_its_host() -> None:
         ({"cores": 2}, "4 ranks share 2 cores"),
         ({"compiler": ""}, "There is no C compiler, which train.compile needs: install one"),
         ({"shared_memory": 1 << 20}, "/dev/shm has 1.0 MB free"),
+        ({"shared_memory": 0}, "/dev/shm is missing, full or read-only"),
         ({"open_files": 256}, "may have 256 files open"),
         ({"swap": 0}, "There is no swap"),
         ({"quota": 1.5}, "allows 1.5 cores' worth of time, on 8 cores"),

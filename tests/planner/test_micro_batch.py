@@ -14,7 +14,7 @@ from tests.support.saved_tensors import recording_saved
 from tests.support.sweep import sweep
 from tests.train.support import Run
 from threefold.config import Config, resolve
-from threefold.host import _bytes_of, _cores_of, _group_limits, memory
+from threefold.host import _bytes_of, _group_limits, memory
 from threefold.launch.device import memory_per_rank
 from threefold.launch.training_run import resolve_run
 from threefold.launch.worker_pool import WorkerPool

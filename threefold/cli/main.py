@@ -4,7 +4,9 @@ import atexit
 import errno
 import gc
 import os
+import re
 import sys
+import traceback
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
@@ -84,12 +86,12 @@ def main() -> None:
             app()  # turns Ctrl-C into its exit status
         finally:
             sys.stdout.flush()
-    except (UserError, RuntimeError) as error:
-        sys.exit(_tell(error))
     except OSError as error:
         if error.errno not in _OF_A_PATH or error.filename is None:
-            raise
+            sys.exit(_tell(error))
         sys.exit(_tell(UserError(f"Cannot use {shown(os.fsdecode(error.filename))}: {error.strerror}")))
+    except Exception as error:
+        sys.exit(_tell(error))
 
 
 def _let_threads_sleep() -> None:
@@ -106,8 +108,9 @@ def _let_threads_sleep() -> None:
 def _tell(error: Exception) -> int:
     """Print an expected error on one line, and return the exit status."""
     from threefold.launch.environment import leave_to_first_rank
-    from threefold.launch.failure import RankFailed
+    from threefold.launch.failure import RankFailed, explain_limit
 
+    told = str(error)
     if isinstance(error, RankFailed):
         status = FAILED
     elif str(error) == CLOSED_OUTPUT:
@@ -115,8 +118,29 @@ def _tell(error: Exception) -> int:
     elif isinstance(error, UserError):
         leave_to_first_rank()
         status = MISUSED
+    elif variable := _refused_variable(error):
+        leave_to_first_rank()
+        status, told = MISUSED, variable
+    elif limited := explain_limit(error):
+        leave_to_first_rank()
+        status, told = FAILED, limited[0].upper() + limited[1:]
     else:
         raise error
     with suppress(OSError):  # standard error may be closed or full, too
-        typer.echo(f"Error: {error}{'' if str(error).endswith(('.', '!', '?')) else '.'}", err=True)
+        typer.echo(f"Error: {told}{'' if told.endswith(('.', '!', '?')) else '.'}", err=True)
     return status
+
+
+def _refused_variable(error: BaseException) -> str:
+    """Return the sentence for an environment variable that torch refused on import; empty for another error."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__) if frame.f_code.co_name == "<module>"]
+    if not any(str(frame.f_globals.get("__name__")).partition(".")[0] == "torch" for frame in frames):
+        return ""
+    text = " ".join(str(error).split())
+    for name, value in os.environ.items():
+        if name.startswith(("TORCH", "PYTORCH")) and (re.search(rf"\b{name}\b", text) or (value and value in text)):
+            why = shown(text.removesuffix("."))
+            return (
+                f"The environment variable {name} is {shown(value) or 'empty'}, which torch refuses ({why}); unset it"
+            )
+    return ""

@@ -2,6 +2,7 @@
 
 import pickle
 import re
+import resource
 import signal
 import time
 import traceback
@@ -13,7 +14,7 @@ from typing import Any, Final
 from threefold.errors import HardwareFault, ProcessFault, UserError
 from threefold.host import memory
 from threefold.launch.output import log_file
-from threefold.launch.process import signal_name
+from threefold.launch.process import no_more_tasks, signal_name
 
 
 class RankFailed(RuntimeError):
@@ -84,9 +85,24 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         kind = {"hardware": isinstance(error, HardwareFault), "of_process": isinstance(error, ProcessFault)}
         return Failure(rank, str(error), now, user_error=True, **kind, raised=raised, traceback=text)
     error = _first_of_chain(error)
-    lines = (_explain_allocation(error) or traceback.format_exception_only(error)[-1]).split("\n")
+    lines = (explain_limit(error) or traceback.format_exception_only(error)[-1]).split("\n")
     message = " ".join(line.strip() for line in lines if line.strip())
     return Failure(rank, message, now, raised=raised, traceback=text)
+
+
+def explain_limit(error: BaseException) -> str:
+    """Return a clause on an error by a limit of this host on memory, processes or threads; empty for another error."""
+    return _explain_allocation(error) or (no_more_tasks() if _is_of_tasks(error) else "")
+
+
+def _is_of_tasks(error: BaseException) -> bool:
+    """Return whether an error came from starting a process or a thread beyond a limit."""
+    if isinstance(error, RuntimeError):  # of threading and of native code
+        return re.search(r"can't start new thread|^Resource temporarily unavailable", str(error)) is not None
+    if not isinstance(error, BlockingIOError):  # which reading a pipe may raise too
+        return False
+    frames = [frame.f_code.co_names for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return any("fork" in name for name in (frames[-1] if frames else ()))
 
 
 _NO_MEMORY: Final = re.compile(r"(?i)DefaultCPUAllocator|can't allocate memory|out of memory|Unable to allocate")
@@ -96,12 +112,21 @@ _TRIED: Final = re.compile(r"(?:tried to allocate|allocate) ([0-9.]+) ?(bytes|[K
 def _explain_allocation(error: BaseException) -> str:
     """Return an explanation of a failed allocation; empty if the error is of another kind."""
     text, what, where = str(error), "none is left", "the GPU's memory"
-    if not (isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(text))):
+    # Libraries are mapped into memory on import, where CPython and torch raise all sorts of errors.
+    space = resource.getrlimit(resource.RLIMIT_AS)[0]
+    limited = space != resource.RLIM_INFINITY and "CUDA" not in text
+    mapping = limited and (isinstance(error, SystemError) or "failed to map segment" in text)
+    if not (mapping or isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(text))):
         return ""
     if tried := _TRIED.search(text):
         units = ("bytes", "kib", "mib", "gib", "tib", "pib", "eib")
         size = float(tried[1]) * 1024 ** units.index(tried[2].lower()) / 1e9
         what = f"{size:,.1f} GB could not be allocated"
+    if limited:
+        return (
+            f"the address space of a process, which RLIMIT_AS (ulimit -v) limits to {space / 1e9:,.2f} GB here, is not "
+            f"enough: {what}; a rank of a small model takes 2 GB, so raise the limit, as with `ulimit -v unlimited`"
+        )
     if "CUDA" not in text:
         where = f"the memory of this machine, {memory() / 1e9:,.1f} GB for all its processes,"
     return (

@@ -1,5 +1,6 @@
 """Run the ranks of a job as processes of this host: start and watch them, and collect their results or failures."""
 
+import mmap
 import multiprocessing
 import os
 import signal
@@ -108,7 +109,7 @@ def collect_local(
     import torch.distributed as dist
 
     context: Any = multiprocessing.get_context(start_method)
-    memory = context.RawArray("b", world_size * PAGE_BYTES) if job.timeout else None
+    memory = _shared_bytes(context, world_size * PAGE_BYTES) if job.timeout else None
 
     def ask_to_stop(number: int, again: bool) -> None:
         raise_on_second(number, again)
@@ -222,6 +223,19 @@ def _watch(
         if any(failure.silent for failure in failures.values()):
             break  # it is the cause, whatever the others say
     return list(failures.values()), results
+
+
+def _shared_bytes(context: Any, size: int) -> Any:
+    """Return memory that the ranks of a start method share with this process."""
+    if context.get_start_method() == "fork":
+        return mmap.mmap(-1, size)  # without a file, for which there may be no place
+    try:
+        return context.RawArray("b", size)
+    except OSError as error:
+        raise UserError(
+            f"The heartbeats of ranks that are spawned need a file in /dev/shm or TMPDIR, and there can be none "
+            f"({error.strerror}); make /dev/shm writable, or set train.timeout to 0, which does without heartbeats."
+        ) from None
 
 
 def _pages(memory: Any) -> list[Page]:

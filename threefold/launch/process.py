@@ -17,8 +17,10 @@ from typing import Any, Final, Self
 
 from threefold.errors import UserError
 from threefold.files import counted
+from threefold.host import task_limits
 
 _LEAST_MEMORY: Final = 64 << 20  # bytes of a rank's process without a model
+_LEAST_TASKS, _USUAL_TASKS = 5, 16  # processes and threads of a rank: its own and gloo's; those of a training run
 
 
 def die_with_parent(parent: int) -> None:
@@ -72,7 +74,10 @@ def signal_name(number: int) -> str:
 
 
 def require_room(ranks: int) -> None:
-    """Raise `UserError` unless this machine has memory and open files for `ranks` processes without a model."""
+    """Raise `UserError` unless there is room for `ranks` processes without a model.
+
+    They need memory, open files, and processes and threads of this user.
+    """
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     # 26 for libraries, data and logs; connections and pipes to each other rank, measured for the first eight, a lower
     # bound for each further one.
@@ -88,6 +93,32 @@ def require_room(ranks: int) -> None:
             f"The layout has {ranks} ranks, more than the memory of this machine has room for; use at most {most} "
             "here, or start them on several machines with torchrun or srun."
         )
+    limit = min(task_limits().values(), default=None)
+    # Counting takes milliseconds, so a limit that is far away is left to the error of who reaches it.
+    least = _LEAST_TASKS * ranks
+    if limit is not None and limit < 1000 + 10 * least and limit < (have := _tasks_of_user()) + least:
+        raise UserError(f"N{no_more_tasks(ranks, have)[1:]}.")
+
+
+def no_more_tasks(ranks: int = 1, have: int = 0) -> str:
+    """Return a clause on a process or thread that cannot be started: the limits, and what `ranks` ranks need."""
+    limits = " and ".join(f"{name} allows {limit:,}" for name, limit in task_limits().items())
+    need, there = _USUAL_TASKS * ranks, f" besides the {have:,} that this user has" if have else ""
+    return (
+        f"no more processes or threads can be started here ({limits or 'the system gives no limit'}), and "
+        f"{counted(ranks, 'rank')} of a run {'need' if ranks > 1 else 'needs'} about {need:,}{there}; raise the limit, "
+        f"as with `ulimit -u {max(4096, 2 * (need + have))}`, or use fewer ranks"
+    )
+
+
+def _tasks_of_user() -> int:
+    """Return the number of processes and threads of this user, as far as /proc shows them."""
+    found = 0
+    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
+        with suppress(OSError):
+            if os.stat(f"/proc/{pid}").st_uid == os.getuid():
+                found += len(os.listdir(f"/proc/{pid}/task"))
+    return found
 
 
 def has_group() -> UserError:

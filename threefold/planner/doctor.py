@@ -67,10 +67,10 @@ class Machine:
     """Description of this machine.
 
     Of `machine_cores`, this process may use `cores`; the control group allows `quota` cores' worth of time (0 for no
-    limit), rounded up in `cores`. Memory is in usable bytes, shared memory in free bytes of /dev/shm (0 if it does not
-    exist), open files are the limit per process, and load is the mean number of runnable processes in the last minute
-    (0 if unknown). `compiler` is the path of a C compiler, empty for none; `backends` has the availability of each
-    `torch.distributed` backend.
+    limit), rounded up in `cores`. Memory is in usable bytes, shared memory in free bytes of /dev/shm (0 if it cannot be
+    written), open files are the limit per process, and load is the mean number of runnable processes in the last
+    minute (0 if unknown). `compiler` is the path of a C compiler, empty for none; `backends` has the availability of
+    each `torch.distributed` backend.
     """
 
     host: str
@@ -220,6 +220,9 @@ def _of_host(machine: Machine) -> Iterator[MachineFinding]:
     if machine.load > machine.cores / 2:
         text = f"other programs keep {machine.load:.1f} processes busy on {machine.cores} cores"
         yield MachineFinding("warning", text, "measure again when the machine is quiet, as all rates here are too low")
+    if not machine.shared_memory and machine.system.startswith("Linux"):
+        text = "/dev/shm is missing, full or read-only, so local ranks share memory in files of TMPDIR, or use sockets"
+        yield MachineFinding("warning", text, "mount it writable (docker --shm-size 2g, or --tmpfs /dev/shm)")
     if 0 < machine.shared_memory < 256 << 20:
         text = f"/dev/shm has {format_bytes(machine.shared_memory)} free, too little for the collectives of many ranks"
         yield MachineFinding("warning", text, "make it larger (docker --shm-size 2g); without, ranks talk over sockets")
@@ -356,7 +359,7 @@ def this_machine() -> Machine:
     quota, swap, shared_memory, open_files = cpu_quota(), 0, 0, 0
     if found := re.search(r"^SwapTotal:\s*(\d+)", _text("/proc/meminfo"), re.MULTILINE):
         swap = int(found[1]) * 1024
-    with suppress(OSError):
+    if os.access("/dev/shm", os.W_OK):  # not where it is mounted read-only
         folder = os.statvfs("/dev/shm")
         shared_memory = folder.f_bavail * folder.f_frsize
     if sys.platform != "win32":
