@@ -165,6 +165,12 @@ def count_samples(part: Any, x: Tensor) -> Tensor:
     return x * part.gain
 
 
+@part("large batches")
+def double_in_large_batches(part: Any, x: Tensor) -> Tensor:
+    """Compute something else for more samples than those of a small check."""
+    return x * part.gain * (2 if len(x) > 5 else 1)
+
+
 @part("counter", plain={"calls": 0})
 def warm_up(part: Any, x: Tensor) -> Tensor:
     """Warm up by a Python number."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.torch_private.fake import (
+    COLLECTIVES,
     FakeTensor,
     OperationMode,
     fake_process_group,
@@ -55,6 +56,19 @@ def test_operation_mode() -> None:
     with Seeing():
         torch.ones(2) + 1
     assert seen == ["ones", "add"]
+
+
+def test_collectives_as_modes_see_them() -> None:
+    seen: set[str] = set()
+
+    class Seeing(OperationMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            seen.add(func.namespace)
+            return func(*args, **(kwargs or {}))
+
+    with fake_process_group(0, 2), Seeing():
+        dist.all_reduce(torch.ones(2))
+    assert seen & set(COLLECTIVES) == {"c10d"}, "collectives are no longer operations of c10d"
 
 
 def test_leaves() -> None:

@@ -50,7 +50,7 @@ def test_batch_norm_by_hand_is_refused_before_the_first_step(pool, tmp_path: Pat
     ), said
     assert said.endswith("`threefold verify` shows the others, and train.verify: false trains all the same.")
     [printed] = pool.run(1, checked_rank, run_of("batch norm by hand", steps=1, set=ALONE), tmp_path / "alone")
-    assert "Verified 4 layers one by one against one process: 2 steps of 2 samples are equal" in printed
+    assert "Verified 4 layers one by one against one process: 2 steps of 8 samples are equal" in printed
     off = run_of("batch norm by hand", dp=2, steps=1, set=(("train.verify", False),))
     pool.run(2, checked_rank, off, tmp_path / "off")
     assert len(losses_of(tmp_path / "off")) == 1
@@ -61,6 +61,7 @@ DEPARTING = {
     "batch norm by hand": {"set": micro_batches(4)},
     "unkeyed weights": {"dp": 2},
     "split statistics": {"tp": 2},
+    "large batches": {"dp": 2, "set": (("train.global_batch_size", 8),)},
     "variance": {"dp": 2},
     "random": {"dp": 2},
     "F.dropout": {"tp": 2},
@@ -234,6 +235,23 @@ def test_numbers_without_an_effect_are_told_and_what_one_process_cannot_run_is_n
     assert "Not verified against one process: one process does not run it (RuntimeError: never whole)." in printed
 
 
+def test_a_global_batch_that_is_too_large_is_said_to_be_untried(pool, tmp_path: Path) -> None:
+    run = run_of("large batches", **DEPARTING["large batches"], steps=1)
+    [printed, _] = pool.run(2, bounded_rank, run, tmp_path / "run", "MOST_POSITIONS", 100)
+    assert "against one process: 2 steps of 4 samples are equal (" in printed
+    assert "; the run's 8 would take one process long and were not tried; " in printed
+
+
+def test_a_loss_that_calls_a_collective_is_not_verified(pool, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    call = "import torch.distributed as dist\n\ncomputed = loss\n\n\ndef loss(logits, batch):\n    dist.barrier()\n"
+    text = Path(own_state_models.__file__).read_text()
+    file.write_text(f"{text}\n\n{call}    return computed(logits, batch)\n")
+    [printed, _] = pool.run(2, checked_rank, of_file("plain", file, dp=2, steps=1), tmp_path / "run")
+    said = "one process does not run it (RuntimeError: it calls a collective, which the other ranks do not)."
+    assert f"Not verified against one process: {said}" in printed
+
+
 @pytest.mark.parametrize(
     ("bound", "reason"),
     [("MOST_PARAMETERS", "the model has 1,458 parameters, more than 1"), ("MOST_WORK", "its 4 samples would take one")],
@@ -244,10 +262,10 @@ def test_what_is_too_large_is_not_verified(pool, tmp_path: Path, bound: str, rea
     assert not (tmp_path / "run" / FILE).exists()
 
 
-def bounded_rank(run: Run, folder: Path, bound: str) -> str:
+def bounded_rank(run: Run, folder: Path, bound: str, value: int = 1) -> str:
     from unittest import mock
 
     from threefold.verify import self_check as module
 
-    with mock.patch.object(module, bound, 1):
+    with mock.patch.object(module, bound, value):
         return checked_rank(run, folder)

@@ -137,13 +137,14 @@ class DistributedModel:
             )
         outputs = _kept(return_outputs, loss_fn)
         self._compare("train_batch", batch)
-        check, unsplit, self._unsplit = None, self._unsplit, None
+        check = None
         with _checked(loss_fn):
-            if unsplit is not None:
-                check = LoopCheck.begin(self.gradient_step, unsplit, batch, loss_fn, self.updates)
+            if self._unsplit is not None:
+                check = LoopCheck.begin(self.gradient_step, self._unsplit, batch, loss_fn, self.updates)
             self.last = self.gradient_step.train_batch(batch, self.updates, loss_fn, outputs=outputs)
         if check is not None:
             check.finish(self.last.loss)
+        self._unsplit = None
         self.has_gradients = True
         return self.last.loss if outputs is None else (self.last.loss, self._joined(outputs, return_outputs))
 
@@ -242,7 +243,7 @@ def parallelize(
     gradient_compression: Literal["none", "fp16", "bf16"] = "none",
     compile: bool = False,
     seed: int = 0,
-    verify: bool = False,
+    verify: bool = True,
 ) -> DistributedModel:
     """Distribute a single-device model over a mesh; its initial weights equal those of a single process.
 
@@ -269,10 +270,11 @@ def parallelize(
         gradient_compression: dtype that gradients are rounded to for the sum over the replicas.
         compile: whether layers are compiled with `torch.compile`.
         seed: seed of initial weights and dropout.
-        verify: whether the loss and the gradients of the first `train_batch` are compared with those of one process,
-            which takes some forward and backward passes of the whole model on the first rank. Only for several ranks
-            or micro-batches on CPUs, in fp32 or fp64, and for a model that one process runs in seconds; it then also
-            names state that no checkpoint has, and random numbers that depend on the layout.
+        verify: whether the loss and the gradients of the first `train_batch` are compared with those of one process
+            if there are several ranks or micro-batches: some forward and backward passes of the whole model and calls
+            of the loss function on the first rank. It then also refuses state that no checkpoint has, and random
+            numbers that depend on the layout. Only on CPUs, in fp32 or fp64, and for a model that one process runs in
+            seconds; otherwise one line says that the layout was not verified.
 
     Returns:
         this rank's part of the model.

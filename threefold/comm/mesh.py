@@ -1,11 +1,12 @@
 """The mesh: one object with every axis, group and coordinate of this rank. Nothing else computes ranks."""
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cached_property
 from socket import gethostname
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,9 +16,10 @@ from threefold.comm.axis import Axis, Event, EventRecorder
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
 from threefold.comm.rank_state import Activity
-from threefold.comm.shared_memory import USUAL_SIZES, SharedMemoryGroup, SharedMemorySizes, over_shared_memory
+from threefold.comm.shared_memory import REFUSED, USUAL_SIZES, SharedMemoryGroup, SharedMemorySizes, over_shared_memory
 from threefold.errors import naming_arguments
 from threefold.torch_private import distributed
+from threefold.torch_private.fake import COLLECTIVES, OperationMode
 
 __all__ = ["Axis", "Event", "EventRecorder", "Mesh"]
 
@@ -29,6 +31,15 @@ class PlannedAxis(NamedTuple):
     ranks: tuple[int, ...]
     group: dist.ProcessGroup | None
     device_mesh: DeviceMesh | None = None
+
+
+class _NoCollectives(OperationMode):
+    """Mode in which collectives of torch's own process groups raise a `RuntimeError`."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func.namespace in COLLECTIVES:
+            raise RuntimeError(REFUSED)
+        return func(*args, **(kwargs or {}))
 
 
 class Mesh:
@@ -111,7 +122,19 @@ class Mesh:
         for name in ("world", *AXES, "ep"):
             setattr(mesh, name, Axis(name, (0,), 0, None, mesh.recorder))
         mesh.replicas = mesh.expert_replicas = mesh.dp
+        mesh._tp_shares = {}
         return mesh
+
+    @contextmanager
+    def without_collectives(self) -> Iterator[None]:
+        """Raise a `RuntimeError` from collectives in the block, which the other ranks do not run."""
+        axes = [each for each in (*vars(self).values(), *self._tp_shares.values()) if isinstance(each, Axis)]
+        groups = {id(each.group): each.group for each in axes if isinstance(each.group, SharedMemoryGroup)}
+        with ExitStack() as stack:
+            for group in groups.values():
+                stack.enter_context(group.refusing())
+            stack.enter_context(_NoCollectives())
+            yield
 
     @property
     def is_alone(self) -> bool:

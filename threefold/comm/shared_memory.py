@@ -9,7 +9,8 @@ acknowledgement is needed.
 import os
 import struct
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,6 +31,8 @@ from threefold.comm.segments import (
 )
 from threefold.comm.tree import HALVES, PostponedWork, accumulate
 from threefold.torch_private.distributed import PythonGroup, Work, stand_in
+
+REFUSED = "it calls a collective, which the other ranks do not"
 
 
 class SharedMemorySizes(NamedTuple):
@@ -115,6 +118,16 @@ class SharedMemoryGroup(PythonGroup):
         self._capacity = self._slots.shape[-1]
         self._barrier = Barrier(shared, _OPERATIONS, tuple(map(str, _DTYPES)))
         self._views: dict[tuple[torch.dtype, int], tuple[_Views, _Views]] = {}
+        self._refusing = False
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Raise a `RuntimeError` from collectives in the block, which the other ranks do not run."""
+        self._refusing = True
+        try:
+            yield
+        finally:
+            self._refusing = False
 
     def close(self) -> None:
         """Close the pipes and free the memory. Peers that wait for this rank raise `PeerLostError`."""
@@ -232,6 +245,8 @@ class SharedMemoryGroup(PythonGroup):
 
     def _round(self, operation: str, dtype: torch.dtype, count: int, source: int = 0) -> None:
         """Wait until all ranks have filled their slots, then switch to the other slots."""
+        if self._refusing:
+            raise RuntimeError(REFUSED)
         self._barrier.meet(_OPERATION_CODES[operation], _DTYPE_CODES[dtype], count, source)
 
     def _views_of(self, dtype: torch.dtype, count: int) -> _Views:

@@ -20,6 +20,10 @@ its module is private. A public name would replace it."""
 leaves = tree_leaves
 """Leaves of nested arguments. Why: operations take arguments with any nesting. A public module would replace it."""
 
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of the operations as which modes see collectives. Why: only one rank runs a check against one process, in
+which a collective of the user's would wait for the others. A documented way to refuse them would replace it."""
+
 
 def fake_tensors() -> FakeTensorMode:
     """Return a mode in which operations compute shapes and allocate no memory; tensors with memory may take part.

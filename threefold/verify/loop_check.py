@@ -1,10 +1,10 @@
 """Check of a model in a custom training loop: its first step computes in its layout what one process computes."""
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -14,16 +14,27 @@ from threefold.checkpoint.folder import from_first
 from threefold.errors import UserError
 from threefold.models.layers.decoder import SampleInfo
 from threefold.models.loss_terms import LossFunction
-from threefold.models.own_batch import batch_shapes, batch_size, joined, tensors_of
+from threefold.models.own_batch import batch_size, joined, tensors_of
 from threefold.models.source import construct
 from threefold.parallel.parameter import whole
 from threefold.parallel.whole_state import whole_state
 from threefold.random.dropout import sample_keys
 from threefold.random.rng import draws_in_sequence, generators_preserved
 from threefold.torch_private.fake import FakeTensor
+from threefold.train.callbacks.base import say
 from threefold.train.step import GradientStep
-from threefold.verify.reference import convert_floats_, mean_of_own
-from threefold.verify.self_check import MOST_PARAMETERS, MOST_WORK, TOLERANCE, find_hidden_state
+from threefold.train.step_batch import is_of_tokens
+from threefold.verify.reference import convert_floats_, mean_of_own, mean_of_tokens
+from threefold.verify.self_check import (
+    DRAWS,
+    TOLERANCE,
+    find_hidden_state,
+    not_run,
+    not_verified,
+    other_forward,
+    positions_of,
+    too_large,
+)
 
 _ADVICE = "or give parallelize verify=False to train all the same"
 
@@ -37,34 +48,47 @@ class LoopCheck:
 
     step: GradientStep
     make_model: Callable[[], nn.Module]
-    loss: LossFunction
+    loss: LossFunction | None
     state: dict[str, Tensor]
-    batch: Any
+    parts: Sequence[Any]
     number: int
+    began: float
 
     @classmethod
     def begin(
         cls, step: GradientStep, make_model: Callable[[], nn.Module], batch: Any, loss: LossFunction | None, number: int
     ) -> "LoopCheck | None":
-        """Return the check of a step, from 0; None if there is nothing to check or it takes long. Collective."""
-        settings, mesh = step.settings, step.mesh
+        """Return the check of a step, from 0; None if there is nothing to check. Collective over the world.
+
+        One line on the first rank says why a layout is not checked: for a device, a dtype, or a model that one process
+        does not run in seconds.
+        """
+        settings, mesh, began = step.settings, step.mesh, time.monotonic()
         is_split = mesh.world.size > 1 or settings.micro_batches > 1
-        comparable = settings.dtype in (torch.float32, torch.float64) and settings.gradient_compression == "none"
-        if loss is None or not (step.plan.constructed and is_split and comparable) or mesh.device.type != "cpu":
+        if not (step.plan.constructed and is_split):
             return None
-        if any(isinstance(each, FakeTensor) for each in tensors_of(batch)):
-            return None
-        shapes = batch_shapes(batch)
-        positions = max(prod(shape[:-1] if dtype.is_floating_point else shape) for _, shape, dtype in shapes)
+        own = (batch.tokens, batch.labels) if is_of_tokens(batch) else batch
+        positions, samples = 0, 0
+        with suppress(Exception):  # of a batch that the step itself refuses
+            if not any(isinstance(each, FakeTensor) for each in tensors_of(own)):
+                positions, samples = positions_of(own), batch_size(own)
         draws = any(draws_in_sequence(module) for stage in step.stages for module in stage.modules())
         held = sum(weight.parameter.numel() for weight in step.model.weights)
-        facts = mesh.world.gather_objects((held, positions, draws))
-        parameters = max(each for each, _, _ in facts) * mesh.pp.size
-        work = parameters * max(each for _, each, _ in facts) * mesh.dp.size
-        if any(each for _, _, each in facts) or parameters > MOST_PARAMETERS or work > MOST_WORK:
+        facts = mesh.world.gather_objects((held, positions, samples, draws))
+        if not all(positions for _, positions, _, _ in facts):
             return None
-        whole_batch = joined(mesh.dp.gather_objects(batch))
-        return cls(step, make_model, loss, whole_state(step.model), whole_batch, number)
+        parameters, positions, samples = (max(each) for each in list(zip(*facts, strict=True))[:3])
+        replicas = mesh.dp.size
+        reason = _unlike(step) or too_large(
+            parameters * mesh.pp.size, positions * replicas, samples * replicas, any(each[-1] for each in facts)
+        )
+        if reason:
+            if mesh.rank == 0:
+                say(not_verified(reason))
+            return None
+        is_first = mesh.tp.is_first and mesh.pp.is_first and mesh.cp.is_first
+        parts = mesh.dp.gather_objects(batch) if is_first else []
+        return cls(step, make_model, loss, whole_state(step.model), parts if mesh.rank == 0 else [], number, began)
 
     def finish(self, loss: float) -> None:
         """Compare the step, whose loss was `loss`, with one process. Collective over the world.
@@ -80,31 +104,56 @@ class LoopCheck:
             if weight.is_trained
         }
         gradients = {name: each for held in step.mesh.pp.gather_objects(own) for name, each in held.items()}
-        if problem := from_first(step.mesh.world, lambda: self._problem(loss, gradients)):
-            raise UserError(problem)
+        for line in from_first(step.mesh.world, lambda: self._compare(loss, gradients)):
+            if step.mesh.rank == 0:
+                say(line)
 
-    def _problem(self, loss: float, gradients: dict[str, Tensor]) -> str:
-        """Return how the step differs from one process; empty if it does not, or if one process does not run it."""
-        settings, plan = self.step.settings, self.step.plan
-        keys = sample_keys(settings.seed, self.number, torch.arange(batch_size(self.batch)))
-        of_batch = partial(
-            mean_of_own, plan=plan, batch=self.batch, samples=SampleInfo(keys), dtype=settings.dtype, loss=self.loss
-        )
-        with generators_preserved(), suppress(Exception):
-            model = self._made()
-            found = find_hidden_state(model, self._made, of_batch)
-            if found.refusal:
-                return f"{found.refusal}; {_ADVICE}."
-            if found.drawing:
-                return (
-                    f"{found.drawing}, whose numbers depend on the layout, its micro-batches and recomputation; use "
-                    "threefold.Dropout with samples.keys, samples being a parameter of the layer's forward; "
-                    f"{_ADVICE}."
-                )
-            mean = of_batch(model)
-            mean.backward()
-            return self._departure(model, mean.item(), loss, gradients)
-        return ""
+    def _compare(self, loss: float, gradients: dict[str, Tensor]) -> tuple[str, ...]:
+        """Compare the step with one process; return lines to print."""
+        try:
+            with generators_preserved(), self.step.mesh.without_collectives():
+                batch = _joined(self.parts)
+                problem, lines = self._problem(batch, loss, gradients)
+        except Exception as error:  # for example of a loss function that calls collectives
+            return (not_verified(not_run(error)),)
+        if problem:
+            raise UserError(f"{problem}, {_ADVICE}.")
+        return lines
+
+    def _problem(self, batch: Any, loss: float, gradients: dict[str, Tensor]) -> tuple[str, tuple[str, ...]]:
+        """Return a clause on how the step differs from one process, empty if it does not, and lines to print."""
+        plan, seed = self.step.plan, self.step.settings.seed
+        of_batch: Callable[..., Tensor]
+        if self.loss is None:
+            of_batch = partial(mean_of_tokens, batch=batch, keys=sample_keys(seed, self.number, batch.rows))
+        else:
+            own, rows = ((batch.tokens, batch.labels), batch.rows) if is_of_tokens(batch) else (batch, None)
+            keys = sample_keys(seed, self.number, torch.arange(batch_size(own)) if rows is None else rows)
+            dtype = self.step.settings.dtype
+            of_batch = partial(mean_of_own, plan=plan, batch=own, samples=SampleInfo(keys), dtype=dtype, loss=self.loss)
+        model = self._made()
+        found = find_hidden_state(model, self._made, of_batch)
+        if found.refusal:
+            return found.refusal, ()
+        if found.drawing:
+            return f"{found.drawing}, {DRAWS}", ()
+        if self.loss is not None and (other := other_forward(model, plan, of_batch)):
+            return f"{type(model).__name__}: {other}", ()
+        mean = of_batch(model)
+        mean.backward()
+        errors = self._errors(model, mean.item(), loss, gradients)
+        layout = str(self.step.mesh.layout)
+        if self.step.mesh.world.size == 1:
+            layout = f"{self.step.settings.micro_batches} micro-batches"
+        if first := next((name for name, error in errors.items() if not error <= TOLERANCE), None):
+            return (
+                f"{type(model).__name__} does not compute in {layout} what it computes in one process: the first "
+                f"departure is in {first}, by a relative error of {errors[first]:.1e}; have each layer compute every "
+                "sample by itself, from its inputs, parameters and buffers, and the loss from its arguments"
+            ), ()
+        samples = sum(batch_size(part.tokens if is_of_tokens(part) else part) for part in self.parts)
+        line = f"Verified {layout} against one process: loss and gradients of {samples} samples are equal"
+        return "", (*found.notes, f"{line} ({max(errors.values()):.0e}); {time.monotonic() - self.began:.1f} s.")
 
     def _made(self) -> nn.Module:
         """Return the unsplit model with the weights and buffers from before the step."""
@@ -113,23 +162,37 @@ class LoopCheck:
         model.load_state_dict(self.state)
         return model
 
-    def _departure(self, model: nn.Module, expected: float, loss: float, gradients: dict[str, Tensor]) -> str:
+    def _errors(self, model: nn.Module, expected: float, loss: float, gradients: dict[str, Tensor]) -> dict[str, float]:
+        """Return the relative error of the loss and of each gradient, in model order."""
         wanted = {
             self.step.plan.whole_name(name): torch.zeros_like(each) if each.grad is None else each.grad
             for name, each in model.named_parameters()
             if each.requires_grad
         }
-        largest = max(float(each.abs().max()) for each in wanted.values())
+        largest = max((float(each.abs().max()) for each in wanted.values()), default=0.0)
         errors = {"the loss": abs(loss - expected) / max(abs(expected), 1e-12)}
         for name, each in wanted.items():
             # Gradients that are rounding alone, such as those of a bias of keys, are compared with the largest.
             size = max(float(each.abs().max()), 1e-6 * largest, 1e-30)
             errors[f"the gradient of {name!r}"] = float((gradients[name] - each).abs().max()) / size
-        first = next((name for name, error in errors.items() if not error <= TOLERANCE), None)
-        if first is None:
-            return ""
-        return (
-            f"{type(model).__name__} does not compute in {self.step.mesh.layout} what it computes in one process: the "
-            f"first departure is in {first}, by a relative error of {errors[first]:.1e}; have each layer compute every "
-            f"sample by itself, from its inputs, parameters and buffers, {_ADVICE}."
-        )
+        return errors
+
+
+def _unlike(step: GradientStep) -> str:
+    """Return why a step cannot equal one process up to the rounding of its dtype; empty if it can."""
+    settings, device = step.settings, step.mesh.device.type
+    if device != "cpu":
+        return f"the mesh is on {device}"
+    if settings.dtype not in (torch.float32, torch.float64):
+        return f"the dtype is {settings.dtype}, whose rounding hides a departure"
+    if settings.gradient_compression != "none":
+        return f"gradients are summed in {settings.gradient_compression}, whose rounding hides a departure"
+    return ""
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    """Return the global batch of the replicas' parts."""
+    if not is_of_tokens(parts[0]):
+        return joined(parts)
+    fields = {name: [vars(part)[name] for part in parts] for name in vars(parts[0])}
+    return replace(parts[0], **{name: None if each[0] is None else torch.cat(each) for name, each in fields.items()})

@@ -226,17 +226,21 @@ def reference_loss(
     """
     seed = config.train.seed
     if loss is None:
-        counted = batch.labels != IGNORE_INDEX
-        keys = None if step is None else sample_keys(seed, step, batch.rows)
-        weights = None if step is None else counted.double() / counted.sum()
-        samples = SampleInfo(keys, batch.documents, weights, batch.positions)
-        mean: Tensor = model(batch.tokens, batch.labels, samples) / counted.sum()
-        return mean
+        return mean_of_tokens(model, batch, None if step is None else sample_keys(seed, step, batch.rows))
     if isinstance(batch, Batch):
         batch = (batch.tokens, batch.labels)
     size = batch_size(batch)
     samples = NOTHING if step is None else SampleInfo(sample_keys(seed, step, torch.arange(size)))
     return mean_of_own(model, plan, batch, samples, DTYPES[config.precision.dtype], loss, by_layers)
+
+
+def mean_of_tokens(model: nn.Module, batch: Batch, keys: Tensor | None) -> Tensor:
+    """Return the mean loss over a batch's valid tokens, which the model computes; without `keys`, as in evaluation."""
+    counted = batch.labels != IGNORE_INDEX
+    weights = None if keys is None else counted.double() / counted.sum()
+    samples = SampleInfo(keys, batch.documents, weights, batch.positions)
+    mean: Tensor = model(batch.tokens, batch.labels, samples) / counted.sum()
+    return mean
 
 
 def mean_of_own(

@@ -33,7 +33,6 @@ from threefold.config.schedules import find_schedule
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.files import read_text
-from threefold.models.loss_terms import LossFunction
 from threefold.models.module_check import OF_MODULES
 from threefold.models.own_batch import batch_shapes, has_forward
 from threefold.models.sharding import ModelPlan
@@ -283,22 +282,29 @@ MOST_PARAMETERS: Final = 20_000_000
 """Largest number of parameters that rank 0 runs in one process: some 0.8 GB with gradients and copies."""
 MOST_WORK: Final = 5e9
 """Largest number of multiply-adds of a forward pass in one process: seconds for three forward passes and two steps."""
+MOST_POSITIONS: Final = 2**16
+"""Largest number of positions whose activations one process holds at once, even of a model of few parameters."""
 _SAMPLES: Final = 2
-"""Maximum number of samples per micro-batch."""
+"""Maximum number of samples per micro-batch, where one process does not run the global batch."""
 _OF_TRAINING: Final = (
     *("seed", "global_batch_size", "micro_batch_size", "gradient_accumulation_steps", "loss_chunk_size"),
     *("recompute", "recompute_every"),
 )
 """Settings of `train` that the result depends on."""
+DRAWS: Final = (
+    "whose numbers depend on the layout, its micro-batches and recomputation; use threefold.Dropout with samples.keys, "
+    "samples being a parameter of the layer's forward"
+)
 _VERSIONED: Final = {"torch", "threefold"}
 """Packages that are identified by their versions."""
 _KEPT: Final = 32
 """Number of results that a run's folder keeps."""
 
 
-_Prepared = tuple[tuple[str, ...], str, bool]
+_Prepared = tuple[tuple[str, ...], str, Config | None]
 """Findings of rank 0 before the ranks compare: lines to print; a checksum of everything that the result depends on,
-empty if the result is not to be kept; whether one process has computed its part and the ranks follow."""
+empty if the result is not to be kept; the config with which one process has computed its part and the ranks follow,
+None if they do not."""
 
 
 def self_check(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -> None:
@@ -314,16 +320,21 @@ def self_check(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -
     if config.model.architecture != OWN or not config.train.verify:
         return
     began, folder = time.monotonic(), run_dir / _PARTIAL
+
+    def prepare() -> _Prepared:
+        with mesh.without_collectives():
+            return _prepare(config, small, run_dir, source, rows)
+
     with generators_preserved(mesh.device):
         try:
-            small, rows = _small(config), choose_batches(config, source.loss(config))
+            small, rows = _trial(config, _SAMPLES), choose_batches(config, source.loss(config))
         except UserError as error:  # depends only on the run's sizes, so it is the same on every rank
             if mesh.rank == 0:
                 say(f"Not verified against one process: a few samples do not go with the settings ({error})")
             return
         try:
-            lines, key, compares = from_first(mesh.world, lambda: _prepare(config, small, run_dir, source, rows))
-            line = _compare(config, small, source, rows, mesh, folder) if compares else ""
+            lines, key, trial = from_first(mesh.world, prepare)
+            line = "" if trial is None else _compare(config, trial, source, rows, mesh, folder)
         finally:
             if mesh.rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -338,19 +349,20 @@ def self_check(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -
                 write_durably(run_dir / FILE, json.dumps(known, indent=2) + "\n")
 
 
-def _small(config: Config) -> Config:
-    """Return the run's config with a few samples, SGD and fp32.
+def _trial(config: Config, samples: int | None = None) -> Config:
+    """Return the run's config with SGD and fp32.
 
-    The layout stays the same, with two micro-batches, or the fewest that the schedule takes, if it has several.
+    The layout stays the same. With `samples`, the maximum per micro-batch, there are two micro-batches, or the fewest
+    that the schedule takes, if it has several.
     """
     sections = {name: dict(values) for name, values in config.sections().items()}
     parallel, train = config.parallel, config.train
     count = train.global_batch_size // parallel.dp // train.micro_batch_size
-    if count > 1:
+    if samples is not None and count > 1:
         schedule = find_schedule(parallel.schedule)
         accepted = (n for n in range(2, count) if parallel.pp == 1 or schedule.accepts(parallel.pp, n))
         count = next(accepted, count)
-    size = min(train.micro_batch_size, _SAMPLES)
+    size = min(train.micro_batch_size, samples or train.micro_batch_size)
     # Bits are not compared here, and the samples are few.
     for key in ("micro_batch_size", "callbacks", "epochs", "max_seconds", "spike_factor", "exact", *GRAIN):
         sections["train"].pop(key, None)
@@ -370,45 +382,52 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
     """
     key = _key(config, small, source)
     if key and key in _remembered(run_dir):
-        return (), "", False
-    skipped = "Not verified against one process"
+        return (), "", None
     try:
         make_model, plan = source.load(small)
-        if reason := _too_large(config, small, make_model, rows):
-            return (f"{skipped}: {reason}.",), "", False
-        model = construct(make_model, small.train.seed)
-        batch, loss, other = rows.batch(small, 0), source.loss(small), ""
-        of_batch = partial(reference_loss, plan=plan, batch=batch, step=0, config=small, loss=loss)
-        found = find_hidden_state(model, partial(construct, make_model, small.train.seed), of_batch)
+        of_few, of_all = _reasons(config, small, make_model, rows)
+        if of_few:
+            return (not_verified(of_few),), "", None
+        trial = small if of_all else _trial(config)
+        model = construct(make_model, trial.train.seed)
+        batch, loss, other = rows.batch(trial, 0), source.loss(trial), ""
+        of_batch = partial(reference_loss, plan=plan, batch=batch, step=0, config=trial, loss=loss)
+        found = find_hidden_state(model, partial(construct, make_model, trial.train.seed), of_batch)
         if loss is not None and not found.refusal and not found.drawing:
-            other = _other_forward(model, plan, batch, small, loss)
+            other = other_forward(model, plan, of_batch)
         if not (found.refusal or found.drawing or other):
-            trace = one_process(make_model, plan, small, rows, STEPS, loss)
+            trace = one_process(make_model, plan, trial, rows, STEPS, loss)
             (run_dir / _PARTIAL).mkdir(exist_ok=True)
             trace.save(run_dir / _PARTIAL)
     except Exception as error:  # for example of a model that runs only layer by layer
-        return (f"{skipped}: one process does not run it ({error_line(error)}).",), "", False
+        return (not_verified(not_run(error)),), "", None
     name = source.describe(config)
     if refusal := found.refusal or other:
         raise UserError(f"{name}: {refusal}; or set train.verify to false to train all the same.")
-    is_split = Layout.from_config(config.parallel).world_size > 1 or small.train.gradient_accumulation_steps > 1
+    is_split = Layout.from_config(config.parallel).world_size > 1 or trial.train.gradient_accumulation_steps > 1
     if found.drawing and (is_split or config.train.recompute != "none"):
-        raise UserError(
-            f"{name}: {found.drawing}, whose numbers depend on the layout, its micro-batches and "
-            "recomputation; use threefold.Dropout with samples.keys, samples being a parameter of the layer's forward; "
-            "or set train.verify to false to train all the same."
-        )
-    return found.notes, key, not found.drawing
+        raise UserError(f"{name}: {found.drawing}, {DRAWS}; or set train.verify to false to train all the same.")
+    return found.notes, key, None if found.drawing else trial
 
 
-def _other_forward(model: nn.Module, plan: ModelPlan, batch: Any, small: Config, loss: LossFunction) -> str:
+def not_verified(reason: str) -> str:
+    """Return the line about a layout that is not compared with one process."""
+    return f"Not verified against one process: {reason}."
+
+
+def not_run(error: Exception) -> str:
+    """Return the reason of a model that raises an error in one process, for example as it runs only in layers."""
+    return f"one process does not run it ({error_line(error)})"
+
+
+def other_forward(model: nn.Module, plan: ModelPlan, of_batch: Callable[..., Tensor]) -> str:
     """Return a clause about a model whose forward computes something else than its layers; empty if it does not."""
     if not has_forward(model):
         return ""
     with torch.no_grad(), state_preserved(model):
-        whole = reference_loss(model, plan, batch, 0, small, loss).item()
+        whole = of_batch(model).item()
     with torch.no_grad(), state_preserved(model):
-        in_layers = reference_loss(model, plan, batch, 0, small, loss, by_layers=True).item()
+        in_layers = of_batch(model, by_layers=True).item()
     if abs(whole - in_layers) <= TOLERANCE * abs(whole):
         return ""
     return (
@@ -418,36 +437,56 @@ def _other_forward(model: nn.Module, plan: ModelPlan, batch: Any, small: Config,
     )
 
 
-def _too_large(config: Config, small: Config, make_model: MakeModel, rows: BatchSource) -> str:
-    """Return why a model is not run in one process; empty if it is."""
-    if config.train.device != "cpu":
-        return f"the run is on {config.train.device}; use threefold verify"
-    model = skeleton(make_model, small.train.seed)
-    if any(draws_in_sequence(module) for module in model.modules()):
+def too_large(parameters: int, positions: int, samples: int, draws: bool) -> str:
+    """Return why one process does not run a model; empty if it does.
+
+    Args:
+        parameters: number of its parameters.
+        positions: number of positions of the batch, as `positions_of` counts them.
+        samples: number of samples of the batch.
+        draws: whether it draws from random streams.
+    """
+    if draws:
         return "it draws from random streams, which depend on the layout"
-    parameters = sum(parameter.numel() for parameter in model.parameters())
     if parameters > MOST_PARAMETERS:
-        return f"the model has {parameters:,} parameters, more than {MOST_PARAMETERS:,}; use threefold verify"
-    batch = rows.batch(small, 0)
-    # About how often a batch uses the weights: the elements of its tensors, without the last dim of floats.
-    shapes = [((), batch.tokens.shape, torch.int64)] if isinstance(batch, Batch) else batch_shapes(batch)
-    positions = max(prod(shape[:-1] if dtype.is_floating_point else shape) for _, shape, dtype in shapes)
-    if parameters * positions > MOST_WORK:
-        return f"its {small.train.global_batch_size:,} samples would take one process long; use threefold verify"
+        return f"the model has {parameters:,} parameters, more than {MOST_PARAMETERS:,}"
+    if parameters * positions > MOST_WORK or positions > MOST_POSITIONS:
+        return f"its {samples:,} samples would take one process long"
     return ""
 
 
-def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSource, mesh: Mesh, folder: Path) -> str:
+def positions_of(batch: Any) -> int:
+    """Return about how often a batch uses the weights: the elements of its tensors, without the last dim of floats."""
+    shapes = [((), batch.tokens.shape, torch.int64)] if isinstance(batch, Batch) else batch_shapes(batch)
+    return max(prod(shape[:-1] if dtype.is_floating_point else shape) for _, shape, dtype in shapes)
+
+
+def _reasons(config: Config, small: Config, make_model: MakeModel, rows: BatchSource) -> tuple[str, str]:
+    """Return why one process does not run a model with the few samples of `small`, and with the global batch."""
+    if config.train.device != "cpu":
+        return (f"the run is on {config.train.device}; use threefold verify",) * 2
+    model = skeleton(make_model, small.train.seed)
+    draws = any(draws_in_sequence(module) for module in model.modules())
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    few, every = (each.train.global_batch_size for each in (small, config))
+    positions = positions_of(rows.batch(small, 0))
+    found = (too_large(parameters, positions * each // few, each, draws) for each in (few, every))
+    advice = "" if draws else "; use threefold verify"
+    of_few, of_all = (f"{reason}{advice}" if reason else "" for reason in found)
+    return of_few, of_all
+
+
+def _compare(config: Config, trial: Config, source: ModelSource, rows: BatchSource, mesh: Mesh, folder: Path) -> str:
     """Compute the steps in the layout; return the line that reports equality, or raise a `UserError`."""
     began = time.monotonic()
     # Read before the ranks meet, as the first one may remove the folder afterwards.
     spec, order = LayoutSpec(Layout.from_config(config.parallel)), list(Trace.load(folder).initial)
-    reports = mesh.world.gather_objects(run_rank(source, small, rows, STEPS, str(folder), mesh=mesh))
+    reports = mesh.world.gather_objects(run_rank(source, trial, rows, STEPS, str(folder), mesh=mesh))
     result = judge(spec, reports, order, TOLERANCE, time.monotonic() - began, None)
-    count, samples = small.train.gradient_accumulation_steps, small.train.global_batch_size
+    count, samples = trial.train.gradient_accumulation_steps, trial.train.global_batch_size
     layout = str(spec.layout)
     if spec.layout.world_size == 1:
-        layout = f"{count} micro-batches" if count > 1 else f"{len(source.load(small)[1].layers)} layers one by one"
+        layout = f"{count} micro-batches" if count > 1 else f"{len(source.load(trial)[1].layers)} layers one by one"
     if result.verdict == DEPARTS and result.first is not None:
         first = result.first
         raise UserError(
@@ -456,7 +495,9 @@ def _compare(config: Config, small: Config, source: ModelSource, rows: BatchSour
             "`threefold verify` shows the others, and train.verify: false trains all the same."
         )
     worst = 0.0 if result.worst is None else result.worst.relative
-    return f"Verified {layout} against one process: {STEPS} steps of {samples} samples are equal ({worst:.0e})"
+    line = f"Verified {layout} against one process: {STEPS} steps of {samples} samples are equal ({worst:.0e})"
+    usual = config.train.global_batch_size
+    return line if samples == usual else f"{line}; the run's {usual:,} would take one process long and were not tried"
 
 
 def _key(config: Config, small: Config, source: ModelSource) -> str:
@@ -471,7 +512,7 @@ def _key(config: Config, small: Config, source: ModelSource) -> str:
     model = {key: value for key, value in small.sections()["model"].items() if key != "file"}
     parts = [
         (torch.__version__, version("threefold"), source.describe(config), repr(sharding), model),
-        {name: small.sections()["train"].get(name) for name in _OF_TRAINING},
+        *({name: each.sections()["train"].get(name) for name in _OF_TRAINING} for each in (config, small)),
         *(small.sections()[name] for name in ("data", "parallel")),
         *(read_text(file) for file in every),
     ]
