@@ -79,6 +79,13 @@ def test_shrunk_config_suits_every_layout_of_eight_ranks() -> None:
         compose(base, parse(layout))
 
 
+@pytest.mark.parametrize(("given", "kept"), [(900, 1), (1, 1), (0, 0)])
+def test_steps_are_taken_at_the_full_rate(given: int, kept: int) -> None:
+    """In a warm-up of hundreds of steps, the first three would hardly move a weight."""
+    base = prepare(config(optimizer={"warmup_steps": given}), "fp64", 50257)
+    assert shrink(base, [parse("dp2")]).optimizer.warmup_steps == kept
+
+
 def test_nothing_grows() -> None:
     tiny = config(model={"num_layers": 2, "hidden_size": 12, "num_attention_heads": 2, "vocab_size": 30})
     base = shrink(prepare(tiny, "fp64", 30), possible(8))
