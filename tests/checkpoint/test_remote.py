@@ -169,3 +169,65 @@ def test_a_run_continues_from_there_on_an_empty_disk(
 def test_an_address_that_does_not_work_is_a_sentence(address: str, sentence: str, trained: Path) -> None:
     with pytest.raises(UserError, match=rf"checkpoint\.remote is {address}, which {sentence}"):
         RemoteCheckpoints(address).upload(path_of(trained, 4))
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+@pytest.mark.parametrize("kind", ["file", pytest.param("s3", marks=pytest.mark.slow)])
+def test_a_bucket_that_is_not_there_is_told_before_the_run_and_not_made(
+    kind: str,
+    resumes: bool,
+    trained: Path,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    first = f"/threefold-{uuid.uuid4()}"
+    if kind == "s3":
+        address_of(kind, tmp_path, request, monkeypatch)
+        first = first[1:]
+    remote = RemoteCheckpoints(f"{kind}://{first}/runs/one")
+    with pytest.raises(UserError, match=f"but there is no {first}, which a run does not make; correct the address"):
+        look_at_remote(remote.address, tmp_path / "run", resumes)
+    with pytest.raises(UserError, match="which cannot be written"):  # nor by the first checkpoint
+        remote.upload(path_of(trained, 4))
+    assert not remote._files.exists(first)
+
+
+@pytest.mark.parametrize("kind", ["memory", "file", pytest.param("s3", marks=pytest.mark.slow)])
+def test_the_trial_of_an_address_leaves_nothing(
+    kind: str, trained: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = RemoteCheckpoints(address_of(kind, tmp_path, request, monkeypatch))
+    assert look_at_remote(remote.address, tmp_path / "run", True) is None
+    assert remote._files.find(remote._root) == []
+    remote.upload(path_of(trained, 4))
+    assert remote.steps() == [4]
+
+
+def test_an_address_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
+    address = "file:///proc/1/none"
+    with pytest.raises(UserError, match=f"{address}, which cannot be written: "):
+        look_at_remote(address, tmp_path / "run", True)
+    assert look_at_remote(address, tmp_path / "run", True, writes=False) is None  # a rank that is not the first
+
+
+@pytest.mark.parametrize(
+    ("there", "told"),
+    [
+        ("run", "which is the run's folder"),
+        ("link/checkpoints", "which is the run's folder .*/run/checkpoints,"),
+        ("run/copies", "which lies in the run's folder"),
+        (".", "which contains the run's folder"),
+        ("link/copies", "which lies in the run's folder"),
+        ("elsewhere", "which is the run's folder .*/run/checkpoints,"),
+    ],
+)
+def test_no_address_is_in_the_run_whose_checkpoints_it_would_replace(there: str, told: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "link").symlink_to(run)
+    (tmp_path / "elsewhere").mkdir()
+    (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
+    for address in (f"file://{tmp_path / there}", f"local://{tmp_path / there}"):
+        with pytest.raises(UserError, match=told):
+            look_at_remote(address, run, True)

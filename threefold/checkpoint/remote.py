@@ -4,12 +4,13 @@ Object stores cannot rename, so the manifest checkpoint.json marks a copy as com
 other files and deleted before them. It contains its own checksum, so a partial manifest does not count.
 """
 
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from filelock import FileLock
 
@@ -24,6 +25,9 @@ from threefold.output import sync
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem
+
+
+_PROBE: Final = ".threefold-probe"
 
 
 class RemoteCheckpoints:
@@ -52,7 +56,7 @@ class RemoteCheckpoints:
         there = f"{self._root}/{folder.name}"
         with self._failures("be written"):
             self._remove(there)
-            self._files.makedirs(there, exist_ok=True)
+            self._make(there)
             sizes = {name: record.bytes for name, record in read_manifest(folder).files.items()}
             for name in sizes:
                 self._files.put_file(str(folder / name), f"{there}/{name}")
@@ -103,6 +107,50 @@ class RemoteCheckpoints:
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         return path
+
+    def require_writable(self) -> None:
+        """Write a small file and delete it; raises a `UserError` if that fails, for example without such a bucket."""
+        probe = f"{self._root}/{_PROBE}"
+        with self._failures("be written"):
+            try:
+                self._make(self._root)
+                self._files.pipe_file(probe, b"written by threefold before a run\n")
+            except FileNotFoundError:
+                if self._files.exists(self._first):
+                    raise
+                raise UserError(
+                    f"checkpoint.remote is {shown(self.address)}, but there is no {shown(self._first)}, which a run "
+                    "does not make; correct the address, or make it."
+                ) from None
+        with suppress(Exception):  # where nothing may be deleted, the next run replaces it
+            self._files.rm_file(probe)
+
+    def require_apart(self, run_dir: Path) -> None:
+        """Raise `UserError` if the address is a folder that is, contains or lies in the run's, links resolved."""
+        from fsspec.implementations.local import LocalFileSystem
+
+        if not isinstance(self._files, LocalFileSystem):
+            return
+        there = Path(os.path.realpath(self._root))
+        for own in (run_dir, run_dir / FOLDER):
+            here = Path(os.path.realpath(own))
+            if there == here or there in here.parents or here in there.parents:
+                what = "is" if there == here else "contains" if there in here.parents else "lies in"
+                raise UserError(
+                    f"checkpoint.remote is {shown(self.address)}, which {what} the run's folder {shown(own)}, where "
+                    "copies would replace the checkpoints that they are made of; choose a folder apart from it."
+                )
+
+    @property
+    def _first(self) -> str:
+        """The bucket, or the first folder of a path."""
+        return self._root[: len(self._root) - len(self._root.lstrip("/"))] + self._root.lstrip("/").partition("/")[0]
+
+    def _make(self, folder: str) -> None:
+        """Make a folder where there are folders; never a bucket, nor the first folder of a path."""
+        self._files.invalidate_cache()
+        if self._files.exists(self._first):
+            self._files.makedirs(folder, exist_ok=True)
 
     def _folders(self) -> dict[int, str]:
         self._files.invalidate_cache()
@@ -225,13 +273,15 @@ class Mirror:
                 self._current = None
 
 
-def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
+def look_at_remote(address: str, run_dir: Path, resumes: bool, writes: bool = True) -> Path | None:
     """Check a remote address before a run; when resuming, download its newest checkpoint if newer than the run's.
 
     If several processes share the folder, only one of them copies. Returns the folder of the copy, or None. UserError
-    if the newest remote checkpoint is damaged, or a new run would mix its checkpoints with those at the address.
+    if the newest remote checkpoint is damaged, a new run would mix its checkpoints with those at the address, the
+    address is in the run's folder, or it cannot be written, which is tried if this process `writes`.
     """
     remote = RemoteCheckpoints(address)
+    remote.require_apart(run_dir)
     there, incomplete = remote.steps(), remote.incomplete()
     where = f"checkpoint.remote is {shown(address)}"
     if not resumes and there:
@@ -245,6 +295,8 @@ def look_at_remote(address: str, run_dir: Path, resumes: bool) -> Path | None:
     if newest_there > max(there + [each.step for each in complete(run_dir)], default=-1):
         name = path_of(Path(), newest_there).name
         raise UserError(f"{remote.address}/{name} is damaged: its {MANIFEST} is not as it was written; remove it.")
+    if writes:
+        remote.require_writable()
     if not there:
         return None
     try:

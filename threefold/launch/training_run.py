@@ -331,7 +331,8 @@ def prepare_training(
     if launched is None or launched.rank == 0:
         try_trackers(config.train.callbacks or ())
     if checked.resolved.checkpoint.remote is not None:
-        look_at_remote(checked.resolved.checkpoint.remote, run_dir, bool(resume))
+        writes = launched is None or launched.rank == 0
+        look_at_remote(checked.resolved.checkpoint.remote, run_dir, bool(resume), writes)
     if resume == "auto" and is_finished(run_dir, checked.resolved):
         return TrainingRun(checked.resolved, run_dir, resume, finished=True)
     if continues(run_dir, resume):
