@@ -358,7 +358,7 @@ def test_a_checkpoint_without_what_is_asked_for(pool, tmp_path: Path) -> None:
 
 
 def too_few_samples() -> str:
-    mesh: Any = SimpleNamespace(dp=SimpleNamespace(index=0, size=2))
+    mesh: Any = SimpleNamespace(dp=SimpleNamespace(index=0, size=2), world=SimpleNamespace(size=1))
     try:
         threefold.DistributedDataLoader([1, 2, 3], 4, mesh, drop_last=True)
     except UserError as error:

@@ -55,25 +55,17 @@ def copy_of(run: Path, to: Path) -> Path:
     return to
 
 
-def processor() -> str:
-    text = Path("/proc/cpuinfo").read_text()
-    fields = ("model name", "cpu family", "model", "stepping")
-    found = [re.search(rf"^{field}\s*: (.*)$", text, re.MULTILINE) for field in fields]
-    return ", ".join(each[1] for each in found if each)
-
-
 @pytest.mark.parametrize("kind", TOLERANCE)
 def test_a_run_resumes_with_the_recorded_losses(
     pool: WorkerPool, old: Path, recorded: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
-    """To the bit on the processor that recorded them; others may add up in another order."""
+    """Not to the bit: libraries choose their kernels by more of a processor than its model, and add in another order."""
     config = config_of(old, kind, "train.max_steps=5")
     ranks = config.parallel.dp * config.parallel.tp * config.parallel.pp
     run = copy_of(old / kind, tmp_path / kind)
     assert losses_of(run) == recorded[kind]["losses"][:2]
     pool.run(ranks, train, config, run, True)
-    tolerance = 0.0 if recorded["processor"] == processor() else TOLERANCE[kind]
-    assert losses_of(run) == pytest.approx(recorded[kind]["losses"], rel=tolerance, abs=0.0)
+    assert losses_of(run) == pytest.approx(recorded[kind]["losses"], rel=TOLERANCE[kind], abs=0.0)
 
 
 @sweep(

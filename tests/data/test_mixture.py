@@ -251,7 +251,7 @@ def test_corpora_of_other_tokenizers_are_not_mixed(tmp_path: Path, write_token_f
     [
         ("data: {mixture: {a: 0}}", "line 1: data.mixture is {'a': 0} but must be paths and their weights, each above"),
         ("data: {mixture: {a: b}}", "data.mixture is {'a': 'b'} but must be paths and their weights"),
-        ("data: {mixture: {1: 2}}", "data.mixture is {1: 2} but must be paths and their weights"),
+        ("data: {mixture: {1.5: 2}}", "data.mixture is {1.5: 2} but must be paths and their weights"),
         ("data: {mixture: a}", "data.mixture is 'a' but must be paths and their weights"),
         ("data: {mixture: {}}", "data.mixture is {} but must be paths and their weights"),
         ("data:\n  path: x\n  mixture: {a: 1}", "line 3: data.mixture is {'a': 1} but data.path is 'x' too; leave one"),

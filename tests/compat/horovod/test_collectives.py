@@ -179,6 +179,14 @@ def test_wrong_calls_are_one_sentence(pool) -> None:
     )
 
 
+@pytest.fixture
+def no_group() -> None:
+    """End the process group of one rank that other files' tests may have left in this process."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("no_group")
 def test_without_a_process_group_there_are_no_ranks() -> None:
     assert not hvd.is_initialized()
     for call in (hvd.rank, hvd.local_rank, lambda: hvd.broadcast_object(1)):
@@ -186,6 +194,7 @@ def test_without_a_process_group_there_are_no_ranks() -> None:
             call()
 
 
+@pytest.mark.usefixtures("no_group")
 def test_ranks_of_mpirun_do_not_train_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
     with pytest.raises(t3.UserError, match=r"OMPI_COMM_WORLD_SIZE is 4.*; start it with `torchrun --nproc-per-node 4"):
