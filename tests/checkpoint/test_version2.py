@@ -59,7 +59,7 @@ def copy_of(run: Path, to: Path) -> Path:
 def test_a_run_resumes_with_the_recorded_losses(
     pool: WorkerPool, old: Path, recorded: dict[str, Any], tmp_path: Path, kind: str
 ) -> None:
-    """Not to the bit: libraries choose their kernels by more of a processor than its model, and add in another order."""
+    """Up to rounding: libraries choose kernels by more of a processor than its model, and add in another order."""
     config = config_of(old, kind, "train.max_steps=5")
     ranks = config.parallel.dp * config.parallel.tp * config.parallel.pp
     run = copy_of(old / kind, tmp_path / kind)
