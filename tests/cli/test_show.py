@@ -60,6 +60,11 @@ def test_another_config_and_a_report(threefold, config: Path) -> None:
     assert (status, error) == (0, "")
     assert "To dp 1 · tp 4 · pp 2, weights of each rank:" in output
     assert "1 of 1 layout equal; the worst error is 3.0e-15, of blocks.1.mlp.up.bias, and 1e-12 is allowed." in output
+    worst["embed.tokens.weight"] = float("inf")
+    report["layouts"] = [{"layout": "dp2·tp2·pp2", "verdict": "departs", "worst_by_parameter": worst}]
+    Path("report.json").write_text(json.dumps(report))
+    output = threefold("show", config, *options).output
+    assert "0 of 1 layout equal; the worst error is inf, of embed.tokens.weight, and 1e-12 is allowed." in output
 
 
 def test_a_model_of_ones_own(threefold) -> None:

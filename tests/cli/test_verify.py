@@ -72,6 +72,39 @@ def test_json_document(config_file: Path) -> None:
     assert worst["parameter"]
 
 
+UNSPLIT = """
+from torch import nn
+from threefold import Plan
+
+class Net(nn.Module):
+    plan = Plan(layers=["table", "head"])
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.table, self.head = nn.Embedding(vocab_size, 6), nn.Linear(6, vocab_size)
+
+plan = Net.plan
+
+def loss(output, batch):
+    return nn.functional.cross_entropy(output.flatten(0, 1), batch[1].flatten())
+"""
+
+
+@pytest.mark.slow
+def test_one_layout_that_is_not_equal_decides_the_status(tmp_path: Path) -> None:
+    """Here one whose tensor axis splits nothing of the model."""
+    (tmp_path / "net.py").write_text(UNSPLIT)
+    (tmp_path / "run.yaml").write_text(
+        f"data: {{path: nowhere, sequence_length: 4}}\nmodel: {{file: {tmp_path / 'net.py'}:Net, vocab_size: 11}}\n"
+    )
+    ended = verify(tmp_path / "run.yaml", "dp2", "tp2", "--steps", "1")
+    assert (ended.returncode, ended.stderr) == (1, "")
+    rows = [line.split()[:3] for line in ended.stdout.splitlines()]
+    assert ["dp2", "✓", "equal"] in rows
+    assert ["tp2", "⚠", "unsplit"] in rows
+    assert "1 of 2 layouts with nothing split of the model over one of the axes" in ended.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
