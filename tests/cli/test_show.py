@@ -35,6 +35,18 @@ def test_the_table(threefold, config: Path) -> None:
     assert "To dp 4 · tp 2 · pp 1, weights of each rank:" in lines
 
 
+@pytest.mark.parametrize("command", [("show",), ("show", "--json"), ("dry-run", "--all-stages"), ("dry-run", "--json")])
+def test_work_of_minutes_tells_where_it_is(
+    threefold, config: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("threefold.cli.terminal.QUIET", 0.0)
+    name, *options = command
+    status, output, error = threefold(name, config, *options)
+    assert status == 0
+    assert output.startswith("{") == ("--json" in options)
+    assert error.splitlines()[:2] == ["Running rank 0 (0 of 4 done)", "Running rank 0 (1 of 4 done)"]
+
+
 def test_json_and_page_have_the_same_document(threefold, config: Path) -> None:
     status, output, error = threefold("show", config, "--json", "--html", "layout.html", "--no-traffic")
     assert (status, error) == (0, "")

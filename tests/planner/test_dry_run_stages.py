@@ -37,6 +37,29 @@ def test_stages_of_a_long_pipeline_are_those_of_whole_runs(monkeypatch: pytest.M
         assert found[stage] == dry_run(config, stage_ranks(config)[stage])
 
 
+@pytest.mark.parametrize(
+    ("pp", "partition"),
+    [
+        pytest.param(5, [2, 4, 6, 8], marks=pytest.mark.slow),
+        pytest.param(8, [1, 3, 4, 5, 6, 7, 8], marks=pytest.mark.sweep),
+    ],
+)
+def test_stages_of_a_shorter_pipeline_with_many_micro_batches_are_those_of_whole_runs(
+    pp: int, partition: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, run = long_pipeline(10, 21, tp=1, pp=pp, partition=partition), []
+
+    def counted(config: Config, rank: int, **_: Any) -> DryRunReport:
+        run.append(config.train.gradient_accumulation_steps)
+        return dry_run(config, rank)
+
+    monkeypatch.setattr(stages, "dry_run", counted)
+    found = run_stages(config)
+    assert max(run) == 8
+    for stage in (1, pp - 1):
+        assert found[stage] == dry_run(config, stage_ranks(config)[stage])
+
+
 def test_other_pipelines_are_run_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     run: list[int] = []
     monkeypatch.setattr(stages, "dry_run", lambda config, rank, *_, **__: run.append(rank))

@@ -61,7 +61,7 @@ def command(
         resolved = on_device(resolved, "cuda")  # the default number of logits at once is that of the device
     from threefold.planner.dry_run import run_ranks, run_stages
 
-    with terminal.Steps("Running", shown=not as_json) as steps:
+    with terminal.Steps("Running", lines=True, quiet=terminal.QUIET) as steps:
         reports = run_stages(resolved, steps.tell) if all_stages else run_ranks(resolved, [number], tell=steps.tell)
     largest = max(reports, key=lambda report: report.peak_bytes)
     if as_json:

@@ -82,7 +82,7 @@ def command(
 
     entry = None if hardware is None else find_hardware(hardware)
     moved = None if other is None else moves(resolved, other)
-    with terminal.Steps("Running", shown=not as_json) as steps:
+    with terminal.Steps("Running", lines=True, quiet=terminal.QUIET) as steps:
         document = layout_document(resolved, entry, traffic=traffic, tell=steps.tell)
     document["compare"] = moved
     document["proof"] = None if verify is None else proof(report, f"The report {shown(verify)}", document)

@@ -152,6 +152,8 @@ Tell = Callable[[str, int, int], object]
 _KEPT, _RUN = (2, 3, 4), 6
 """Micro-batches that a stage of the shortened pipelines keeps, and those of a step; one or two more show how a step's
 numbers grow with them."""
+_FEW_PASSES = 100
+"""Passes of all stages up to which whole runs take no longer: three or four kinds of stage have 71 or 96 in theirs."""
 
 
 def stage_ranks(config: Config) -> list[int]:
@@ -201,7 +203,9 @@ def _is_regular(config: Config) -> bool:
     """Return whether shorter pipelines can stand in for this one, and save time."""
     parallel, model = config.parallel, config.model
     count = config.train.gradient_accumulation_steps
-    if parallel.pp <= 2 * max(_KEPT) or parallel.schedule != "1f1b" or count <= max(parallel.pp - 1, _RUN):
+    if parallel.pp <= max(_KEPT) or parallel.schedule != "1f1b" or count <= max(parallel.pp - 1, _RUN):
+        return False
+    if parallel.pp * count <= _FEW_PASSES:
         return False
     if model.architecture == OWN or config.train.recompute_every > 1 or config.train.exact:
         return False
