@@ -154,8 +154,20 @@ def of_user(folder: Callable[[], Path]) -> Path | None:
 
 def shown(path: Path | str) -> str:
     """Return a path fit for a message: printable, and cut in the middle if longer than 200 characters."""
-    text = "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in str(path))
+    text = _printable(str(path))
     return text if len(text) <= 200 else f"{text[:120]}…{text[-60:]}"
+
+
+def on_one_line(message: str) -> str:
+    """Return a message fit for a terminal, whatever it quotes: on one line, printable, and long words cut as `shown`.
+
+    A name may hold line ends or escape sequences, and be as long as a command line may be.
+    """
+    return re.sub(r"\S{400,}", lambda word: shown(word[0]), _printable(message))
+
+
+def _printable(text: str) -> str:
+    return "".join(letter if letter.isprintable() else repr(letter)[1:-1] for letter in text)
 
 
 def first_of(names: Iterable[object], most: int = 5, of: str = "", separator: str = ", ") -> str:

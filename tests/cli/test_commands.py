@@ -12,9 +12,11 @@ import typer
 from typer.testing import CliRunner
 
 from tests.convert.foreign_configs import FLEET, FLEET_BASE
+from tests.support import ready
 from threefold import __version__
-from threefold.cli.main import COMMANDS, make_app
+from threefold.cli.main import COMMANDS, _tell, make_app
 from threefold.config import load_config
+from threefold.errors import UserError
 
 
 def test_version(threefold) -> None:
@@ -189,7 +191,7 @@ def test_config_compatibility(threefold) -> None:
         ("parallel.tp=3", "--set parallel.tp=3: parallel.tp is 3 but must divide model.num_attention_heads 4; use 2."),
         ("parallel.dp=3", "train.global_batch_size is 4 but must be a multiple of parallel.dp 3; use 3."),
         ("parallel.pp=3", "each stage needs a layer and model.num_layers is 2; use at most 2."),
-        ("data.path=nowhere", "nowhere does not exist"),
+        ("data.path=nowhere", "data.path is nowhere, which does not exist in "),
         ("data.split=0,1", 'data.split is "0,1"'),
         ("data.sequence_length=1000000", "1000000"),
     ],
@@ -294,3 +296,60 @@ def test_run_dir_that_cannot_be_made(threefold, config_file: Path) -> None:
     status, _, error = threefold("train", config_file, "--run-dir", config_file / "run")
     assert status == 2
     assert error == f"Error: Cannot write to --run-dir {config_file / 'run'}: Not a directory.\n"
+
+
+def test_missing_data_are_named_with_their_setting(threefold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And, where the path is relative, with the folder in which they were looked for."""
+    monkeypatch.chdir(tmp_path)
+    sizes = "model: {num_layers: 2, hidden_size: 32, num_attention_heads: 4}\n"
+    Path("run.yaml").write_text(f"data: {{path: no\\tkens}}\n{sizes}")
+    where = f"Error: data.path is no\\tkens, which does not exist in {tmp_path}"
+    use = "make token files with `threefold data prepare INPUT --out no\\tkens`.\n"
+    assert threefold("train", "run.yaml") == (2, "", f"{where}; {use}")
+    assert threefold("show", "run.yaml")[2].startswith(f"{where}, and model.vocab_size is not set, so nothing says how")
+    error = threefold("train", "run.yaml", "--set", f"data.path={tmp_path}/no.jsonl")[2]
+    assert error.startswith(f"Error: data.path is {tmp_path}/no.jsonl, which does not exist; make")
+    Path("run.yaml").write_text(f"data: {{mixture: {{here: 1, there: 2}}}}\n{sizes}")
+    assert threefold("train", "run.yaml")[2].startswith("Error: data.mixture has here, which does not exist in ")
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "-3"])
+def test_a_width_without_room_for_a_table_is_none(columns: str, tmp_path: Path) -> None:
+    for name, path in (("a.yaml", "x"), ("b.yaml", "y")):
+        (tmp_path / name).write_text(f"data: {{path: {path}}}\nmodel: {{vocab_size: 64}}")
+    command = [sys.executable, "-m", "threefold", "config", "diff", "a.yaml", "b.yaml"]
+    ended = ready.run(command, cwd=tmp_path, env={**os.environ, "COLUMNS": columns})
+    assert re.search(r'data\.path +"x" +"y"', ended.stdout)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("config", "show", "no\x1b[31m\nfile.yaml"),
+        ("config", "show", "run.yaml", "--set", "data.pa\nth=3"),
+        ("config", "show", "run.yaml", f"--{'x' * 5000}\n"),
+        ("n" * 5000 + "\n",),
+        ("data", "\x07" + "s" * 5000),
+        ("checkpoint", "show", "c\n\x1b]0;title\x07" + "d" * 100),
+        ("generate", "no\nrun", "--prompt", "x", "--tp", "1\n2" + "3" * 5000),
+    ],
+    ids=lambda arguments: ascii(arguments[-1])[:20],
+)
+def test_what_errors_quote_is_short_and_printable(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    (tmp_path / "run.yaml").write_text("data: {path: x}")
+    ended = ready.run([sys.executable, "-m", "threefold", *arguments], cwd=tmp_path)
+    *hints, line = ended.stderr.splitlines()
+    assert ended.returncode == 2
+    assert line.startswith("Error: ")
+    assert [hint.partition(" ")[0] for hint in hints] in ([], ["Usage:", "Try", ""])
+    assert line.isprintable()
+    assert len(line) < 600
+
+
+def test_an_error_is_one_line_whatever_it_quotes(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the text of a library's error may be."""
+    assert _tell(UserError("It says\n\x1b[2Jno\0 " + "y" * 3000 + " here")) == 2
+    line = capsys.readouterr().err
+    assert line.startswith("Error: It says\\n\\x1b[2Jno\\x00 yyyy")
+    assert line.endswith("yyyy here.\n")
+    assert len(line) < 300

@@ -22,7 +22,7 @@ _ERRORS = [
     ((_TRAIN, _SHOW, _SIZE), ["parallel.dp=5"], "must be a multiple of parallel.dp 5; use 30."),
     ((_TRAIN, _SHOW, _SIZE), ["parallel.dp=2", "parallel.zero=1", "parallel.gradient_compression=bf16"], "use none or"),
     ((_TRAIN, _SHOW), ["train.device=cuda", "parallel.dp=4"], "this machine has 0 GPUs for 4 ranks"),
-    ((_TRAIN, _SHOW), ["data.path=nowhere"], "nowhere does not exist"),
+    ((_TRAIN, _SHOW), ["data.path=nowhere"], "data.path is nowhere, which does not exist"),
     ((_TRAIN, _SHOW), ["data.path=FILE"], "FILE"),
     ((_SIZE,), ["data.path=nowhere"], "model.vocab_size is not set"),
     ((_TRAIN,), ["train.init_from=missing", "data.sequence_length=16"], "has no complete checkpoint"),

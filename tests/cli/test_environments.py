@@ -1,15 +1,23 @@
-"""Commands in environments of containers and other locales: streams that lack characters, users without a home."""
+"""Commands in environments of containers and other locales.
+
+Streams that lack characters, users without a home, and limits on processes, address space and shared memory.
+"""
 
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import typer
+from typer.core import TyperCommand, TyperGroup
 
-from threefold.cli.main import COMMANDS
+from tests.convert.foreign_configs import FLEET, FLEET_BASE
+from tests.support import own_token_model, ready
+from threefold.cli.main import app
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 16, num_attention_heads: 2}
@@ -39,22 +47,85 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.mark.slow
+LATIN = """
+import io, sys
+for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
+    raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
+    stream = io.TextIOWrapper(raw, "ascii", errors, line_buffering=True)
+    setattr(sys, name, stream)
+    setattr(sys, f"__{name}__", stream)
+sys.argv[0] = "threefold"
+from threefold.cli.main import main
+main()
+"""
+"""Command line with the streams that an interpreter has under PYTHONIOENCODING=ascii."""
+TRAIN = "train c.yaml --run-dir run"
+GIVEN = {
+    "init": "new.yaml --data tokens",
+    "watch": "run",
+    "report": "run",
+    "generate": "run --prompt na\u00efve\u2014text --max-new-tokens 3",
+    "eval": "run --data texts.jsonl --context 16",
+    "verify": "c.yaml",
+    "inspect": f"{Path(own_token_model.__file__)} --tp 2",
+    "plan": "c.yaml --gpus 2 --hardware a100-40",
+    "show": "c.yaml",
+    "estimate": "c.yaml --hardware a100-40",
+    "simulate": "--stages 2 --microbatches 4",
+    "dry-run": "c.yaml",
+    "data sample": "sample",
+    "data prepare": "texts.jsonl --out others --tokenizer tokens/tokenizer.json",
+    "data show": "tokens",
+    "data verify": "tokens",
+    "data convert": "tokens --to megatron --out corpus",
+    "checkpoint list": "run",
+    "checkpoint show": "run",
+    "checkpoint verify": "run",
+    "checkpoint convert": "run --out weights --format safetensors",
+    "checkpoint export": "run --out hf",
+    "checkpoint import": "hf --out imported",
+    "config show": "c.yaml",
+    "config size": "c.yaml",
+    "config convert": "fleet.yaml --world-size 32 --allow-unsupported",
+    "config diff": "c.yaml run",
+}
+"""Arguments of each command that needs some, in an order in which each finds what it needs."""
+ONLY_HELP = {"doctor", "parity run", "parity compare"}
+"""Commands that measure for long, or need runs of two programs."""
+
+
+def commands(command: TyperCommand | TyperGroup, path: tuple[str, ...] = ()) -> Iterator[str]:
+    """Names of all commands below one, such as `data show`."""
+    if isinstance(command, TyperGroup):
+        for name, each in command.commands.items():
+            yield from commands(each, (*path, name))
+    else:
+        yield " ".join(path)
+
+
+EVERY = [*commands(typer.main.get_command(app))]
+
+
+def test_every_command_has_arguments_here() -> None:
+    assert {"train", "data show"} < {*EVERY}
+    assert {*GIVEN} | ONLY_HELP | {"train"} <= {*EVERY}
+
+
+@pytest.mark.sweep
 def test_no_command_ends_at_a_character_that_the_output_lacks(folder: Path) -> None:
-    """Each is run, or its help is printed, in an encoding without dashes, dots and lines."""
-    run: list[list[str]] = [
-        ["train", "c.yaml", "--run-dir", "run"],
-        ["generate", "run", "--prompt", "the naïve", "--max-new-tokens", "3"],
-        ["show", "c.yaml"],
-        ["config", "show", "c.yaml"],
-        ["data", "show", "tokens"],
-        ["report", "run"],
-        ["verify", "c.yaml"],
-    ]
-    for arguments in [*run, *([name, "--help"] for name in COMMANDS if name not in {one[0] for one in run})]:
-        found = call(folder, *arguments, HOME=str(folder), PYTHONIOENCODING="latin-1", COLUMNS="120")
-        assert (found.returncode, "Traceback" in found.stderr) == (0, False), (arguments, found.stderr[-500:])
-        assert found.stdout
+    """Each command of the command line is run, and its help printed, in an encoding of ASCII alone."""
+    (folder / "fleet.yaml").write_text(FLEET)
+    (folder / "base.yaml").write_text(FLEET_BASE)
+    (folder / "latin.py").write_text(LATIN)
+    others = [name for name in EVERY if name not in {"train", *GIVEN, *ONLY_HELP}]
+    runs = [TRAIN, *(f"{name} {given}" for name, given in GIVEN.items()), *others]
+    told = {}
+    for arguments in [*runs, *(f"{name} --help" for name in EVERY)]:
+        command = [sys.executable, folder / "latin.py", *arguments.split()]
+        found = ready.run(command, cwd=folder, env={**os.environ, "HOME": str(folder), "COLUMNS": "120"})
+        if found.returncode or "Traceback" in found.stderr or not found.stdout:
+            told[arguments] = found.stderr[-300:]
+    assert told == {}
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "latin-1:strict"])
@@ -87,3 +158,63 @@ def test_a_user_without_a_home_trains(folder: Path, tmp_path: Path, home: str) -
         assert not (here / "work" / "~").exists()
     finally:
         shutil.rmtree(here)
+
+
+UNABLE = "needs root, setpriv and unshare"
+IS_ABLE = os.geteuid() == 0 and shutil.which("setpriv") and shutil.which("unshare")
+
+
+def error_of(folder: Path, *before: str, **environment: str) -> str:
+    """The only line of an error of a run on two ranks."""
+    found = call(
+        folder, "train", "c.yaml", "--run-dir", "limited", "--set", "parallel.dp=2", before=before, **environment
+    )
+    assert found.returncode in (1, 2), found.stdout[-500:]
+    assert len(found.stderr.splitlines()) == 1, found.stderr[-2000:]
+    return found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_ABLE, reason=UNABLE)
+@pytest.mark.parametrize(("limit", "words"), [(6, "besides the 2 that"), (22, "failed: no more processes or")])
+def test_a_limit_on_processes_is_named(folder: Path, limit: int, words: str) -> None:
+    """Before ranks start, or where a rank starts its threads."""
+    here = Path(subprocess.run(["mktemp", "-d"], capture_output=True, text=True, check=True).stdout.strip())
+    try:
+        shutil.copytree(folder, here / "work", ignore=shutil.ignore_patterns("run", "*.cache"))
+        for path in (here, *here.rglob("*")):
+            path.chmod(0o777)
+        foreign = ("setpriv", "--reuid", f"{77_800 + limit}", "--regid", "77777", "--clear-groups")
+        line = error_of(here / "work", "prlimit", f"--nproc={limit}", *foreign)
+    finally:
+        shutil.rmtree(here)
+    assert words in line
+    assert f"RLIMIT_NPROC (ulimit -u) allows {limit})" in line
+    assert "raise the limit, as with `ulimit -u 4096`" in line
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("prlimit"), reason="needs prlimit")
+def test_a_limit_on_the_address_space_is_named(folder: Path) -> None:
+    """In which torch is not imported."""
+    line = error_of(folder, "prlimit", "--as=400000000")
+    assert line.startswith("Error: The address space of a process, which RLIMIT_AS (ulimit -v) limits to 0.40 GB here,")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "value"), [("TORCH_DISTRIBUTED_DEBUG", "detial"), ("TORCH_LOGS", "nothing")])
+def test_a_variable_that_torch_refuses_is_named(folder: Path, name: str, value: str) -> None:
+    line = error_of(folder, **{name: value})
+    assert line.startswith(f"Error: The environment variable {name} is {value}, which torch refuses (")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_ABLE, reason=UNABLE)
+def test_ranks_train_where_dev_shm_is_read_only(folder: Path) -> None:
+    """In a namespace of its own, whose /dev/shm is another file system."""
+    script = 'mount -t tmpfs -o ro tmpfs /dev/shm && ! touch /dev/shm/x 2> /dev/null && exec "$@"'
+    before = ("unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh")
+    if call(folder, "--version", before=before).returncode:
+        pytest.skip("mounting is not allowed here")
+    found = call(folder, "train", "c.yaml", "--run-dir", "read-only", "--set", "parallel.dp=2", before=before)
+    assert (found.returncode, found.stderr) == (0, "")

@@ -75,7 +75,7 @@ def test_a_file_is_never_overwritten(threefold) -> None:
     ("file", "options", "sentence"),
     [
         ("a.yaml", (), "--data is missing; give the tokens to train on, such as --data tokens, "),
-        ("a.yaml", ("--data", "nowhere"), "nowhere does not exist; make token files with `threefold data prepare"),
+        ("a.yaml", ("--data", "nowhere"), "data.path is nowhere, which does not exist in "),
         ("a.yaml", ("--data", "tokens", "--model", "gpt5"), "model.preset is 'gpt5' but must be one of gpt2-124m, "),
         (
             "a.yaml",

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from threefold.errors import UserError
+from threefold.errors import DivergenceError, UserError
 from threefold.inference.generate import Sampling, uniform
 
 LOGITS = [0.1, 0.4, 0.3, 0.2]  # probabilities, whose logarithms are the logits
@@ -32,6 +32,9 @@ def counts(sampling: Sampling, draws: int = 400) -> dict[int, int]:
         # of the two likeliest the first has 4/7 of what is left, so it is enough
         (Sampling(1.0, top_k=2, top_p=0.55), {1}),
         (Sampling(0.02), {1}),
+        (Sampling(1e-320), {1}),
+        (Sampling(1e-320, top_k=2, top_p=0.9), {1}),
+        (Sampling(1e300), {0, 1, 2, 3}),
     ],
 )
 def test_what_may_be_chosen(sampling: Sampling, possible: set[int]) -> None:
@@ -80,3 +83,18 @@ def test_random_numbers_are_of_the_seed_the_text_and_the_place() -> None:
 def test_mistakes_are_told(arguments: dict, sentence: str) -> None:
     with pytest.raises(UserError, match=sentence):
         Sampling(**arguments)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-320, 0.8])
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_logits_that_are_not_finite_are_refused(temperature: float, wrong: float) -> None:
+    logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, wrong, 1.0]])
+    with pytest.raises(DivergenceError, match="logits for the next token are not finite, so none can be chosen"):
+        Sampling(temperature).choose(logits, torch.tensor([0.5, 0.5], dtype=torch.float64))
+    allowed = torch.tensor([[0.0, float("-inf"), 2.0]])  # a token that is ruled out
+    assert Sampling(temperature).choose(allowed, torch.tensor([0.0], dtype=torch.float64)) == 2
+
+
+def test_a_temperature_that_is_no_number_is_refused() -> None:
+    with pytest.raises(UserError, match="--temperature is nan but must be at least 0"):
+        Sampling(float("nan"))

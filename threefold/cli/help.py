@@ -1,14 +1,15 @@
 """Help texts: usage, description, examples, then options and commands in groups, in two columns."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
 
-from threefold.files import require_local
+from threefold.files import on_one_line, require_local
 
 _KINDS: Final = {
     **dict.fromkeys(("int", "int range"), "N"),
@@ -47,7 +48,15 @@ class HelpedCommand(TyperCommand):
 
 
 class HelpedGroup(TyperGroup):
-    """Group of commands, listed in groups, those of their `rich_help_panel`."""
+    """Group of commands, listed in groups, those of their `rich_help_panel`; its errors are fit for a terminal."""
+
+    def make_context(self, *args: Any, **options: Any) -> Any:
+        with _fit_for_terminal():
+            return super().make_context(*args, **options)
+
+    def invoke(self, ctx: Any) -> Any:
+        with _fit_for_terminal():
+            return super().invoke(ctx)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _describe(self, ctx, formatter)
@@ -58,6 +67,18 @@ class HelpedGroup(TyperGroup):
                 panel = getattr(command, "rich_help_panel", None)
                 panels.setdefault(panel if isinstance(panel, str) else "Commands", []).append((name, summary))
         _write(formatter, panels)
+
+
+@contextmanager
+def _fit_for_terminal() -> Iterator[None]:
+    """Shorten and escape what an error of parsing quotes of the command line; some errors show the help instead."""
+    usage_error: Any = typer.BadParameter.__base__
+    try:
+        yield
+    except usage_error as error:
+        if type(error).show is usage_error.show:
+            error.message = on_one_line(error.message)
+        raise
 
 
 class CommandLine(typer.Typer):

@@ -17,9 +17,9 @@ from typer import Option
 
 from threefold import __version__
 from threefold.cli.help import CommandLine
-from threefold.cli.terminal import guard_streams
+from threefold.cli.terminal import forget_narrow_terminal, guard_streams
 from threefold.errors import CLOSED_OUTPUT, UserError
-from threefold.files import shown
+from threefold.files import on_one_line, shown
 
 GROUPS: Final = {
     "Train and use": ("init", "train", "watch", "report", "generate", "eval"),
@@ -71,6 +71,7 @@ def main() -> None:
     Exits with 141, without a message, if the reader closed standard output.
     """
     guard_streams()
+    forget_narrow_terminal()
     _let_threads_sleep()
     # Otherwise garbage collection at exit goes through everything imported, which takes half a second with torch.
     atexit.register(gc.freeze)
@@ -127,7 +128,7 @@ def _tell(error: Exception) -> int:
     else:
         raise error
     with suppress(OSError):  # standard error may be closed or full, too
-        typer.echo(f"Error: {told}{'' if told.endswith(('.', '!', '?')) else '.'}", err=True)
+        typer.echo(f"Error: {on_one_line(told)}{'' if told.endswith(('.', '!', '?')) else '.'}", err=True)
     return status
 
 

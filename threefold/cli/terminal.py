@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 ConfigFile = Annotated[Path, Argument(metavar="CONFIG", help="YAML file; docs/config.md lists the settings.")]
+_NARROWEST: Final = 20  # columns
 OWN_MODEL, LAYOUT, OUTPUT = "Your own model", "Layout and device", "Output"
 """Groups of options in help texts."""
 Overrides = Annotated[
@@ -304,6 +305,16 @@ def guard_streams() -> None:
             errors = "backslashreplace"
         raw = _Output(1, "w", closefd=False)
         sys.stdout = io.TextIOWrapper(io.BufferedWriter(raw), encoding, errors, line_buffering=raw.isatty())
+
+
+def forget_narrow_terminal() -> None:
+    """Unset COLUMNS, the width of a terminal, where it is too small for any table, which would lose its cells.
+
+    Some shells and job systems set it to 0 without a terminal.
+    """
+    with suppress(ValueError, KeyError):
+        if int(os.environ["COLUMNS"]) < _NARROWEST:
+            del os.environ["COLUMNS"]
 
 
 def read_standard_input() -> str:

@@ -140,7 +140,7 @@ class ModelConfig(Section):
     """For `yarn`: frequencies with fewer turns than this are divided fully."""
     rope_attention_factor: float = derived(gt=0)
     """For `yarn`: factor applied to rotated queries and keys. Default: 0.1 · ln `rope_factor` + 1."""
-    norm_eps: float = Field(default=1e-5, gt=0)
+    norm_eps: float = Field(default=1e-5, gt=0, le=1)
     """Epsilon that norms add to the variance."""
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""

@@ -1,5 +1,6 @@
 """Base class of the sections of a config."""
 
+import math
 import re
 from dataclasses import dataclass
 from math import isqrt
@@ -12,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -25,6 +27,7 @@ MOST_SECONDS: Final = 10**9
 MOST_SEQUENCES: Final = 10**9  # limit on the sequences of a step
 MOST_TOKENS: Final = 10**8  # limit on the tokens of a sequence
 MOST_IDS: Final = 2**31 - 1  # limit on the size of a vocabulary
+_SMALLEST, _LARGEST = 1.17550e-38, 3.40282e38  # of the normal numbers of fp32, rounded inwards
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, on Linux
 
 
@@ -97,6 +100,16 @@ class Section(BaseModel):
     @classmethod
     def _drop_nulls(cls, given: Any) -> Any:
         return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
+
+    @field_validator("*")
+    @classmethod
+    def _require_fp32(cls, given: Any) -> Any:
+        """Refuse a number that becomes 0 or infinite, or loses its digits, where a run computes with it in fp32."""
+        if type(given) is float and given and not _SMALLEST <= abs(given) <= _LARGEST:
+            use = f"{math.copysign(_LARGEST if abs(given) > _LARGEST else _SMALLEST, given):g}"
+            rule = f"0 or between {_SMALLEST:g} and {_LARGEST:g} in size, as in fp32; use {use}"
+            raise PydanticCustomError("fp32", "{rule}", {"rule": rule})
+        return given
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that have a value, as plain YAML values."""

@@ -1,5 +1,6 @@
 """The dataset of a run: one corpus or a mixture of several, and the samples of its splits."""
 
+import os
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
@@ -21,6 +22,7 @@ from threefold.data.samples import MixedSamples, MixturePart, Samples
 from threefold.data.sources import is_json_lines
 from threefold.data.tokenizer import TextRule
 from threefold.errors import UserError
+from threefold.files import shown
 from threefold.output import SILENT, Progress
 
 
@@ -151,10 +153,21 @@ def names_nested_data(config: Config) -> bool:
     return any(is_own_data(name) and not holds_tokens(Path(name)) and is_nested(name) for name in config.data.corpora)
 
 
+def missing_data(name: str, config: Config) -> str:
+    """Return the clause on a path of a config's data at which nothing is, with the folder where it was looked for."""
+    setting = "data.path is" if config.data.mixture is None else "data.mixture has"
+    where = "" if Path(name).is_absolute() else f" in {shown(Path.cwd())}"
+    return f"{setting} {shown(name)}, which does not exist{where}"
+
+
 def _open(name: str, config: Config) -> Corpus | JsonLines | OwnData:
     settings, path = config.data, Path(name)
     if is_own_data(name) and not holds_tokens(path):
         return OwnData.open(name, config.model.vocab_size, config.model.architecture == OWN)
+    if not os.path.lexists(path) and not holds_tokens(path):
+        raise UserError(
+            f"{missing_data(name, config)}; make token files with `threefold data prepare INPUT --out {shown(name)}`."
+        )
     tokenizer = None if settings.tokenizer is None else Path(settings.tokenizer)
     if not is_json_lines(path):
         return open_corpus(
@@ -223,6 +236,6 @@ def resolve_without_data(config: Config) -> Config:
     if found is not None:
         return resolve(config, found)
     raise UserError(
-        "model.vocab_size is not set and data.path names no data that says how many tokens there are; set it, to "
-        f"{USUAL_VOCABULARY} say, or use a model.preset."
+        f"{missing_data(next(iter(config.data.corpora)), config)}, and model.vocab_size is not set, so nothing says "
+        f"how many tokens there are; set it, to {USUAL_VOCABULARY} say, or use a model.preset."
     )

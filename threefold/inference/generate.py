@@ -12,7 +12,7 @@ from torch import Tensor
 
 from threefold.data.conversations import Chat
 from threefold.data.tokenizer import SpecialTokens
-from threefold.errors import UserError
+from threefold.errors import DivergenceError, UserError
 from threefold.inference.inputs import Prompt, require_text
 from threefold.inference.model import Cache, Model, Trained, caching
 from threefold.random.rng import stream_key
@@ -29,7 +29,7 @@ class Sampling:
     top_p: float | None = None
 
     def __post_init__(self) -> None:
-        if self.temperature < 0:
+        if not self.temperature >= 0:  # NaN too
             raise UserError(f"--temperature is {self.temperature:g} but must be at least 0; 0 is greedy.")
         if self.top_k is not None and self.top_k < 0:
             raise UserError(f"--top-k is {self.top_k} but must be at least 0; 0 samples from all tokens.")
@@ -37,11 +37,20 @@ class Sampling:
             raise UserError(f"--top-p is {self.top_p:g} but must be between 0 and 1; 1 samples from all tokens.")
 
     def choose(self, logits: Tensor, uniform: Tensor) -> Tensor:
-        """Sample a token for each row of `logits` [B, V] with `uniform` random numbers, fp64 [B]: int64 [B]."""
+        """Sample a token for each row of `logits` [B, V] with `uniform` random numbers, fp64 [B]: int64 [B].
+
+        Raises a `DivergenceError` if a row has NaN or no finite greatest logit.
+        """
+        if not logits.amax(-1).isfinite().all():  # the greatest of a row with NaN is NaN
+            raise DivergenceError(
+                "The model's logits for the next token are not finite, so none can be chosen: its weights or "
+                "activations hold NaN or infinity, as after a training run that diverged; use an earlier checkpoint."
+            )
         if self.temperature == 0:
             return logits.argmax(-1)
-        ordered, tokens = (logits.double() / self.temperature).sort(dim=-1, descending=True, stable=True)
-        probabilities = ordered[:, : self.top_k or None].softmax(-1)
+        ordered, tokens = logits.double().sort(dim=-1, descending=True, stable=True)
+        # Below the greatest, so that no quotient by a tiny temperature is infinite there.
+        probabilities = ((ordered - ordered[:, :1]) / self.temperature)[:, : self.top_k or None].softmax(-1)
         if self.top_p:
             # A token is kept while the sum before it is below the threshold, so the first is always kept.
             before = probabilities.cumsum(-1) - probabilities
