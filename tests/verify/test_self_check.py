@@ -235,6 +235,21 @@ def test_numbers_without_an_effect_are_told_and_what_one_process_cannot_run_is_n
     assert "Not verified against one process: one process does not run it (RuntimeError: never whole)." in printed
 
 
+def test_hooks_that_the_check_calls_too_are_told(pool, tmp_path: Path) -> None:
+    """They may change what a layer computes, so that the check cannot leave them out."""
+    file, text = tmp_path / "mine.py", Path(own_state_models.__file__).read_text()
+    norm = "        self.norm = nn.LayerNorm(WIDTH)\n"
+    assert norm in text
+    hook = "        self.norm.register_forward_hook(lambda *_: print(f'seen {torch.is_grad_enabled()}'))\n"
+    file.write_text(text.replace(norm, norm + hook, 1))
+    [printed] = pool.run(1, checked_rank, of_file("plain", file, steps=1), tmp_path / "run")
+    said = "also call the hooks of blocks.0.norm, blocks.1.norm; if these count or log, set train.verify to false."
+    assert said in printed
+    off = of_file("plain", file, steps=1)
+    [printed] = pool.run(1, checked_rank, off.but(set=(("train.verify", False),)), tmp_path / "off")
+    assert said not in printed
+
+
 def test_a_global_batch_that_is_too_large_is_said_to_be_untried(pool, tmp_path: Path) -> None:
     run = run_of("large batches", **DEPARTING["large batches"], steps=1)
     [printed, _] = pool.run(2, bounded_rank, run, tmp_path / "run", "MOST_POSITIONS", 100)

@@ -32,7 +32,7 @@ from threefold.config.rules import GRAIN
 from threefold.config.schedules import find_schedule
 from threefold.data.loader import Batch
 from threefold.errors import UserError
-from threefold.files import read_text
+from threefold.files import first_of, read_text
 from threefold.models.module_check import OF_MODULES
 from threefold.models.own_batch import batch_shapes, has_forward
 from threefold.models.sharding import ModelPlan
@@ -41,7 +41,7 @@ from threefold.output import write_durably
 from threefold.plugins import modules_beside
 from threefold.random.rng import draws_in_sequence, generators_preserved
 from threefold.torch_private.distributed import persistent_buffers
-from threefold.torch_private.tensors import version_of
+from threefold.torch_private.tensors import has_module_hooks, version_of
 from threefold.train.callbacks.base import say
 from threefold.verify.batches import BatchSource
 from threefold.verify.rank_worker import run_rank
@@ -407,7 +407,18 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
     is_split = Layout.from_config(config.parallel).world_size > 1 or trial.train.gradient_accumulation_steps > 1
     if found.drawing and (is_split or config.train.recompute != "none"):
         raise UserError(f"{name}: {found.drawing}, {DRAWS}; or set train.verify to false to train all the same.")
-    return found.notes, key, None if found.drawing else trial
+    return (*found.notes, *_notes_of_hooks(model)), key, None if found.drawing else trial
+
+
+def _notes_of_hooks(model: nn.Module) -> list[str]:
+    """Return a sentence about hooks, which may change what the layers compute, so that the check keeps them."""
+    hooked = [name or "the model" for name, module in model.named_modules() if has_module_hooks(module)]
+    if not hooked:
+        return []
+    return [
+        f"The passes of this check also call the hooks of {first_of(hooked, 3)}; if these count or log, set "
+        "train.verify to false."
+    ]
 
 
 def not_verified(reason: str) -> str:
