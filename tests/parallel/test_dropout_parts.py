@@ -1,6 +1,7 @@
 """Dropout between the sharded layers of a user's model drops what one process drops, or is refused by name."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,9 +11,15 @@ from torch.nn import functional as F
 
 import threefold as t3
 from tests.support.sweep import sweep
+from tests.verify.support import config, task, verify
+from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.models.layers.decoder import SampleInfo
+from threefold.models.source import ObjectSource
+from threefold.parallel.parallelize import TrainingSettings
 from threefold.random.dropout import sample_keys
+from threefold.train.step import GradientStep
+from threefold.verify.verifier import EQUAL
 
 WORDS, WIDTH, HEAD, LENGTH, SEED = 23, 12, 3, 5, 7
 
@@ -124,6 +131,51 @@ def test_dropout_of_parts_is_that_of_one_process(pool, sizes: dict[str, int], op
             torch.testing.assert_close(weights[name], value, rtol=1e-11, atol=1e-13)
 
 
+class Head(nn.Module):
+    """Head that computes the loss."""
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.out = nn.Linear(WIDTH, vocab_size)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        logits = self.out(x)
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+
+
+class OfTokens(Model):
+    """Model that computes the loss, so that its sequences may be split."""
+
+    plan = t3.Plan(
+        layers=Model.plan.layers, shard={**Model.plan.shard, "head": t3.Replicated(), "head.out": t3.Vocab()}
+    )
+
+    def __init__(self, vocab_size: int = WORDS, block: Callable[[str], nn.Module] = Block) -> None:
+        super().__init__(block)
+        self.embed, self.head = nn.Embedding(vocab_size, WIDTH), Head(vocab_size)
+
+    def forward(self, tokens: Tensor, labels: Tensor, samples: Any) -> Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, samples)
+        return self.head(x, labels)
+
+
+SPLIT = ("tp2 sp", "dp2·tp2 zero3 sp", "tp2·pp2 sp")
+
+
+@pytest.mark.slow
+def test_dropout_of_shares_of_sequences_is_that_of_one_process(pool, tmp_path: Path) -> None:
+    given = config(
+        model={"architecture": "own", "vocab_size": WORDS},
+        data={"sequence_length": 12},
+        train={"global_batch_size": 8},
+    )
+    todo = task(*SPLIT, given=given, source=ObjectSource(OfTokens))
+    for result in verify(pool, todo, tmp_path, *SPLIT):
+        assert result.verdict == EQUAL, (str(result.spec), result.first, result.message)
+
+
 class Fused(Block):
     """Drops queries, keys and values before they are separated."""
 
@@ -144,6 +196,34 @@ class Reading(Block):
 
     def forward(self, x: Tensor, samples: Any) -> Tensor:
         return super().forward(x, samples) if x.abs().max().item() < 1e9 else x
+
+
+class Turned(Block):
+    """Drops an activation whose positions are not dim 1."""
+
+    def forward(self, x: Tensor, samples: Any) -> Tensor:
+        return super().forward(self.drops["residual"](x.transpose(1, 2), samples.keys).transpose(1, 2), samples)
+
+
+def refused_in_shares() -> str:
+    settings = TrainingSettings(sequence_parallel=True)
+    plan = OfTokens.plan.build(OfTokens())
+    step = GradientStep(lambda: OfTokens(block=Turned), plan, t3.init_mesh(tp=2), settings)
+    tokens = torch.arange(20).view(2, 10) % WORDS
+    with pytest.raises(UserError) as caught:
+        step.train_batch(Batch(tokens, tokens, torch.arange(2)), 0)
+    return str(caught.value)
+
+
+UNKNOWN = (
+    "'blocks.0.drops.residual' is a threefold.Dropout whose input is [2, 12, 10] in one process, and which of its "
+    "positions a rank gets is not known, as sequences of 10 are split over 2 ranks; call it on an activation of the "
+    "shape [samples, positions, …]."
+)
+
+
+def test_dropout_of_unknown_positions_is_refused_by_name(pool) -> None:
+    assert pool.run(2, refused_in_shares) == [UNKNOWN] * 2
 
 
 REFUSED = {

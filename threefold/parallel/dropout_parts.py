@@ -58,6 +58,7 @@ def dropout_parts(
     if not names:
         return {}
     cut_to_rank(part, plan, tp, index)
+    length = samples.tokens.shape[1] if isinstance(samples, LocalBatch) else 0
     trial = _on_meta(samples)
     try:
         all_of, own = (_shapes(model, plan, trial, names) for model in (whole, part))
@@ -71,7 +72,7 @@ def dropout_parts(
     of_layer: dict[Dropout, Parts] = {}  # a layer may have several names
     for name, dropout in names.items():
         for shapes in zip(all_of[name], own[name], strict=True):
-            parts = _parts(name, *shapes, plan, whole, context)
+            parts = _parts(name, *shapes, plan, whole, context, length)
             if of_layer.setdefault(dropout, parts) != parts:
                 raise UserError(
                     f"{name!r} is a threefold.Dropout that gets different parts of its inputs with tp {tp}, as it is "
@@ -88,6 +89,7 @@ def _parts(
     plan: sharding.ModelPlan,
     model: nn.Module,
     context: ShardingContext,
+    length: int,
 ) -> Parts:
     """Return the parts of an activation of the shape `own` on this rank, in one of the shape `whole`."""
     tp, index, found = context.tp.size, context.tp.index, dict[int, Positions]()
@@ -100,8 +102,15 @@ def _parts(
         if end - start != held or whole[dim:].numel() in _grouped(name, plan, model):
             raise UserError(_unknown(name, whole, own, tp))
         found[dim] = Slice(start, size)
-    if context.cut.shares > 1:  # of [B, S, …], whole sequences inside tensor-parallel layers
-        found[1] = context.cut.across_context if found else context.cut
+    cut = context.cut.across_context if found else context.cut  # whole sequences inside tensor-parallel layers
+    if cut.shares > 1:
+        if 1 in found or whole[1:2] != (length,):
+            raise UserError(
+                f"{name!r} is a threefold.Dropout whose input is {[*whole]} in one process, and which of its positions "
+                f"a rank gets is not known, as sequences of {length} are split over {cut.shares} ranks; call it on an "
+                "activation of the shape [samples, positions, …]."
+            )
+        found[1] = cut
     return found
 
 
