@@ -97,8 +97,8 @@ def test_a_model_of_ones_own(threefold) -> None:
     ("options", "sentence"),
     [
         (("--html", "layout.htm"), "The page layout.htm must end in .html; use layout.html."),
-        (("--html", "no/layout.html"), "The page no/layout.html cannot be written: there is no folder no."),
-        (("--html", "mine.html"), "mine.html exists already and is not a page of threefold show; use another name."),
+        (("--html", "no/layout.html"), "--html no/layout.html cannot be written: there is no folder no."),
+        (("--html", "mine.html"), "mine.html exists already and is not a page of this program; use another name."),
         (("--compare", "dp2tp3"), "parallel.tp is 3"),
         (("--compare", "tpp4"), "The layout 'tpp4' has 'tpp4', which is neither an axis"),
         (("--compare", "none.yaml"), "Cannot read the config none.yaml: No such file or directory."),

@@ -195,6 +195,7 @@ BAD_INPUT = {
     ("compare", "nowhere", "nowhere"): "There is no record at nowhere",
     ("compare", ".", "."): "has no rank-00000.json",
     ("compare", "nowhere", "nowhere", "--html", "/nowhere/page.html"): "cannot be written",
+    ("compare", "nowhere", "nowhere", "--html", __file__): "is not a page of this program",
 }
 
 

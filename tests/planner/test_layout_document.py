@@ -277,7 +277,7 @@ def test_a_wrong_report_is_one_sentence(report: Any, sentence: str) -> None:
 
 
 def test_a_page_holds_its_document_whatever_its_names_are(tmp_path: Path) -> None:
-    from threefold.cli.show import is_layout_page
+    from threefold.cli.terminal import require_page
 
     name = "</script><!--document--><b>"
     page = layout_page({"name": name})
@@ -285,6 +285,7 @@ def test_a_page_holds_its_document_whatever_its_names_are(tmp_path: Path) -> Non
     inside = page.split('id="document">')[1].split("</script>")[0]
     assert json.loads(inside) == {"name": name}
     (tmp_path / "page.html").write_text(page)
-    assert is_layout_page(tmp_path / "page.html")
+    require_page(tmp_path / "page.html")
     (tmp_path / "other.html").write_text("<!doctype html>")
-    assert not is_layout_page(tmp_path / "other.html")
+    with pytest.raises(UserError, match="is not a page of this program"):
+        require_page(tmp_path / "other.html")

@@ -312,6 +312,12 @@ def test_the_page_and_the_data(recorded: Path, tmp_path: Path, threefold: Comman
     assert (ended.status, ended.error) == (0, f"Wrote {path}.\n")
     assert json.loads(ended.output)["runs"][0]["name"] == "short"
     assert path.read_text().startswith("<!doctype html>")
+    assert threefold("report", recorded, "--html", path).status == 0  # a page is replaced
+    (tmp_path / "my.yaml").write_text("data: {path: x}\n")
+    refused = threefold("report", recorded, "--html", tmp_path / "my.yaml")
+    assert refused.status == 2
+    assert "my.yaml exists already and is not a page of this program; use another name." in refused.error
+    assert (tmp_path / "my.yaml").read_text() == "data: {path: x}\n"
 
 
 @pytest.mark.parametrize(

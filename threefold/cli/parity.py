@@ -10,9 +10,9 @@ import typer
 from typer import Argument, Option
 
 from threefold.cli.help import CommandLine
-from threefold.cli.terminal import AsJson, Steps, byte_size, print_table
+from threefold.cli.terminal import AsJson, Steps, byte_size, print_table, require_page
 from threefold.errors import UserError
-from threefold.files import counted, format_bytes, shown
+from threefold.files import counted, format_bytes
 
 if TYPE_CHECKING:
     from threefold.parity.record import Record
@@ -70,7 +70,8 @@ def run(
     """
     from threefold.parity.run import run_both
 
-    _check_page(page)
+    if page is not None:
+        require_page(page)
     folder = Path(mkdtemp(prefix="threefold-parity-")) if out is None else out
     doing = {"reference": "Reference", "candidate": "Candidate"}
     failed = False
@@ -133,7 +134,8 @@ def compare(
     """
     from threefold.parity.record import Record
 
-    _check_page(page)
+    if page is not None:
+        require_page(page)
     noisy, in_fp64 = [Record(path) for path in noise or ()], None if wide is None else Record(wide)
     _report(Record(reference), Record(candidate), noisy, steps, page, as_json, in_fp64)
 
@@ -175,8 +177,3 @@ def _report(
             typer.echo(f"Page: {page}")
     if not verdict.equal:
         raise typer.Exit(1)
-
-
-def _check_page(page: Path | None) -> None:
-    if page is not None and (page.is_dir() or not page.absolute().parent.is_dir()):
-        raise UserError(f"--html {shown(page)} cannot be written; name a file in a folder that exists.")

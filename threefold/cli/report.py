@@ -6,8 +6,7 @@ from pathlib import Path
 import typer
 from typer import Argument, Option
 
-from threefold.cli.terminal import print_warnings, setting_text, table
-from threefold.errors import UserError
+from threefold.cli.terminal import print_warnings, require_page, setting_text, table
 from threefold.files import shown
 
 
@@ -30,9 +29,8 @@ def command(
 
     for folder in runs:
         require_run(folder)
-    if html is not None and (html.is_dir() or not html.parent.is_dir()):
-        what = "that is a folder" if html.is_dir() else f"there is no folder {shown(html.parent)}"
-        raise UserError(f"--html {shown(html)} cannot be written: {what}.")
+    if html is not None:
+        require_page(html)
     records = [RunRecord(folder) for folder in runs]
     for record in records:
         record.update()

@@ -24,7 +24,6 @@ _WHEN: Final = {
     "start": "at the start",
     "end": "at the end",
 }
-_MARK: Final = '<meta name="generator" content="threefold show">'
 
 
 def command(
@@ -59,10 +58,7 @@ def command(
     if html is not None:
         if html.suffix.lower() != ".html":
             raise UserError(f"The page {shown(html)} must end in .html; use {shown(html.with_suffix('.html'))}.")
-        if not html.parent.is_dir():
-            raise UserError(f"The page {shown(html)} cannot be written: there is no folder {shown(html.parent)}.")
-        if html.exists() and not is_layout_page(html):
-            raise UserError(f"{shown(html)} exists already and is not a page of threefold show; use another name.")
+        terminal.require_page(html)
     resolved = terminal.read_without_data(config, overrides, model, trust_code)
     other: Config | None = None
     if compare is not None and (compare.lower().endswith((".yaml", ".yml")) or Path(compare).exists()):
@@ -105,15 +101,6 @@ def layout_page(document: Mapping[str, Any]) -> str:
     names = ("layout.html", "layout.css", "common.js", "layout.js", "tabs.js")
     page, style, *scripts = [(folder / name).read_text(encoding="utf-8") for name in names]
     return fill_page(page, {"style": style, "script": "\n".join(scripts), "document": json_in_script(document)})
-
-
-def is_layout_page(path: Path) -> bool:
-    """Return whether a file is a page that `layout_page` made."""
-    try:
-        with path.open("rb") as file:
-            return _MARK.encode() in file.read(1000)
-    except OSError:
-        return False
 
 
 def _print_document(document: dict[str, Any]) -> None:

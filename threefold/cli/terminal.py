@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
@@ -199,6 +200,25 @@ def print_layout(config: "Config") -> None:
     layout = Layout.from_config(config.parallel)
     zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
     typer.echo(f"Layout: {layout}{zero}, {counted(layout.world_size, 'rank')}; {config.precision.dtype}.")
+
+
+_OF_A_PAGE: Final = re.compile(rb'<meta name="generator" content="threefold ')
+
+
+def require_page(path: Path) -> None:
+    """Raise a `UserError` unless a page can be written to the path of `--html`: over nothing but another such page."""
+    named = f"--html {shown(path)}"
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        what = "that is a folder" if path.is_dir() else f"there is no folder {shown(path.parent)}"
+        raise UserError(f"{named} cannot be written: {what}.")
+    if path.is_file():
+        try:
+            with path.open("rb") as file:
+                begins = file.read(1000)
+        except OSError as error:
+            raise UserError(f"{named} cannot be read ({error.strerror}); use another name.") from None
+        if begins and not _OF_A_PAGE.search(begins):
+            raise UserError(f"{named} exists already and is not a page of this program; use another name.")
 
 
 def setting_text(value: object) -> str:

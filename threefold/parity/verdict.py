@@ -171,7 +171,8 @@ def write_page(path: Path, verdict: Judgement, found: Findings, reference: Recor
     title = f"{reference.folder.name} and {candidate.folder.name}"
     kind = "verdict" if verdict.equal else "verdict departs"
     parts = [
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>Parity: {escape(title)}</title>",
+        '<!doctype html><html lang=en><meta charset=utf-8><meta name="generator" content="threefold parity">',
+        f"<title>Parity: {escape(title)}</title>",
         f"<style>{_STYLE}</style><h1>Parity of {escape(title)}</h1>",
         f"<p class='{kind}'>{escape(verdict.sentence)}</p>",
         *(f"<p>{escape(note)}</p>" for note in found.notes),
