@@ -56,7 +56,8 @@ for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashre
     setattr(sys, f"__{name}__", stream)
 sys.argv[0] = "threefold"
 from threefold.cli.main import main
-main()
+if __name__ == "__main__":  # not where a worker of `data prepare` imports this
+    main()
 """
 """Command line with the streams that an interpreter has under PYTHONIOENCODING=ascii."""
 TRAIN = "train c.yaml --run-dir run"

@@ -113,7 +113,7 @@ def test_a_terminal_is_asked_until_each_answer_is_valid() -> None:
     text = told.decode()
     counts = {name: text.count(question) for name, question in QUESTIONS.items()}
     assert counts == {"data": 2, "model": 2, "ranks": 1, "steps": 0, "batch": 2}
-    assert "nowhere does not exist" in text
+    assert "data.path is nowhere, which does not exist" in text
     assert "train.global_batch_size is 5 but must be a multiple of parallel.dp 2; use " in text
     config = load_config("run.yaml")
     assert (config.data.path, config.model.num_layers, config.parallel.dp) == ("tokens", 2, 2)
