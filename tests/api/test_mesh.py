@@ -94,12 +94,14 @@ def test_a_row_of_the_table_by_hand(pool) -> None:
     assert (found["first"], found["last"]) == (True, False)
 
 
-def layout_of_tp_2() -> str:
-    return str(threefold.init_mesh(tp=2).layout)
+def layout_of(sizes: dict[str, int]) -> str:
+    return str(threefold.init_mesh(**sizes).layout)
 
 
 def test_dp_fills_the_world(pool) -> None:
-    assert pool.run(6, layout_of_tp_2)[0] == "dp 3 · tp 2 · pp 1"
+    assert pool.run(6, layout_of, {"tp": 2})[0] == "dp 3 · tp 2 · pp 1"
+    assert pool.run(6, layout_of, {"pp": 3})[0] == "dp 2 · tp 1 · pp 3"
+    assert pool.run(4, layout_of, {"cp": 2})[0].startswith("dp 2 ·")
 
 
 def twice(first: dict[str, int], second: dict[str, int]) -> str:

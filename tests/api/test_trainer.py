@@ -16,9 +16,12 @@ import torch
 import threefold as t3
 from tests.support import ready
 from tests.train.support import Run, losses_of, steps_of, train_rank
+from threefold.api.trainer import VerifiedModel
+from threefold.comm.layout import parse
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT, LayoutResult, Verdict
 
 
 class Plain(torch.optim.Optimizer):
@@ -199,11 +202,38 @@ def test_a_signal_to_one_rank_ends_all_with_a_checkpoint(pool: WorkerPool, small
     assert list(steps_of(tmp_path / "run")) == [1, 2, 3, 4, 5, 6]
 
 
+def test_the_outer_partial_of_an_optimizer_decides() -> None:
+    """As where it is called."""
+    made = partial(partial(Plain, factor=0.5, weight_decay=0.1), factor=0.25)
+    config = t3.Trainer(NO_DATA, optimizer=made).config
+    assert config.optimizer.name == f"{__name__}:Plain"
+    assert config.optimizer.arguments == {"factor": 0.25, "weight_decay": 0.1}
+
+
+def test_settings_of_the_call_replace_those_of_the_config() -> None:
+    config = t3.Trainer(NO_DATA, optimizer=Plain, dataset=f"{__name__}:pairs").config
+    assert config.data.path == f"{__name__}:pairs"
+    assert NO_DATA["data"]["path"] == "unused", "a mapping of the caller is left as it is"
+    again = t3.Trainer(config, optimizer="sgd").config
+    assert (again.optimizer.name, again.data.path, again.model.vocab_size) == ("sgd", config.data.path, 64)
+
+
+def test_all_layouts_are_equal_if_each_is() -> None:
+    def results(*verdicts: Verdict) -> VerifiedModel:
+        return VerifiedModel(tuple(LayoutResult(parse("dp2"), verdict, 1.0) for verdict in verdicts))
+
+    assert results(EQUAL, EQUAL).all_equal
+    for other in (DEPARTS, FAILED, UNSPLIT):
+        assert not results(EQUAL, other).all_equal
+        assert not results(other, EQUAL).all_equal
+        assert str(results(EQUAL, other)) == f"dp2: equal\ndp2: {other}"
+
+
 class NeedsMore(t3.Callback):
     packages = ("no_such_package",)
 
 
-NO_DATA = {"data": {"path": "unused"}, "model": {"vocab_size": 64}}
+NO_DATA: dict[str, dict[str, Any]] = {"data": {"path": "unused"}, "model": {"vocab_size": 64}}
 
 
 @pytest.mark.parametrize(

@@ -156,6 +156,27 @@ def plain(initial: dict[str, Tensor]) -> dict[str, Any]:
     return found
 
 
+def evaluated_of_loaded(options: dict[str, Any]) -> tuple[float, float, float]:
+    """A loss before, after other weights are loaded, and of a model that begins with those."""
+    mesh = t3.init_mesh(dp=2)
+    model, other = (t3.parallelize(Model, PLAN, mesh, seed=seed, **options) for seed in (1, 2))
+    tokens = torch.arange(4 * LENGTH).view(4, LENGTH) % WORDS
+
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return F.cross_entropy(output.float().flatten(0, 1), batch[1].flatten())
+
+    before = model.eval_batch((tokens, tokens), loss)
+    model.load_state_dict(other.state_dict())
+    return before, model.eval_batch((tokens, tokens), loss), other.eval_batch((tokens, tokens), loss)
+
+
+@pytest.mark.parametrize("options", [{"dtype": torch.bfloat16}, {"zero": 3}, {"zero": 1}], ids=str)
+def test_loaded_weights_are_computed_with_at_once(pool, options: dict[str, Any]) -> None:
+    """Also where those that are updated are copies, in another dtype or sharded."""
+    for before, loaded, expected in pool.run(2, evaluated_of_loaded, options):
+        assert loaded == expected != before
+
+
 @sweep(("sizes", "options"), LAYOUTS, quick=(1,), slow=(3, 4, 6))
 def test_state_and_outputs_are_those_of_the_unsplit_model(pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
     ranks = pool.run(4 if "dualpipev" not in options.values() else 2, trained, sizes, options)
