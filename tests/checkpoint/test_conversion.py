@@ -20,6 +20,7 @@ from threefold.checkpoint.manifest import Facts, read_writer, write_manifest
 from threefold.checkpoint.summary import verify_checkpoint
 from threefold.checkpoint.tensors import load_tensors, save_tensors_alone, stored_tensors
 from threefold.errors import UserError
+from threefold.huggingface.source import check_export
 from threefold.launch.worker_pool import WorkerPool
 
 
@@ -99,6 +100,16 @@ def test_weights_alone_in_another_dtype(threefold: Command, small_run: Run, run:
     )
     generated = threefold("generate", out, "--prompt", "a", "--max-new-tokens", "2")
     assert generated.status == 0, generated.error
+
+
+def test_no_output_is_among_the_checkpoints_of_a_run(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(run / "checkpoints")
+    for out in (run / "checkpoints" / "step_00000099", tmp_path / "link" / "other"):
+        with pytest.raises(UserError, match=r"is among the checkpoints of the run .* choose a folder apart"):
+            convert(run, out)
+        with pytest.raises(UserError, match=r"is among the checkpoints of the run .* choose a folder apart"):
+            check_export(run, out, False)
+        assert not out.exists()
 
 
 def test_other_values_do_not_keep_the_fingerprint(run: Path, tmp_path: Path) -> None:

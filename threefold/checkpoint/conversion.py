@@ -17,7 +17,7 @@ from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, path_of
 from threefold.checkpoint.index import INDEX, StoredTensor, TensorChunk, index_text, read_data_files, read_index
 from threefold.checkpoint.manifest import WRITER, Checkpoint, read_manifest, read_writer, write_manifest
-from threefold.checkpoint.summary import choose, group_of, locate, saved_at
+from threefold.checkpoint.summary import choose, group_of, locate, require_outside_checkpoints, saved_at
 from threefold.checkpoint.tensors import ALIGNMENT, PiecedTensor, TensorPiece, read_chunk, save_tensors_alone
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
@@ -65,6 +65,7 @@ def convert_checkpoint(request: Conversion, progress: Progress) -> ConvertedChec
     """
     return_freed_memory()
     named = locate(request.source)
+    require_outside_checkpoints(request.out)
     check_replaceable(request.out, [request.source], request.overwrite)
     damaged: dict[Path, str] = {}
     while True:

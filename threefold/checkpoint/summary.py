@@ -1,5 +1,6 @@
 """Lookup, listing, content and verification of a run's checkpoints, for `threefold checkpoint`."""
 
+import os
 import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -54,6 +55,16 @@ class Named:
 
     run: Path
     checkpoint: Path | None = None
+
+
+def require_outside_checkpoints(out: Path) -> None:
+    """Raise a `UserError` if an output is among a run's checkpoints, links resolved."""
+    for parent in Path(os.path.realpath(out)).parents:
+        if parent.name == FOLDER and checkpoint_folders(parent.parent):
+            raise UserError(
+                f"--out {shown(out)} is among the checkpoints of the run {shown(parent.parent)}, which would take it "
+                "for one of its own; choose a folder apart from the run's."
+            )
 
 
 def locate(path: Path) -> Named:

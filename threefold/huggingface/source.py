@@ -10,6 +10,7 @@ from typing import Any, Final
 from threefold.checkpoint.folder import CONFIG as RUN_CONFIG
 from threefold.checkpoint.folder import TOKENIZER, Damaged, SelectedCheckpoint, newest, path_of, select_checkpoint
 from threefold.checkpoint.manifest import FORMAT, MANIFEST
+from threefold.checkpoint.summary import require_outside_checkpoints
 from threefold.errors import UserError
 from threefold.files import parse_json, read_text, require_local, shown
 from threefold.files import read_json as read_own_json
@@ -35,6 +36,7 @@ def check_import(name: str, out: Path, overwrite: bool) -> Path:
 
 def check_export(run: Path, out: Path, overwrite: bool) -> None:
     """Check the folders of an export; the checkpoint itself is checked when it is read."""
+    require_outside_checkpoints(out)
     check_replaceable(out, [run], overwrite)
     if newest(run) is None:
         choose_exported(run)  # raises an error
