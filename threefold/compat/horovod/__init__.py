@@ -29,9 +29,18 @@ from threefold.compat.horovod.collectives import (
     broadcast_async,
     broadcast_async_,
     broadcast_object,
-    gloo_built,
     grouped_allreduce,
     grouped_allreduce_,
+    poll,
+    synchronize,
+)
+from threefold.compat.horovod.optimizer import (
+    DistributedOptimizer,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from threefold.compat.horovod.ranks import (
+    gloo_built,
     init,
     is_initialized,
     join,
@@ -39,16 +48,9 @@ from threefold.compat.horovod.collectives import (
     local_size,
     mpi_built,
     nccl_built,
-    poll,
     rank,
     shutdown,
     size,
-    synchronize,
-)
-from threefold.compat.horovod.optimizer import (
-    DistributedOptimizer,
-    broadcast_optimizer_state,
-    broadcast_parameters,
 )
 
 __all__ = [

@@ -25,8 +25,8 @@ from threefold.compat.horovod.collectives import (
     broadcast_object,
     compressor,
     require_operation,
-    world,
 )
+from threefold.compat.horovod.ranks import world
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
 from threefold.parallel.gradient_sums import NarrowSum
