@@ -24,6 +24,7 @@ from threefold.torch_private.fake import FakeTensor
 from threefold.train.callbacks.base import say
 from threefold.train.step import GradientStep
 from threefold.train.step_batch import is_of_tokens
+from threefold.verify.compare import SMALL
 from threefold.verify.reference import convert_floats_, mean_of_own, mean_of_tokens
 from threefold.verify.self_check import (
     DRAWS,
@@ -173,7 +174,7 @@ class LoopCheck:
         errors = {"the loss": abs(loss - expected) / max(abs(expected), 1e-12)}
         for name, each in wanted.items():
             # Gradients that are rounding alone, such as those of a bias of keys, are compared with the largest.
-            size = max(float(each.abs().max()), 1e-6 * largest, 1e-30)
+            size = max(float(each.abs().max()), SMALL * largest, 1e-30)
             errors[f"the gradient of {name!r}"] = float((gradients[name] - each).abs().max()) / size
         return errors
 
