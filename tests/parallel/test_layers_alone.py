@@ -47,6 +47,11 @@ class Trace(NamedTuple):
     weights: dict[str, Tensor]
 
 
+def limit(clip: dict[str, Any]) -> float:
+    """The norm that gradients are clipped to, below those of the model."""
+    return 0.05 if clip.get("norm_type") == torch.inf else 0.3
+
+
 def trained(model: nn.Module, optimizer: str, clip: dict[str, Any], dp: Axis | None = None) -> Trace:
     of = OPTIMIZERS[optimizer](model.parameters())
     schedule = torch.optim.lr_scheduler.StepLR(of, 2, gamma=0.5)
@@ -62,7 +67,7 @@ def trained(model: nn.Module, optimizer: str, clip: dict[str, Any], dp: Axis | N
             loss = dp.all_reduce(loss.detach()) / dp.size
         found.losses.append(loss.item())
         found.gradients.append({name: whole(each.grad).clone() for name, each in model.named_parameters()})  # type: ignore[arg-type]
-        found.norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.3, **clip).item())
+        found.norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit(clip), **clip).item())
         of.step()
         schedule.step()
     found.weights.update({name: whole(each.detach()) for name, each in model.named_parameters()})
@@ -80,9 +85,10 @@ def against_one_process(optimizer: str, clip: dict[str, Any], dp: int) -> None:
     before = {name: whole(each.detach()).clone() for name, each in split.named_parameters()}
     expected = trained(plain, optimizer, clip)
     got = trained(split, optimizer, clip, mesh.dp if dp > 1 else None)
-    assert min(expected.norms) > 0.3, "nothing is clipped"
+    assert min(expected.norms) > limit(clip), "nothing is clipped"
     assert_equal(got, expected)
-    assert all((got.weights[name] - each).abs().max() > 1e-4 for name, each in before.items())
+    least = 1e-7 if optimizer == "adafactor" else 1e-4  # its steps are relative to a weight's size
+    assert all((got.weights[name] - each).abs().max() > least for name, each in before.items())
 
 
 CASES = [(1, 3, "adam foreach", {}), (2, 2, "adamw", {}), (1, 2, "sgd", {})]
