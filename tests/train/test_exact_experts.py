@@ -148,7 +148,7 @@ def router_summed_over_ranks_alone() -> list[Patch]:
 
 def expert_rows_not_in_pieces() -> list[Patch]:
     right = exact_experts.product
-    return [(exact_experts, "product", lambda a, b, pieces=1: right(a, b))]
+    return [(exact_experts, "product", lambda a, b, pieces=1, *cuts, **named: right(a, b, 1, *cuts, **named))]
 
 
 MISTAKES = [
