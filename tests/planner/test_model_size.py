@@ -60,7 +60,7 @@ def test_parameters_that_a_token_passes(preset: str, active: int) -> None:
 
 
 def test_a_model_without_data_needs_a_vocabulary() -> None:
-    with pytest.raises(UserError, match=r"^data\.path is unused, which .* and model\.vocab_size is not set, .* 50257 say"):
+    with pytest.raises(UserError, match=r"^data\.path is unused, which .* and model\.vocab_size is not set, .* 50257"):
         sized({})
 
 
