@@ -276,7 +276,7 @@ def test_schedules_of_torch_change_the_rates_of_a_distributed_optimizer(name: st
         others = [each for each in weights if each.dim() != 2]
         return torch.optim.SGD([{"params": some, "lr": 0.3}, {"params": others}], lr=0.5, momentum=0.9)
 
-    model = t3.parallelize(Named, NAMED, t3.init_mesh(), dtype=torch.float64)
+    model = t3.parallelize(Named, NAMED, dtype=torch.float64)
     alone = Named().double()
     alone.embed.weight = alone.head.weight
     alone.load_state_dict(model.state_dict())
