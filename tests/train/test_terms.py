@@ -59,6 +59,23 @@ def test_code_is_known_by_its_content_and_not_by_its_place(tmp_path: Path) -> No
     assert all(found[0][name] != found[other][name] for name in found[0] for other in (2, 3))
 
 
+def test_each_entry_of_a_list_of_code_is_compared(tmp_path: Path) -> None:
+    """Also the entries that name no code, and their arguments."""
+
+    def terms(folder: str, first: str = "A = 1\n", every: int = 1) -> dict[str, str]:
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "one.py").write_text(first)
+        (tmp_path / folder / "two.py").write_text("B = 1\n")
+        entries = [f"{tmp_path}/{folder}/{name}.py:Call" for name in ("one", "two")]
+        named = config(train={"callbacks": [*entries, {"name": "early_stopping", "patience": every}]})
+        return settings_of(named) | code(named, ConfigSource())
+
+    right = terms("right")
+    assert terms("elsewhere") == right
+    for changed in (terms("first", first="A = 2\n"), terms("argument", every=2)):
+        assert changed != right
+
+
 def facts(path: Path) -> dict[str, str]:
     resolved = config(path)
     dataset = open_dataset(resolved)

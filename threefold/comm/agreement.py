@@ -46,9 +46,8 @@ class Disagreement:
     values: Mapping[str, tuple[tuple[int, ...], tuple[str, ...]]]
 
     def __str__(self) -> str:
-        (one, (_, at)), (other, (elsewhere, there)) = list(self.values.items())[:2]
-        first, second = f"{_place(self.values[one][0], at)}", f"{_place(elsewhere, there)}"
-        return f"{self.name} is {shown(one)} on {first} but {shown(other)} on {second}"
+        (one, here), (other, there) = list(self.values.items())[:2]
+        return f"{self.name} is {shown(one)} on {_place(*here)} but {shown(other)} on {_place(*there)}"
 
 
 def compare(

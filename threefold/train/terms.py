@@ -65,22 +65,30 @@ def agree_on_terms(
 def settings_of(config: Config) -> dict[str, str]:
     """Return the settings of a resolved config that all ranks must have alike, as text."""
     agreed = (key for key in _AGREED if is_derived(config, "train.micro_batch_size") and is_derived(config, key))
-    left_out = {*NOT_COMPARED, *agreed, *dict(code_of(config))}
-    return {
+    sections, named = config.sections(), [(key.split("."), name) for key, name in code_of(config)]
+    alone = (f"{section}.{key}" for (section, key), name in named if sections[section].get(key) == name)
+    left_out = {*NOT_COMPARED, *agreed, *alone}
+    found = {
         f"{section}.{key}": value if isinstance(value, str) else json.dumps(value)
-        for section, values in config.sections().items()
+        for section, values in sections.items()
         for key, value in values.items()
         if f"{section}.{key}" not in left_out
     }
+    for key, name in code_of(config):  # in a list, of which the rest is compared as it is
+        if key in found:
+            place, colon, attribute = name.rpartition(":")
+            found[key] = found[key].replace(name, f"{Path(place).name}{colon}{attribute}")
+    return found
 
 
 def code(config: Config, source: ModelSource) -> dict[str, str]:
     """Return the names and checksums of the code that a config names, and of the model's and the loss's files."""
-    found = {}
+    found = dict[str, str]()
     for key, name in code_of(config):
         place, colon, attribute = name.rpartition(":")
-        if file := _file_of(place or attribute):
-            found[f"the code of {key}"] = f"{file.name}{colon}{attribute} with the checksum {checksum_of_code([file])}"
+        file, before = _file_of(place or attribute), found.get(f"the code of {key}")
+        text = f"{file.name}{colon}{attribute} with the checksum {checksum_of_code([file])}" if file else name
+        found[f"the code of {key}"] = f"{before}, {text}" if before else text
     if files := source.files(config):
         found["the code of the model"] = f"{files[0].name} with the checksum {checksum_of_code(files)}"
     return found
