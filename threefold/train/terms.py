@@ -101,9 +101,7 @@ def data_of(dataset: Dataset, parts: Iterable[Samples | None]) -> dict[str, str]
         name = f"the data of data.mixture {number}" if several else "the data at data.path"
         if several:
             found[f"the weight of data.mixture {number}"] = repr(each.weight)
-        if isinstance(each.data, OwnData):
-            found[name] = f"{len(each.data):,} samples"
-        else:
+        if not isinstance(each.data, OwnData):  # which `require_same_own_data` compares, with advice of its own
             corpus = stored_corpus(each.data, dataset.settings.sequence_length)
             tokenizer = corpus.tokenizer_sha256
             found[name] = _content(corpus)
@@ -112,7 +110,7 @@ def data_of(dataset: Dataset, parts: Iterable[Samples | None]) -> dict[str, str]
                 f"{tokenizer[:12] if tokenizer else 'none'} with special tokens as {corpus.rule.special_tokens}"
             )
     for name, part in zip(("training", "validation"), parts, strict=True):
-        if part is not None:
+        if part is not None and not any(isinstance(each.data, OwnData) for each in dataset.sources):
             found[f"the number of {name} samples"] = f"{len(part):,}"
     return found
 
