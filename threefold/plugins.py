@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache
 from importlib import import_module
+from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
@@ -96,14 +97,13 @@ def import_file(file: Path | str) -> ModuleType:
     A file is executed once per process unless its content changes. Its exceptions are not caught.
     """
     path = os.path.realpath(file)
-    found = os.stat(path)
-    return _executed(path, found.st_mtime_ns, found.st_size)
+    return _executed(path, Path(path).read_bytes())
 
 
 @cache
-def _executed(file: str, changed: int, size: int) -> ModuleType:
+def _executed(file: str, source: bytes) -> ModuleType:
     spec = spec_from_file_location(f"{Path(file).stem}@{file}", file)
-    if spec is None or spec.loader is None:
+    if spec is None or not isinstance(spec.loader, SourceFileLoader):
         raise ImportError("it is not a Python file")
     module, folder = module_from_spec(spec), os.path.dirname(file)
     sys.modules[spec.name] = module  # dataclasses and pickle look their module up there
@@ -117,7 +117,8 @@ def _executed(file: str, changed: int, size: int) -> ModuleType:
     }
     sys.path.insert(0, folder)
     try:
-        spec.loader.exec_module(module)
+        # The loader's own execution takes bytecode of a file of the same size and second for the file's.
+        exec(spec.loader.source_to_code(source, file), module.__dict__)
     except BaseException:
         del sys.modules[spec.name]
         raise
