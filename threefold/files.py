@@ -43,6 +43,34 @@ def local_rule(path: Path | str) -> str:
     )
 
 
+_HIDDEN: Final = "***"
+_BEGINS: Final = r"([A-Za-z][A-Za-z0-9+.-]*:/+)"
+_SECRETS: Final = (
+    (re.compile(rf"{_BEGINS}[^\s/?#@]*:\S*@"), rf"\1{_HIDDEN}@"),  # user:password, up to the last @ of the word
+    (re.compile(rf"{_BEGINS}[^\s/?#@]*:(?!\d+\b)[^\s@]*\s[^@]*@(?=\S)"), rf"\1{_HIDDEN}@"),  # with a space in it
+    (re.compile(r"(https?:/+)[^\s/?#@]*@", re.IGNORECASE), rf"\1{_HIDDEN}@"),  # a token as the user
+    (re.compile(rf"{_BEGINS}([^\s?#]*)(?:(\?)|(#)(?=\S*=))\S*?([\]\"'.,;:)}}]*)(?=\s|$)"), rf"\1\2\3\4{_HIDDEN}\5"),
+)
+"""Parts of addresses in a text that give access, and what is shown for each."""
+
+
+def hide_secrets(text: str) -> str:
+    """Return a text with `***` for each password, token and query (`?sig=…`) in its addresses.
+
+    Whatever the package prints or writes that a setting, a file or another package's error may have put an address
+    into goes through here; `shown` and `on_one_line` do it themselves.
+    """
+    if ":/" in text:
+        for pattern, hidden in _SECRETS:
+            text = pattern.sub(hidden, text)
+    return text
+
+
+def without_secrets(address: str) -> str:
+    """Return an address without its password, token and query."""
+    return re.sub(rf"{re.escape(_HIDDEN)}@|[?#]{re.escape(_HIDDEN)}", "", hide_secrets(address))
+
+
 def require_file(path: Path, called: str = "") -> int:
     """Return the size in bytes of a regular file, following links; a FIFO or a device is refused without opening it.
 
@@ -153,17 +181,17 @@ def of_user(folder: Callable[[], Path]) -> Path | None:
 
 
 def shown(path: Path | str) -> str:
-    """Return a path fit for a message: printable, and cut in the middle if longer than 200 characters."""
-    text = _printable(str(path))
+    """Return a path fit for a message: printable, without secrets, and cut in the middle beyond 200 characters."""
+    text = _printable(hide_secrets(str(path)))
     return text if len(text) <= 200 else f"{text[:120]}…{text[-60:]}"
 
 
 def on_one_line(message: str) -> str:
-    """Return a message fit for a terminal, whatever it quotes: on one line, printable, and long words cut as `shown`.
+    """Return a message fit for a terminal, whatever it quotes: one printable line, its words and addresses as `shown`.
 
     A name may hold line ends or escape sequences, and be as long as a command line may be.
     """
-    return re.sub(r"\S{400,}", lambda word: shown(word[0]), _printable(message))
+    return re.sub(r"\S{400,}", lambda word: shown(word[0]), _printable(hide_secrets(message)))
 
 
 def _printable(text: str) -> str:
@@ -194,7 +222,7 @@ def json_in_script(document: Mapping[str, Any]) -> str:
 
 def describe_error(error: Exception) -> str:
     """Return the type and the message of an error in a user's code, on one line and without its full stop."""
-    return " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(".")
+    return hide_secrets(" ".join(f"{type(error).__name__}: {error}".split())).removesuffix(".")
 
 
 _UNITS: Final = {"GB": 10**9, "MB": 10**6, "kB": 10**3}

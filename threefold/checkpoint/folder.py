@@ -30,7 +30,8 @@ import yaml
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.manifest import PARTIAL, REPLACED, Checkpoint, read_manifest
-from threefold.config import Config, load_config, resolve
+from threefold.config import Config, resolve
+from threefold.config.loading import load_stored_config
 from threefold.config.model import OWN
 from threefold.config.schedules import is_own_schedule
 from threefold.errors import UserError
@@ -87,9 +88,9 @@ def stored_config(path: Path, *, with_code: bool = False) -> Config:
     custom model is empty, so that no code from an untrusted checkpoint is imported, unless `with_code` asks for the
     checkpoint's copy of the file (`threefold.checkpoint.code`).
     """
-    config = load_config(path / CONFIG)
+    config = load_stored_config(path / CONFIG)
     if is_own_schedule(config.parallel.schedule):
-        config = load_config(path / CONFIG, ("parallel.schedule=null", "parallel.stage_chunks=null"))
+        config = load_stored_config(path / CONFIG, ("parallel.schedule=null", "parallel.stage_chunks=null"))
     if config.model.architecture == OWN:
         _, colon, name = config.model.file.partition(":")
         file = f"{path / OWN_MODEL}{colon}{name}" if with_code and (path / OWN_MODEL).is_file() else ""

@@ -19,7 +19,7 @@ from threefold.checkpoint.folder import FOLDER, complete, path_of, superfluous
 from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
 from threefold.checksums import is_intact
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import hide_secrets, shown
 from threefold.host import WorkThread
 from threefold.output import sync
 
@@ -103,7 +103,7 @@ class RemoteCheckpoints:
                 sync(partial)
                 put_in_place(partial, path)
             except DamagedCheckpoint as damage:
-                raise UserError(f"{self.address}/{path.name} is damaged: {damage.reason}; remove it.") from None
+                raise UserError(f"{shown(self.address)}/{path.name} is damaged: {damage.reason}; remove it.") from None
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         return path
@@ -200,7 +200,7 @@ class RemoteCheckpoints:
         except Exception as error:
             raise UserError(
                 f"checkpoint.remote is {shown(self.address)}, which cannot {verb}: {_reason(error)}."
-            ) from error
+            ) from None  # a traceback would show the address of a proxy with its password
 
 
 class Mirror:
@@ -267,7 +267,7 @@ class Mirror:
         except UserError as error:
             self._failed(str(error))
         except Exception as error:  # such as a checkpoint that was deleted meanwhile
-            self._failed(f"{self._current} cannot be copied to {self._remote.address}: {error}.")
+            self._failed(f"{self._current} cannot be copied to {shown(self._remote.address)}: {_reason(error)}.")
         finally:
             with self._lock:
                 self._current = None
@@ -294,7 +294,7 @@ def look_at_remote(address: str, run_dir: Path, resumes: bool, writes: bool = Tr
     newest_there = max((step for step in incomplete if incomplete[step]), default=-1)
     if newest_there > max(there + [each.step for each in complete(run_dir)], default=-1):
         name = path_of(Path(), newest_there).name
-        raise UserError(f"{remote.address}/{name} is damaged: its {MANIFEST} is not as it was written; remove it.")
+        raise UserError(f"{shown(address)}/{name} is damaged: its {MANIFEST} is not as it was written; remove it.")
     if writes:
         remote.require_writable()
     if not there:
@@ -309,4 +309,4 @@ def look_at_remote(address: str, run_dir: Path, resumes: bool, writes: bool = Tr
 
 
 def _reason(error: Exception) -> str:
-    return " ".join(str(error).split())[:300].removesuffix(".") or type(error).__name__
+    return hide_secrets(" ".join(str(error).split()))[:300].removesuffix(".") or type(error).__name__

@@ -109,7 +109,7 @@ def _let_threads_sleep() -> None:
 def _tell(error: Exception) -> int:
     """Print an expected error on one line, and return the exit status."""
     from threefold.launch.environment import leave_to_first_rank
-    from threefold.launch.failure import RankFailed, explain_limit
+    from threefold.launch.failure import RankFailed, explain_limit, formatted
 
     told = str(error)
     if isinstance(error, RankFailed):
@@ -126,7 +126,9 @@ def _tell(error: Exception) -> int:
         leave_to_first_rank()
         status, told = FAILED, limited[0].upper() + limited[1:]
     else:
-        raise error
+        with suppress(OSError):
+            sys.stderr.write(formatted(error))
+        return FAILED
     with suppress(OSError):  # standard error may be closed or full, too
         typer.echo(f"Error: {on_one_line(told)}{'' if told.endswith(('.', '!', '?')) else '.'}", err=True)
     return status

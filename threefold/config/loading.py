@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from threefold.config.schema import DERIVED, Config, section_settings
 from threefold.errors import UserError
-from threefold.files import read_text, shown
+from threefold.files import hide_secrets, read_text, shown
 from threefold.plugins import one_of
 
 _UNSET = object()
@@ -101,7 +101,16 @@ def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
         >>> config.parallel.tp
         2
     """
-    read, lines = read_document(Path(path))
+    return _load(path, overrides, read_document(Path(path)))
+
+
+def load_stored_config(path: Path, overrides: Overrides = ()) -> Config:
+    """Read the config that a run has stored, as `load_config`, where earlier versions may have kept a secret."""
+    return _load(path, overrides, read_document(path, hide=True))
+
+
+def _load(path: Path | str, overrides: Overrides, document: tuple[Any, dict[tuple[str, ...], int]]) -> Config:
+    read, lines = document
     read = {} if read is None else read
     if not isinstance(read, dict):
         raise UserError(f"{shown(path)}: a config is a mapping of sections such as data: and model:.")
@@ -112,7 +121,7 @@ def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
 
 def recorded_settings(path: Path) -> dict[str, dict[str, Any]]:
     """Return the settings that a run's config.yaml records by section, unchecked, with the derived ones in comments."""
-    lines = read_text(path, "the config ", LARGEST_DOCUMENT).split("\n")
+    lines = hide_secrets(read_text(path, "the config ", LARGEST_DOCUMENT)).split("\n")  # kept by earlier versions
     # A comment that begins a derived setting ends its first column with `#`.
     text = "\n".join(f" {line[3:]}" if line.startswith("  # ") and line != DERIVED else line for line in lines)
     read, _ = _parse(text, shown(path))
@@ -197,6 +206,9 @@ def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str,
         return where + _unknown(key)
     if first["type"] == "missing" and key in ("data", "data.path"):
         return f"{where}data.path is missing; name the folder that `threefold data prepare` wrote."
+    if first["type"] == "secret":  # the option itself may hold it
+        where = f"--set {key}: " if where.startswith("--set") else where
+        return f"{where}{key} has {first['ctx']['found']} but must be {first['ctx']['rule']}."
     if first["type"] == "given_twice":
         given = values["data"]
         return (
@@ -306,13 +318,16 @@ def parse_value(text: str, where: str) -> Any:
     return _parse(text, where)[0]
 
 
-def read_document(path: Path, called: str = "the config ") -> tuple[Any, dict[tuple[str, ...], int]]:
+def read_document(
+    path: Path, called: str = "the config ", hide: bool = False
+) -> tuple[Any, dict[tuple[str, ...], int]]:
     """Read the values of a YAML file, and the line (from 1) of each key by its path of names.
 
     Raise a `UserError` that begins with `called` and the path if it cannot be read, is not YAML, holds more than plain
-    values, or sets a key twice.
+    values, or sets a key twice. Secrets in addresses are hidden if `hide`.
     """
-    value, keys = _parse(read_text(path, called, LARGEST_DOCUMENT), shown(path))
+    text = read_text(path, called, LARGEST_DOCUMENT)
+    value, keys = _parse(hide_secrets(text) if hide else text, shown(path))
     lines: dict[tuple[str, ...], int] = {}
     for name, line in keys:
         if name in lines:

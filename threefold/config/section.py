@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isqrt
 from typing import Annotated, Any, Final
@@ -13,12 +14,13 @@ from pydantic import (
     ConfigDict,
     Field,
     GetCoreSchemaHandler,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from threefold.files import local_rule
+from threefold.files import hide_secrets, local_rule, shown, without_secrets
 from threefold.plugins import Registry, one_of
 
 MOST_RANKS: Final = 10**6  # limit on the size of a mesh axis
@@ -62,6 +64,40 @@ def _require_address(text: str) -> str:
 
 
 AddressText = Annotated[str, AfterValidator(_require_address)]  # text that may be an `fsspec` address
+
+
+_NAMED_SECRET: Final = re.compile(r"(?i)(?:.*_)?(?:password|passwd|secret|api_?key|secret_key|(?:access|auth)_token)")
+"""Name of a callback's argument that gives access whatever its value."""
+_ELSEWHERE: Final = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or in ~/.aws/credentials",
+    **dict.fromkeys(("gs", "gcs"), "GOOGLE_APPLICATION_CREDENTIALS, the path of a key file"),
+    **dict.fromkeys(("az", "abfs", "abfss"), "AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN"),
+}
+"""Environment variables from which file systems of fsspec read what gives access."""
+
+
+def _require_no_secret(setting: str, given: Any, name: str = "") -> None:
+    """Refuse what gives access, in a setting: a run stores its config, also in each checkpoint, and reports show it."""
+    if isinstance(given, Mapping):
+        for key, each in given.items():
+            _require_no_secret(setting, str(key))
+            _require_no_secret(setting, each, str(key))
+    elif isinstance(given, list | tuple):
+        for each in given:
+            _require_no_secret(setting, each)
+    elif isinstance(given, str) and given:
+        kept = "which the config, the checkpoints and the report of a run would keep"
+        if _NAMED_SECRET.fullmatch(name):
+            rule = f"without it, {kept}; have the callback read it from an environment variable, such as WANDB_API_KEY"
+            raise PydanticCustomError("secret", "{rule}", {"rule": rule, "found": name})
+        if hide_secrets(given) != given:
+            scheme = given.partition(":")[0].lower()
+            variables = _ELSEWHERE.get(scheme, f"FSSPEC_{scheme.upper()}_PASSWORD, or in ~/.config/fsspec")
+            if setting == "callbacks":
+                variables = "the variable that its service reads, such as MLFLOW_TRACKING_URI or WANDB_API_KEY"
+            use = shown(without_secrets(given))
+            rule = f"an address without password, token and query, {kept}; use {use}, and give the rest by {variables}"
+            raise PydanticCustomError("secret", "{rule}", {"rule": rule, "found": shown(given)})
 
 
 @dataclass(frozen=True)
@@ -109,6 +145,15 @@ class Section(BaseModel):
             use = f"{math.copysign(_LARGEST if abs(given) > _LARGEST else _SMALLEST, given):g}"
             rule = f"0 or between {_SMALLEST:g} and {_LARGEST:g} in size, as in fp32; use {use}"
             raise PydanticCustomError("fp32", "{rule}", {"rule": rule})
+        return given
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_secrets(cls, given: Any, setting: ValidationInfo) -> Any:
+        name = str(setting.field_name)
+        kind = cls.model_fields[name].annotation
+        if not (isinstance(kind, type) and issubclass(kind, Section)):  # whose own settings are looked at
+            _require_no_secret(name, given)
         return given
 
     def settings(self) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.errors import HardwareFault, ProcessFault, UserError
+from threefold.files import hide_secrets
 from threefold.host import memory
 from threefold.launch.output import log_file
 from threefold.launch.process import no_more_tasks, signal_name
@@ -80,14 +81,19 @@ class Failure:
 
 
 def from_exception(rank: int, error: BaseException) -> Failure:
-    now, raised, text = time.monotonic(), pickled(error), "".join(traceback.format_exception(error))
+    now, raised, text = time.monotonic(), pickled(error), formatted(error)
     if isinstance(error, UserError):
         kind = {"hardware": isinstance(error, HardwareFault), "of_process": isinstance(error, ProcessFault)}
         return Failure(rank, str(error), now, user_error=True, **kind, raised=raised, traceback=text)
     error = _first_of_chain(error)
     lines = (explain_limit(error) or traceback.format_exception_only(error)[-1]).split("\n")
-    message = " ".join(line.strip() for line in lines if line.strip())
+    message = hide_secrets(" ".join(line.strip() for line in lines if line.strip()))
     return Failure(rank, message, now, raised=raised, traceback=text)
+
+
+def formatted(error: BaseException) -> str:
+    """Return the traceback of an exception, without the secrets that its messages quote."""
+    return hide_secrets("".join(traceback.format_exception(error)))
 
 
 def explain_limit(error: BaseException) -> str:

@@ -8,7 +8,6 @@ import socket
 import sys
 import threading
 import time
-import traceback
 from bdb import BdbQuit
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -22,7 +21,7 @@ from threefold.comm.rank_state import PAGE_BYTES, Page, RankState, RunSection, a
 from threefold.errors import UserError
 from threefold.launch import process as processes
 from threefold.launch.device import require_gpus
-from threefold.launch.failure import Failure, cause, from_exception, from_exit_code
+from threefold.launch.failure import Failure, cause, formatted, from_exception, from_exit_code
 from threefold.launch.hang_watch import LOOK, HangWatch, Stopwatch, beating
 from threefold.launch.output import log_file
 from threefold.launch.process import NUMBERS, StopSignals, raise_on_second, require_room
@@ -310,11 +309,11 @@ def write_traceback(job: Job, rank: int, error: BaseException) -> None:
         return
     if job.run_dir is None:
         if job.prints_traceback:
-            traceback.print_exception(error)
+            sys.stderr.write(formatted(error))
             sys.stderr.flush()
         return
     with suppress(OSError), replace_link(log_file(job.run_dir, rank)).open("a", encoding="utf-8") as log:
-        traceback.print_exception(error, file=log)
+        log.write(formatted(error))
 
 
 def set_debugger(debug_rank: int | None, rank: int, named: str) -> None:

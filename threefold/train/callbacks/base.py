@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from threefold.config import Config
 from threefold.errors import OutputLost, UserError
+from threefold.files import hide_secrets
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 
@@ -243,6 +244,6 @@ def clock(seconds: float) -> str:
 
 
 def reason_of(error: Exception) -> str:
-    """Return an exception's message on one line."""
+    """Return an exception's message on one line, without secrets."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-    return " ".join(text.split())
+    return hide_secrets(" ".join(text.split()))
