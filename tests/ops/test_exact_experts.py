@@ -9,11 +9,15 @@ from torch import Tensor
 
 from tests.ops.support import tree
 from tests.support.bits import drawn, equal, same_in_threads, with_gradients
+from tests.support.kernels import KERNELS, with_kernel
+from tests.support.mistakes import patched
+from tests.support.sweep import sweep
 from threefold.models.layers.experts import Routing
 from threefold.models.layers.experts import grouped_linear as plain_grouped_linear
 from threefold.ops import exact_experts
 from threefold.ops.exact import RowSum
 from threefold.ops.exact_functions import ExactArithmetic
+from threefold.ops.exact_products import PRODUCTS
 
 COUNTS = [[5, 0, 1, 2], [0, 0, 17, 1], [3, 3, 3, 3]]
 """Rows of each expert, from each of three senders."""
@@ -74,6 +78,16 @@ def test_products_over_cut_features_are_the_tree_over_ranks(ranks: int) -> None:
     assert equal(tree([part[0] for part in parts]), row[0])
     assert equal(torch.cat([part[1] for part in parts], 1), row[1])
     assert equal(torch.cat([part[2] for part in parts], 2), row[2])
+
+
+@sweep("kernel", KERNELS, quick=(0,))
+def test_kernels_that_misbehave_leave_the_bits(kernel: str) -> None:
+    before = PRODUCTS.refused
+    with patched(with_kernel(kernel)):
+        for dtype in (torch.float32, torch.bfloat16):
+            test_a_senders_rows_have_the_bits_that_they_have_alone(dtype)
+        test_products_over_cut_features_are_the_tree_over_ranks(2)
+    assert PRODUCTS.refused > before, "the trials found nothing"
 
 
 @pytest.mark.parametrize("chosen", [1, 2, 3, 8])

@@ -48,12 +48,12 @@ def verify(pool: Any, todo: Verification, folder: Path, *layouts: str | LayoutSp
 
 
 class MistakenPool:
-    """A pool whose ranks make a mistake, but for one process alone."""
+    """A pool whose ranks make a mistake in the functions named `only`, or in all: not one process alone, by default."""
 
-    def __init__(self, pool: WorkerPool, mistake: Callable[[], list[Patch]]) -> None:
-        self.pool, self.mistake = pool, mistake
+    def __init__(self, pool: WorkerPool, mistake: Callable[[], list[Patch]], only: str | None = "run_rank") -> None:
+        self.pool, self.mistake, self.only = pool, mistake, only
 
     def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        if fn.__name__ != "run_rank":
+        if self.only not in (None, fn.__name__):
             return self.pool.run(world_size, fn, *args)
         return self.pool.run(world_size, with_mistake, self.mistake, fn, *args)

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.support.exact import slow_but
-from tests.support.mistakes import Patch, with_mistake
+from tests.support.mistakes import Patch
 from tests.support.sweep import sweep
-from tests.verify.support import config
+from tests.verify.support import MistakenPool, config
 from threefold.comm.layout import parse
 from threefold.config import Config
 from threefold.errors import UserError
@@ -108,18 +108,8 @@ def test_expert_parallelism_is_inside_the_grain() -> None:
     assert [str(spec) for spec in outside if spec.layout.cp == 1 and "looped-bfs" not in str(spec)] == []
 
 
-class MistakenPool:
-    """A pool whose ranks make a mistake."""
-
-    def __init__(self, pool: WorkerPool, mistake: Callable[[], list[Patch]]) -> None:
-        self.pool, self.mistake = pool, mistake
-
-    def run(self, world_size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
-        return self.pool.run(world_size, with_mistake, self.mistake, fn, *args)
-
-
 def mistaken(check: ExactVerifier, mistake: Callable[[], list[Patch]], layout: str) -> ExactResult:
-    other = ExactVerifier(check.task, MistakenPool(check.pool, mistake), check.folder)  # type: ignore[arg-type]
+    other = ExactVerifier(check.task, MistakenPool(check.pool, mistake, None), check.folder)  # type: ignore[arg-type]
     other.fingerprints, other._places = check.fingerprints, check._places
     return other.verify(parse(layout))
 

@@ -498,8 +498,11 @@ class _ExactTable:
             self._print(f"✗ Products of {', '.join(tried.different)} of the run differ between layouts.", "bold red")
         elif tried is not None:
             how = f"{tried.refused} of {counted(tried.trials, 'trial')} refused the faster way" if tried.refused else ""
-            sizes = f"products of the run's own {counted(tried.layers, 'size')} of layers have the bits of their parts"
-            self._print(f"✓ The {sizes}; {how + '; ' if how else ''}{tried.seconds:.0f} s.", "green")
+            experts = f", {tried.experts} of experts with every number of rows," if tried.experts else ""
+            sizes = f"{counted(tried.layers, 'size')} of layers{experts} have the bits of their parts"
+            self._print(
+                f"✓ The products of the run's own {sizes}; {how + '; ' if how else ''}{tried.seconds:.0f} s.", "green"
+            )
         if self._check.unknown_calls:
             self._print(f"  {unknown_calls_line(self._check.unknown_calls)}", "yellow")
         by_reason: dict[str, list[str]] = {}

@@ -4,9 +4,12 @@ A micro-batch of an exact run is one sample. Its rows of an expert are in the or
 product of their own, whichever rank computes it alongside those of other samples. So an expert's gradient for a sample
 has the same bits in every layout; gradients for samples that arrive from several ranks at once are passed on
 separately.
+
+Only a run knows how many rows an expert gets. They are filled up with zeros to one of a few numbers (`computed_rows`),
+so that the products of a run have few shapes, each of which is tried once (`ops.exact_products`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -19,6 +22,7 @@ from threefold.ops.exact_products import equal_parts, product, tree_sum
 from threefold.ops.kernels import GradientStore, gradient_store
 from threefold.torch_private.runtime import UninterceptedFunction
 
+_ROWS = 16  # least number of rows of a product, and least step from one number to the next
 AddGradient = Callable[[Tensor], None]  # function that adds a weight's gradients from all senders, [senders, …]
 
 
@@ -35,6 +39,12 @@ def grouped_linear(
     return _GroupedLinear.apply(x, weight, counts, inner, outer, add, gradient_store(weight))
 
 
+def computed_rows(count: int) -> int:
+    """Return the number of rows with which a product of `count` is computed: at most four in each power of two."""
+    step = max(_ROWS, 1 << max(0, (count - 1).bit_length() - 3))
+    return -(-count // step) * step
+
+
 class _GroupedLinear(UninterceptedFunction):
     @staticmethod
     def forward(
@@ -49,8 +59,7 @@ class _GroupedLinear(UninterceptedFunction):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.leaf, ctx.counts, ctx.inner, ctx.outer, ctx.add, ctx.store = weight, counts, inner, outer, add, store
-        groups = enumerate(x.split(counts))
-        return torch.cat([product(rows, weight[n % len(weight)], inner, columns=outer) for n, rows in groups])
+        return _of_groups(x, weight, counts, inner, outer)
 
     @staticmethod
     @once_differentiable
@@ -59,9 +68,7 @@ class _GroupedLinear(UninterceptedFunction):
         wants_x, wants_weight, *_ = ctx.needs_input_grad
         grad_x = grad_weight = None
         if wants_x:
-            groups = enumerate(grad.split(ctx.counts))
-            cuts = {"pieces": ctx.outer, "columns": ctx.inner}
-            grad_x = torch.cat([product(rows, weight[n % len(weight)].t(), **cuts) for n, rows in groups])
+            grad_x = _of_groups(grad, weight.mT, ctx.counts, ctx.outer, ctx.inner)
         if wants_weight:
             of_senders = partial(_of_senders, x, grad, ctx.counts, len(weight), ctx.outer, ctx.inner)
             if ctx.store is not None:
@@ -73,9 +80,25 @@ class _GroupedLinear(UninterceptedFunction):
         return grad_x, grad_weight, None, None, None, None, None
 
 
+def _of_groups(x: Tensor, weight: Tensor, counts: list[int], pieces: int, columns: int) -> Tensor:
+    found = (
+        product(rows, weight[number % len(weight)], pieces, columns=columns)
+        for number, rows in enumerate(_filled(x, counts))
+    )
+    return torch.cat([out[:count] for out, count in zip(found, counts, strict=True)])
+
+
+def _filled(x: Tensor, counts: list[int]) -> Iterator[Tensor]:
+    """Yield each group of rows of `x`, with zeros behind."""
+    for rows in x.split(counts):
+        filled = x.new_zeros(computed_rows(len(rows)), x.shape[1])
+        filled[: len(rows)] = rows
+        yield filled
+
+
 def _of_senders(x: Tensor, grad: Tensor, counts: list[int], experts: int, outer: int, inner: int) -> Tensor:
     """Return the weight's gradient from the only sender, or the gradients from all, [senders, …]."""
-    groups = zip(x.split(counts), grad.split(counts), strict=True)
+    groups = zip(_filled(x, counts), _filled(grad, counts), strict=True)
     cuts = 1, equal_parts(outer), inner
     found = torch.stack([product(upper.t(), rows.t(), *cuts) for rows, upper in groups])
     return found if len(found) == experts else found.unflatten(0, (-1, experts))

@@ -7,22 +7,18 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from math import gcd, prod
+from math import prod
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.dtypes import DTYPES
 from threefold.launch.worker_pool import WorkerError, WorkerPool
-from threefold.models.sharding import Row
-from threefold.models.source import ModelSource, skeleton
-from threefold.ops.exact import RowSum
-from threefold.ops.exact_products import PRODUCTS, Parts, equal_parts, product, tree_sum
+from threefold.models.source import ModelSource
 from threefold.parallel.parallelize import PieceSizes
 from threefold.parallel.parameter import offset
 from threefold.parallel.plan_check import check_source
@@ -31,6 +27,7 @@ from threefold.train.step import Engine
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Held
 from threefold.verify.layouts import compose
+from threefold.verify.products import ProductsTried, try_products
 from threefold.verify.rank_worker import PIECES, make_engine, master_weights, tiny_mesh
 from threefold.verify.reference import CLIP_SHARE, Trace
 from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, Verdict, Verification, told, user_errors, workers
@@ -100,24 +97,6 @@ class ExactResult:
         }
 
 
-@dataclass(frozen=True)
-class ProductsTried:
-    """Products of a run's own sizes, in the parts that its layouts have, each with several numbers of threads.
-
-    Attributes:
-        layers: number of linear layers of different sizes, each with three products.
-        different: sizes [out, in] of those whose parts have other bits than the whole.
-        trials: number of trials in which a faster way was compared with the calls that define the bits.
-        refused: number of these that found other bits, so that the product is computed in parts.
-    """
-
-    layers: int
-    different: tuple[str, ...]
-    trials: int
-    refused: int
-    seconds: float
-
-
 class ExactVerifier:
     """Comparison of bits with the single process, layout by layout, on a worker pool.
 
@@ -147,7 +126,7 @@ class ExactVerifier:
         self.parameters = sum(prod(weight.shape) for weight in Trace.load(self.folder).initial.values())
 
     def try_products(self, config: Config, threads: Sequence[int]) -> ProductsTried:
-        """Compare the products of the linear layers of a whole run, whatever the size of the model that is trained."""
+        """Compare the products of the layers of a whole run, whatever the size of the model that is trained."""
         with user_errors():
             [found] = self.pool.run(1, try_products, self.task.source, config, tuple(threads))
         return found
@@ -193,7 +172,7 @@ class ExactVerifier:
 @contextmanager
 def exact_verifier(task: Verification, ranks: int) -> Iterator[ExactVerifier]:
     """Yield a verifier with workers for up to `ranks` ranks, which end with the block."""
-    with workers(ranks) as (pool, folder):
+    with workers(ranks, task.full) as (pool, folder):
         yield ExactVerifier(task, pool, folder)
 
 
@@ -237,73 +216,6 @@ def write_exact_trace(
         hashes.append(fingerprint)
     trace.save(Path(folder))
     return hashes, list(trace.initial), engine.unknown_calls()
-
-
-_LARGEST: Final = 1 << 37  # multiply-adds of a product that is tried whole; of a larger one, two pieces are
-
-
-def try_products(source: ModelSource, config: Config, threads: Sequence[int]) -> ProductsTried:
-    """Compute the products of the model's linear layers, forward and backward, whole and in halves of their pieces."""
-    make_model, plan = source.load(config)
-    model, train, dtype = skeleton(make_model, config.train.seed), config.train, DTYPES[config.precision.dtype]
-    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    sizes = {
-        (*module.weight.shape, isinstance(plan.split_of(f"{name}.weight"), Row)) for name, module in linear.items()
-    }
-    rows = RowSum(context=train.grain_context or 1).parts()
-    length = (train.grain_leaf or 1) * config.data.sequence_length
-    before, started, trials, refused = torch.get_num_threads(), time.perf_counter(), PRODUCTS.trials, PRODUCTS.refused
-    different = []
-    try:
-        for out, inner, is_row in sorted(sizes):
-            of_cut = inner if is_row else out
-            pieces = gcd(train.grain_tensor or 1, of_cut)
-            if length * out * inner > _LARGEST and pieces > 2:
-                pieces, out, inner = 2, *((out, inner // pieces * 2) if is_row else (out // pieces * 2, inner))
-            if not _has_bits_of_parts(length, out, inner, is_row, pieces, rows, dtype, threads):
-                different.append(f"{out} × {inner}")
-    finally:
-        torch.set_num_threads(before)
-    made = PRODUCTS.trials - trials, PRODUCTS.refused - refused
-    return ProductsTried(len(sizes), tuple(different), *made, time.perf_counter() - started)
-
-
-def _has_bits_of_parts(
-    length: int,
-    out: int,
-    inner: int,
-    is_row: bool,
-    pieces: int,
-    rows: Parts,
-    dtype: torch.dtype,
-    threads: Sequence[int],
-) -> bool:
-    """Return whether the products of a layer [out, inner] are those of two tensor ranks, for each number of threads."""
-    draws = torch.Generator().manual_seed(0)
-    x, weight, grad = (
-        torch.randn(*shape, generator=draws).to(dtype) for shape in ((length, inner), (out, inner), (length, out))
-    )
-    found: list[list[Tensor]] = []
-    ranks = 2 if pieces > 1 else 1
-    for count, number in ((count, number) for count in (1, ranks) for number in threads):
-        torch.set_num_threads(number)
-        own, parts = pieces // count, []
-        inputs, uppers = ([x] * count, grad.chunk(count, 1)) if not is_row else (x.chunk(count, 1), [grad] * count)
-        for of_x, of_weight, upper in zip(inputs, weight.chunk(count, int(is_row)), uppers, strict=True):
-            (by_inner, by_outer) = (own, 1) if is_row else (1, own)
-            of_x, of_weight, upper = of_x.contiguous(), of_weight.contiguous(), upper.contiguous()
-            of_rank = (
-                product(of_x, of_weight, by_inner, rows, by_outer),
-                product(upper, of_weight.t(), by_outer, rows, by_inner),
-                product(upper.t(), of_x.t(), 1, equal_parts(by_outer), by_inner),
-            )
-            parts.append(of_rank)
-        forward, backward, gradients = zip(*parts, strict=True)
-        if is_row:
-            found.append([tree_sum(forward), torch.cat(backward, 1), torch.cat(gradients, 1)])
-        else:
-            found.append([torch.cat(forward, 1), tree_sum(backward), torch.cat(gradients)])
-    return all(all(map(torch.equal, found[0], other)) for other in found[1:])
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
