@@ -1,11 +1,26 @@
 """How layouts are written, chosen and made small."""
 
+from itertools import pairwise
+
 import pytest
 
 from tests.verify.support import config
 from threefold.comm.layout import Layout, parse, parse_layouts
+from threefold.config.optimizer import LR_SCHEDULES
 from threefold.errors import UserError
-from threefold.verify.layouts import asked_for, compose, covering, every, possible, prepare, products, shrink, stages
+from threefold.train.optim import learning_rate
+from threefold.verify.layouts import (
+    asked_for,
+    compose,
+    covering,
+    every,
+    possible,
+    prepare,
+    products,
+    shrink,
+    stages,
+    with_further_features,
+)
 
 
 @pytest.mark.parametrize(
@@ -84,6 +99,15 @@ def test_steps_are_taken_at_the_full_rate(given: int, kept: int) -> None:
     """In a warm-up of hundreds of steps, the first three would hardly move a weight."""
     base = prepare(config(optimizer={"warmup_steps": given}), "fp64", 50257)
     assert shrink(base, [parse("dp2")]).optimizer.warmup_steps == kept
+
+
+@pytest.mark.parametrize("decay", sorted(LR_SCHEDULES.built_in))
+@pytest.mark.parametrize("given", [{}, {"warmup_steps": 1000, "decay_steps": 100_000}, {"lr": 1e-3, "min_lr": 1e-3}])
+def test_the_second_run_has_another_rate_at_each_step_around_its_checkpoint(decay: str, given: dict) -> None:
+    base = prepare(config(optimizer={"decay": decay, **given}, train={"max_steps": 3}), "fp64", 50257)
+    second = with_further_features(shrink(base, [parse("dp2")]), attention_dropout=True, documents=True)
+    rates = [learning_rate(update, second.optimizer) for update in range(1, 6)]
+    assert all(abs(one - other) > 0.01 * one for one, other in pairwise(rates[2:] if decay == "wsd" else rates))
 
 
 def test_nothing_grows() -> None:

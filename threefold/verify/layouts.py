@@ -25,6 +25,8 @@ _DROPOUT = 0.1
 """Dropout of the second run if the config has none."""
 _WINDOW = 2
 """Sliding window of the second run, which ends inside a chunk of at least three positions."""
+_DECAY = 8
+"""Steps of the second run's decay, so that each of its five updates has a learning rate of its own."""
 _OTHER_SCALING = {"match_rms_adamw": "original", "original": "match_rms_adamw"}
 UNKNOWN_VOCABULARY = 8191
 """Vocabulary size if neither config nor data has one; odd, so that its shards are uneven."""
@@ -157,13 +159,19 @@ def with_further_features(config: Config, attention_dropout: bool, documents: bo
     """Return the config of the second run: with dropout if the model supports it, and with packed documents.
 
     Attention drops too if `attention_dropout`; otherwise as in `config`. Documents are kept apart if `documents`. A
-    sliding window ends inside a chunk of a context-parallel rank, and Muon scales its updates in its other way.
+    sliding window ends inside a chunk of a context-parallel rank, Muon scales its updates in its other way, and the
+    learning rate changes at each step.
     """
-    is_own, settings = config.model.architecture == OWN, _settings(config)
-    if config.optimizer.name == "muon":
-        settings["optimizer"]["lr_scaling"] = _OTHER_SCALING[config.optimizer.lr_scaling]
-    elif is_own:
-        return config
+    is_own, settings, optimizer = config.model.architecture == OWN, _settings(config), config.optimizer
+    if optimizer.name == "muon":
+        settings["optimizer"]["lr_scaling"] = _OTHER_SCALING[optimizer.lr_scaling]
+    settings["optimizer"] |= {
+        "decay": "linear" if optimizer.decay == "constant" else optimizer.decay,
+        "decay_steps": _DECAY,
+        "warmup_steps": min(optimizer.warmup_steps, 1),
+        "stable_steps": min(optimizer.stable_steps, 2),
+        "min_lr": optimizer.lr / 10 if optimizer.min_lr == optimizer.lr else optimizer.min_lr,
+    }
     if is_own:
         return resolve(config_of(settings), vocab_size=1)
     if config.model.sliding_window:
