@@ -132,6 +132,22 @@ def test_ranks_that_never_answer_are_named(answering: int, message: str) -> None
     assert str(caught.value) == message
 
 
+def _parallel(threads: int) -> float:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        return float(torch.ones(1 << 20)[torch.arange(1 << 20)].sum())
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_workers_have_threads_after_the_process_had_some() -> None:
+    """A fork would wait forever for threads that only its parent has."""
+    assert _parallel(2) == 1 << 20
+    with WorkerPool(1, timedelta(seconds=1)) as pool:
+        assert pool.run(1, _parallel, 2) == [1 << 20]
+
+
 @pytest.mark.slow
 def test_a_rank_that_spins_is_named_and_replaced() -> None:
     with WorkerPool(2, timedelta(seconds=15)) as pool:

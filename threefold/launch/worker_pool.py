@@ -1,8 +1,8 @@
 """Persistent local worker processes that run functions as the ranks of a new process group.
 
 For many short distributed calls from one process: the test suite and `threefold verify`. A fork server forks the
-workers. It is itself forked when the pool is made and runs no torch operation: a process that has run OpenMP regions or
-a backward pass cannot be forked safely, and replacement workers must start like the first ones.
+workers. It is itself forked when the pool is made and runs no torch operation: a process that has threads of OpenMP
+cannot be forked safely, and replacement workers must start like the first ones.
 """
 
 import gc
@@ -28,6 +28,7 @@ from threefold.launch.failure import pickled
 from threefold.launch.output import whole_lines
 from threefold.launch.process import die_with_parent, signal_name
 from threefold.launch.worker import stay_on_loopback, wait_for_all
+from threefold.torch_private.runtime import end_openmp_threads
 
 GRACE = 0.3
 """Seconds to wait after the first failure for the reports of other ranks."""
@@ -55,7 +56,8 @@ class _Worker(NamedTuple):
 class WorkerPool:
     """Pool of `size` local CPU workers with one thread each.
 
-    Create it before the process runs parallel torch operations. Use it as a context manager, or call `close`.
+    Its workers may compute with several threads, whatever the process has computed before. Use it as a context manager,
+    or call `close`.
 
     Args:
         size: largest world size.
@@ -67,6 +69,7 @@ class WorkerPool:
         self.size, self._timeout = size, timeout
         self._workers: list[_Worker] = []
         here, there = Pipe()
+        end_openmp_threads()
         parent, pid = os.getpid(), os.fork()
         if not pid:
             _in_child(parent, lambda: _fork_server(there), here)
