@@ -347,12 +347,12 @@ def _without_room() -> bool:
 
 
 def _on_two_hosts() -> bool:
-    before = shared_memory_setup._host
-    shared_memory_setup._host = lambda: ("host", f"boot {dist.get_rank()}")
+    before = shared_memory_setup.host_name
+    shared_memory_setup.host_name = lambda: ("host", f"boot {dist.get_rank()}")
     try:
         return isinstance(over_shared_memory([dist.group.WORLD], PAGE)[0], SharedMemoryGroup)
     finally:
-        shared_memory_setup._host = before
+        shared_memory_setup.host_name = before
 
 
 def _mapped_while_open() -> list[str]:

@@ -2,7 +2,9 @@
 
 import os
 import shutil
+import signal
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from threefold.comm import segments as shared_memory_setup
 from threefold.comm.segments import Room, StoreExchange
 from threefold.comm.shared_memory import SharedMemoryGroup, over_shared_memory
+from threefold.launch.worker_pool import WorkerError
 
 NOBODY = 65534
 
@@ -42,8 +45,8 @@ def set_up(change: Callable[[Path], Path]) -> bool:
     """Whether the ranks share memory whose folder has been changed between its making and its use."""
     before, folders = shared_memory_setup._make_folder, list[Path]()
 
-    def make(room: Room, size: int) -> Path | None:
-        made = before(room, size)
+    def make(room: Room, size: int, cleaning: ExitStack) -> Path | None:
+        made = before(room, size, cleaning)
         assert made is not None
         folders.append(change(made))
         return folders[-1]
@@ -120,3 +123,34 @@ def test_memory_is_shared_in_a_folder_of_this_user_alone(pool) -> None:
 def test_another_user_reaches_no_memory_and_cannot_put_his_own_in_its_place(pool) -> None:
     assert pool.run(2, set_up, tried_by_another_user) == [True, True]
     assert pool.run(2, set_up, of_another_user) == [False, False]
+
+
+def killed_while_set_up(moment: str, told: str) -> None:
+    """Rank 0 kills itself when it has made the folder, or when all have opened what is in it."""
+    make, agreed = shared_memory_setup._make_folder, StoreExchange.agreed
+
+    def make_and_die(room: Room, size: int, cleaning: ExitStack) -> Path | None:
+        made = make(room, size, cleaning)
+        Path(told).write_text(str(made))
+        if moment == "made":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return made
+
+    def agree_and_die(exchange: StoreExchange, name: str) -> bool:
+        if name == "own" and exchange.index == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return agreed(exchange, name)
+
+    shared_memory_setup._make_folder, StoreExchange.agreed = make_and_die, agree_and_die  # type: ignore[method-assign]
+    over_shared_memory([dist.group.WORLD], 1 << 20)
+
+
+@pytest.mark.parametrize("moment", ["made", "opened"])
+def test_the_next_set_up_deletes_the_folder_of_a_killed_one(moment: str, pool, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="killed by SIGKILL"):
+        pool.run(2, killed_while_set_up, moment, str(tmp_path / "told"))
+    folder = Path((tmp_path / "told").read_text())
+    if folder.exists():  # not yet deleted by another test's set-up
+        assert (folder / "memory").exists() == (moment == "made")  # nothing large is left once all have opened it
+    assert pool.run(2, set_up, as_it_is) == [True, True]
+    assert not folder.exists()

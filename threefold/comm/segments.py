@@ -5,10 +5,8 @@ import fcntl
 import json
 import mmap
 import os
-import platform
 import re
 import select
-import shutil
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +16,7 @@ from typing import Final, NamedTuple
 
 import torch.distributed as dist
 
+from threefold.host import host_name, scratch_folder
 from threefold.torch_private.distributed import default_store, process_group_timeout
 
 SIGNAL_BYTES = 16
@@ -26,6 +25,8 @@ BARRIER_PIPES = ("barrier-0", "barrier-1")
 """Names of the pipes that ranks pass in turn."""
 _PIPE_BYTES: Final = 16 << 10
 """Capacity of a pipe on systems that do not report it, such as macOS."""
+_MEMORY: Final = "memory"
+"""File of the memory in the folder of a group that is being set up."""
 _REFUSAL: Final = 1 << 32
 """Weight of a "no" vote, added to the 1 that every vote counts."""
 
@@ -112,20 +113,18 @@ def _sharing(group: dist.ProcessGroup, room: Callable[[int], Room | None]) -> Ge
             for pipe, content in zip(pipes, room.pipes.values(), strict=True):
                 os.write(pipe, content)
         readers = {peer: open_pipe(_alive(peer), os.O_RDONLY) for peer in peers}
-        with open(os.open("memory", os.O_RDWR | os.O_NOFOLLOW, dir_fd=at), "r+b") as file:
+        with open(os.open(_MEMORY, os.O_RDWR | os.O_NOFOLLOW, dir_fd=at), "r+b") as file:
             return mmap.mmap(file.fileno(), 0), pipes, readers
 
     # Of these, `opened` closes the pipes unless every rank reaches the end.
     with contextlib.ExitStack() as cleaning, contextlib.ExitStack() as opened:
         if index == 0:
-            folder = wanted and _make_folder(wanted, len(ranks))
-            if folder:  # open files stay; nothing is left behind if we are killed
-                cleaning.callback(shutil.rmtree, folder, ignore_errors=True)
-            exchange.tell("folder", json.dumps([_host(), str(folder or "")]))
+            folder = wanted and _make_folder(wanted, len(ranks), cleaning)
+            exchange.tell("folder", json.dumps([host_name(), str(folder or "")]))
         yield None
         host, place = json.loads(exchange.told("folder"))
         begun = own = None
-        if wanted and place and host == [*_host()]:
+        if wanted and place and host == [*host_name()]:
             at = _open_private(place)
         if wanted and at is not None:
             cleaning.callback(os.close, at)
@@ -135,6 +134,8 @@ def _sharing(group: dist.ProcessGroup, room: Callable[[int], Room | None]) -> Ge
         yield None
         # Opening its own pipe for writing requires a reader: all exist once all ranks have opened theirs.
         if exchange.agreed("opened"):
+            if index == 0 and at is not None:  # what is open stays, and nothing large is left if we are killed
+                os.unlink(_MEMORY, dir_fd=at)
             with contextlib.suppress(OSError):
                 own = open_pipe(_alive(index), os.O_WRONLY if peers else os.O_RDWR)
         exchange.vote("own", own is not None)
@@ -151,26 +152,20 @@ def _alive(index: int) -> str:
     return f"alive-{index}"
 
 
-def _host() -> tuple[str, str]:
-    """Return an identifier of this host that is unique even if hosts share a file system or a name."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    return platform.node(), boot.read_text() if boot.exists() else ""
+def _make_folder(room: Room, size: int, cleaning: contextlib.ExitStack) -> Path | None:
+    """Create a folder with the memory and pipes of `size` ranks, in memory if possible; None if there is no room.
 
-
-def _make_folder(room: Room, size: int) -> Path | None:
-    """Create a folder with the memory and pipes of `size` ranks, in memory if possible; None if there is no room."""
+    `cleaning` deletes it. If this process is killed before, the next one that makes such a folder does.
+    """
     for parent in ("/dev/shm", tempfile.gettempdir()):
-        folder = None
-        try:
-            folder = Path(tempfile.mkdtemp(prefix="threefold-", dir=parent))
-            with open(folder / "memory", "wb") as file:
+        with contextlib.suppress(OSError), contextlib.ExitStack() as made:
+            folder = made.enter_context(scratch_folder(parent))
+            with open(folder / _MEMORY, "wb") as file:
                 _reserve(file.fileno(), room.nbytes)
             for name in (*room.pipes, *map(_alive, range(size))):
                 os.mkfifo(folder / name)
+            cleaning.push(made.pop_all())
             return folder
-        except OSError:
-            if folder:
-                shutil.rmtree(folder, ignore_errors=True)
     return None
 
 

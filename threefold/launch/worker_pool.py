@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.comm.axis import dumps
+from threefold.host import scratch_folder
 from threefold.launch.failure import pickled
 from threefold.launch.output import whole_lines
 from threefold.launch.process import die_with_parent, signal_name
@@ -93,7 +94,7 @@ class WorkerPool:
             there.close()
             self._workers.append(_Worker(self._fork_server.connection.recv(), here))
         workers = self._workers[:world_size]
-        with tempfile.TemporaryDirectory(prefix="threefold-pool-") as folder:
+        with scratch_folder(tempfile.gettempdir()) as folder:
             store = os.path.join(folder, "store")
             call = dumps((fn, args))
             for rank, worker in enumerate(workers):

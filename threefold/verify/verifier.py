@@ -8,13 +8,14 @@ from datetime import timedelta
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import gettempdir
 from typing import Any, Final, Literal
 
 from threefold.comm.layout import LayoutSpec
 from threefold.config import Config
 from threefold.data.dataset import names_data, open_dataset
 from threefold.errors import UserError
+from threefold.host import scratch_folder
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource
@@ -254,8 +255,8 @@ def verifier(task: Verification, selection: Selection) -> Iterator[Verifier]:
 @contextmanager
 def workers(ranks: int, full: bool = False) -> Iterator[tuple[WorkerPool, Path]]:
     """Yield workers for up to `ranks` ranks and a folder for traces, which end with the block."""
-    with WorkerPool(ranks, PATIENCE[full]) as pool, TemporaryDirectory(prefix="threefold-verify-") as folder:
-        yield pool, Path(folder)
+    with WorkerPool(ranks, PATIENCE[full]) as pool, scratch_folder(gettempdir()) as folder:
+        yield pool, folder
 
 
 @contextmanager
