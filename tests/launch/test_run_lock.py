@@ -75,6 +75,13 @@ def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:
         pass
 
 
+def test_a_holder_lives_here_if_its_process_is_of_this_host() -> None:
+    here = socket.gethostname()
+    assert Holder(here, os.getpid(), "now").is_alive_here()
+    assert not Holder(f"not-{here}", os.getpid(), "now").is_alive_here()
+    assert not Holder(here, 1 << 30, "now").is_alive_here()
+
+
 def test_lock_is_waited_for_while_its_holder_is_not_seen_to_live(tmp_path: Path) -> None:
     """A child that outlives the holder for a moment, with the lock in its hands."""
     run = tmp_path / "run"

@@ -66,6 +66,7 @@ def trained(model: nn.Module, optimizer: str, clip: dict[str, Any], dp: Axis | N
                 dp.all_reduce_(parameter.grad).div_(dp.size)  # type: ignore[arg-type]
             loss = dp.all_reduce(loss.detach()) / dp.size
         found.losses.append(loss.item())
+        assert all(each.grad is not None for each in model.parameters())
         found.gradients.append({name: whole(each.grad).clone() for name, each in model.named_parameters()})  # type: ignore[arg-type]
         found.norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit(clip), **clip).item())
         of.step()
