@@ -8,6 +8,7 @@ import pytest
 
 from tests.planner.small_searches import every_layout, rules_of
 from threefold.config.loading import config_of
+from threefold.config.schedules import SCHEDULES
 from threefold.planner.bounds import ModelCosts
 from threefold.planner.estimate import estimate
 from threefold.planner.hardware import find_hardware
@@ -52,7 +53,10 @@ def test_no_layout_takes_less_than_its_bounds(name: str, system: str | None) -> 
         exact = costs.evaluate(choice)
         bytes_, seconds = costs.least_bytes(mesh, options)[place], costs.least_seconds(mesh, options, wanted)[place]
         assert bytes_ <= exact.peak * (1 + 1e-9), choice
-        assert seconds == pytest.approx(exact.seconds, rel=1e-9), choice
+        if SCHEDULES[choice.schedule].defers_weight_gradients:
+            assert 0.5 * exact.seconds < seconds <= exact.seconds * (1 + 1e-9), choice
+        else:
+            assert seconds == pytest.approx(exact.seconds, rel=1e-9), choice
         ratios.append(exact.peak / bytes_)
     assert np.median(ratios) < 1.1
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from threefold.planner.cost import pipeline_seconds
+from threefold.config.schedules import SCHEDULES
+from threefold.planner.cost import bubble_seconds, pipeline_seconds
 from threefold.planner.schedule import StageTimes, program_of, simulate
 
 TIMES = {"equal": (1.0, 1.0, 1.0), "published": (18.522, 18.086, 9.337)}
@@ -15,7 +16,8 @@ def _both(
     columns = list(zip(*times, strict=True))
     closed = pipeline_seconds(*columns, schedule, chunks, count).total
     program = program_of(schedule, pp, chunks, count)
-    per_stage = [tuple(each / chunks for each in times[stage % pp]) for stage in range(pp * chunks)]
+    ranks = SCHEDULES[schedule].stage_ranks(pp, chunks)
+    per_stage = [tuple(each / chunks for each in times[rank]) for rank in ranks]
     return closed, simulate(program, StageTimes(*zip(*per_stage, strict=True)), 0.0).length
 
 
@@ -36,6 +38,36 @@ def test_deferred_weight_gradients_fill_the_bubble(
     closed = pipeline_seconds(*([each] * 4 for each in times), schedule, chunks, 24).total
     assert closed == pytest.approx(simulate(program, stages, 0.0).length, rel=1e-9)
     assert closed < pipeline_seconds(*([each] * 4 for each in times), "interleaved", chunks, 24).total
+
+
+DEFERRING = (("zbv", 2), ("dualpipev", 2), ("zero-bubble", 1), ("zero-bubble", 2))
+UNEQUAL = {2: 0.95, 3: 1.1, 4: 1.2, 5: 0.9, 6: 1.05, 7: 1.0, 8: 1.15}
+"""Share of a rank's times in those of the others, for each number of ranks."""
+
+
+@pytest.mark.parametrize("ranks", UNEQUAL)
+@pytest.mark.parametrize("kind", [*TIMES, "unequal"])
+def test_deferred_weight_gradients_are_simulated_whatever_the_number_of_micro_batches(ranks: int, kind: str) -> None:
+    """Of few micro-batches, which a closed form estimated too low, and of more than the search simulates."""
+    first = TIMES.get(kind, TIMES["published"])
+    times = [tuple(UNEQUAL[ranks] * each for each in first) if kind == "unequal" else first, *[first] * (ranks - 1)]
+    for schedule, chunks in DEFERRING:
+        counts = (*range(1, 4 * ranks + 1), 12 * ranks, 12 * ranks + 1)
+        for count in (each for each in counts if SCHEDULES[schedule].accepts(ranks, each)):
+            found, simulated = _both(schedule, ranks, chunks, count, times)
+            limit = 1e-9 if count <= 9 * ranks or kind != "unequal" else 0.003
+            assert found == pytest.approx(simulated, rel=limit), (schedule, chunks, count)
+            least = bubble_seconds(
+                sum(map(sum, times)), max(map(sum, times)), sum(each[2] for each in times), schedule, chunks, count
+            )
+            assert count * max(map(sum, times)) + least <= simulated * (1 + 1e-9), (schedule, chunks, count)
+
+
+def test_few_micro_batches_in_a_v() -> None:
+    """With as many as ranks, the drain of the second stages is not filled; with 2 p - 1, (p - 1) F / 2 is left."""
+    stages = [1.0] * 4
+    assert pipeline_seconds(stages, stages, stages, "zbv", 2, 4).bubble == pytest.approx(3.0)
+    assert pipeline_seconds(stages, stages, stages, "zbv", 2, 7).bubble == pytest.approx(1.5)
 
 
 @pytest.mark.parametrize("slow", [0, 1, 3])

@@ -410,8 +410,6 @@ class LeastSeconds:
         line = np.asarray(micro_batches * slowest, dtype=float)
         if mesh.pp > 1:
             everything, weights = self._layers @ passes.sum(axis=0), self._layers @ passes[2]
-            is_slowest = total == slowest[ranks.schedule]
-            of_slowest = np.minimum.reduceat(np.where(is_slowest, weight, np.inf), ranks.starts, axis=0)
             each = (sizes * sent_bytes(self._in_layout(mesh, sharded), self._system) for sharded, _, sizes in parts)
             sent = np.concatenate(list(each))
             group = cost.axis_group(self._in_layout(mesh), "pp", hardware.gpus_per_node, self._system)
@@ -421,8 +419,8 @@ class LeastSeconds:
                 by_name.setdefault(settings["parallel.schedule"], []).append(number)
             for name, rows in by_name.items():
                 chunks = ranks.chunks[rows]
-                seconds = slowest[rows], weights, of_slowest[rows]
-                line[rows] += cost.bubble_seconds(everything, *seconds, name, chunks[:, None], micro_batches)
+                seconds = everything, slowest[rows], weights
+                line[rows] += cost.bubble_seconds(*seconds, name, chunks[:, None], micro_batches)
                 for row, count in zip(rows, chunks, strict=True):
                     line[row] += cost.send_waits(mesh.pp, int(count), micro_batches, send, self._system.overlap_sends)
         return line, forward, backward + weight

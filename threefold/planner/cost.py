@@ -11,8 +11,10 @@ from threefold.config.schedules import SCHEDULES
 from threefold.models.block import BlockShape
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import ZERO_GRADIENTS, ZERO_WEIGHTS, Group, RankBlock, rank_block
+from threefold.planner.schedule import program_of, share_of_ranks, simulate
 from threefold.planner.systems import System
 
+_SIMULATED: Final = 8  # rounds of as many micro-batches as ranks; further ones take as long as the last of these
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (128, 64, 0.85), (64, 64, 0.7))
 """Output tiles of one multiprocessor as (rows, columns, relative speed); small tiles read their inputs more often
 (NVIDIA, "Matrix multiplication background user's guide", tile quantization)."""
@@ -33,11 +35,6 @@ def larger(one: Number, other: Number) -> Number:
     import numpy as np  # only arrays come here, so numpy is loaded already
 
     return np.where(is_more, one, other)
-
-
-def smaller(one: Number, other: Number) -> Number:
-    """Return the smaller of two values; elementwise for arrays."""
-    return one + other - larger(one, other)
 
 
 def matrix_seconds(
@@ -237,7 +234,8 @@ def pipeline_seconds(
 
     Each rank's seconds are those of one micro-batch's passes through all its stages, backward for input gradients and
     for weight gradients. A schedule from a file counts as `1f1b`. `send` is the time to send a stage's output to the
-    next rank; sends overlap with computation once the pipeline is full if `overlapped`.
+    next rank; sends overlap with computation once the pipeline is full if `overlapped`. The idle time of a schedule
+    that defers weight gradients is simulated, as its order decides how many of them fill it.
     """
     ranks = len(forward)
     totals = [sum(parts) for parts in zip(forward, backward, weight, strict=True)]
@@ -245,15 +243,44 @@ def pipeline_seconds(
     busy = micro_batches * totals[slowest]
     if ranks == 1:
         return Pipeline(busy, 0.0, 0.0)
-    others = bubble_seconds(sum(totals), totals[slowest], sum(weight), weight[slowest], schedule, chunks, micro_batches)
+    if _is_simulated(schedule):
+        others = _simulated_length(forward, backward, weight, schedule, chunks, micro_batches) - busy
+    else:
+        others = bubble_seconds(sum(totals), totals[slowest], sum(weight), schedule, chunks, micro_batches)
     return Pipeline(busy, others, send_waits(ranks, chunks, micro_batches, send, overlapped))
+
+
+def _is_simulated(schedule: str) -> bool:
+    return schedule in SCHEDULES and SCHEDULES[schedule].defers_weight_gradients
+
+
+def _simulated_length(
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weight: Sequence[float],
+    schedule: str,
+    chunks: int,
+    micro_batches: int,
+) -> float:
+    """Return the seconds from the first to the last action of a step, with each rank's seconds shared by its stages."""
+    ranks, row = len(forward), SCHEDULES[schedule]
+    times = share_of_ranks(row.stage_ranks(ranks, chunks), forward, backward, weight)
+
+    def length(count: int) -> float:
+        return simulate(program_of(row, ranks, chunks, count), times).length
+
+    more = max(0, micro_batches // ranks - _SIMULATED)
+    fewer = micro_batches - more * ranks
+    if not more or not all(row.accepts(ranks, count) for count in (fewer, fewer - ranks)):
+        return length(micro_batches)
+    # Once the pipeline is full, each further round of micro-batches takes as long as the one before.
+    return length(fewer) + more * (length(fewer) - length(fewer - ranks))
 
 
 def bubble_seconds(
     everything: Number,
     slowest: Number,
     weights: Number,
-    of_slowest: Number,
     schedule: str,
     chunks: Number,
     micro_batches: Number,
@@ -261,17 +288,15 @@ def bubble_seconds(
     """Return the slowest rank's idle time while the others fill and drain the pipeline. With fewer micro-batches than
     ranks it also waits for the next stage's turn, as a micro-batch passes the stages one after another.
 
-    `everything` are the seconds of one micro-batch through all ranks, and `weights` and `of_slowest` the
-    weight-gradient parts of it and of the slowest rank's.
+    For schedules that defer weight gradients this is a lower bound: the slowest rank may wait for nothing while the
+    others have less to do, but the first micro-batch passes all stages in any case.
+
+    `everything` are the seconds of one micro-batch through all ranks, and `weights` the weight-gradient part of it.
     """
-    waits, through = (everything - slowest) / chunks, everything
-    if schedule in SCHEDULES and SCHEDULES[schedule].defers_weight_gradients:
-        # Leaves (p - 1)(F + B - W) of (p - 1)(F + B + W).
-        waits = positive(waits - 2 * (weights - of_slowest) / chunks)
-        # The last rank defers up to p - 1 weight gradients beyond its last backward pass.
-        deferred = smaller(weights - of_slowest, (micro_batches - 1) * of_slowest)
-        through = everything - weights + of_slowest - deferred
-    through = through + (micro_batches - 1) * slowest / chunks
+    if _is_simulated(schedule):
+        return positive(everything - weights - micro_batches * slowest)
+    waits = (everything - slowest) / chunks
+    through = everything + (micro_batches - 1) * slowest / chunks
     return waits + positive(through - micro_batches * slowest - waits)
 
 
