@@ -3,6 +3,7 @@
 An object is *sealed* by a last member with the checksum of all before it, so that a reader notices damage and changes.
 """
 
+import io
 import json
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from typing import Any, ClassVar, Final
 
 import xxhash
 
-from threefold.files import STRICT
+from threefold.files import STRICT, open_regular
 
 ALGORITHM: Final = "xxh3_128"
 
@@ -21,11 +22,16 @@ def checksum(path: Path, advance: Callable[[int], None] = lambda size: None) -> 
 
     `advance` is called with the size of each block read.
     """
+    with open_regular(path) as file:
+        return checksum_of_file(file, advance)
+
+
+def checksum_of_file(file: io.FileIO, advance: Callable[[int], None] = lambda size: None) -> str:
+    """Return the checksum of what an open file holds, in the form of `checksum`."""
     digest, buffer = xxhash.xxh3_128(), bytearray(8 << 20)
-    with path.open("rb", buffering=0) as file:
-        while size := file.readinto(buffer):
-            digest.update(memoryview(buffer)[:size])
-            advance(size)
+    while size := file.readinto(buffer):
+        digest.update(memoryview(buffer)[:size])
+        advance(size)
     return f"{ALGORITHM}:{digest.hexdigest()}"
 
 

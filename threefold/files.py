@@ -4,12 +4,14 @@ Every reader of configs, manifests, metadata and indexes goes through here, as t
 folder, a FIFO, a device, wrong text and endlessly nested JSON each raise a one-sentence `UserError`; none hangs.
 """
 
+import errno
+import io
 import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -76,33 +78,66 @@ def require_file(path: Path, called: str = "") -> int:
 
     `called` is a noun put before the path in messages, with a trailing space, such as "the config ".
     """
+    with _explained(path, called):
+        return _regular(os.stat(path)).st_size
+
+
+def no_file(mode: int) -> str:
+    """Return why a file of this mode is not read, as a clause; empty for a regular file."""
+    if stat.S_ISREG(mode):
+        return ""
+    return f"it is {'a folder' if stat.S_ISDIR(mode) else 'no regular file (a pipe, socket or device)'}; give a file"
+
+
+def open_regular(path: Path, flags: int = 0) -> io.FileIO:
+    """Open a regular file for reading, unbuffered; raise OSError for anything else, and wait for nothing."""
+    _regular(os.stat(path))  # before it is opened, which a device might notice
+    file = io.FileIO(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | flags))
     try:
-        found = os.stat(path)
+        _regular(os.fstat(file.fileno()))  # of what was opened, should another have taken its name
+    except OSError:
+        file.close()
+        raise
+    return file
+
+
+def _regular(found: os.stat_result) -> os.stat_result:
+    if problem := no_file(found.st_mode):
+        raise OSError(errno.EINVAL, problem)
+    return found
+
+
+@contextmanager
+def _explained(path: Path, called: str) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         require_local(path, f"T{called[1:-1]}" if called.startswith("the ") else "A file")
         raise UserError(f"Cannot read {called}{shown(path)}: {error.strerror}.") from None
     except ValueError:  # a NUL in the name
         raise UserError(f"Cannot read {called}{shown(path)}: its name holds a NUL character.") from None
-    if not stat.S_ISREG(found.st_mode):
-        kind = "a folder" if stat.S_ISDIR(found.st_mode) else "no regular file (a pipe, socket or device)"
-        raise UserError(f"Cannot read {called}{shown(path)}: it is {kind}; give a file.")
-    return found.st_size
 
 
 def read_bytes(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> bytes:
     """Return the content of a regular file; raise UserError if it is unreadable or larger than `limit` bytes."""
-    size = require_file(path, called)
-    if size > limit:
+    with _explained(path, called), open_regular(path) as file:
+        return content_of(file, path, called, limit)
+
+
+def content_of(file: io.FileIO, path: Path, called: str, limit: int) -> bytes:
+    """Return what an open file holds; raise UserError, naming its path, if that is more than `limit` bytes."""
+    if (size := os.fstat(file.fileno()).st_size) > limit:
         raise UserError(f"Cannot read {called}{shown(path)}: it holds {size:,} bytes and {limit:,} are allowed.")
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UserError(f"Cannot read {called}{shown(path)}: {error.strerror}.") from None
+    return file.readall()
 
 
 def read_text(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> str:
     """Return the text of a UTF-8 file without its byte order mark; raise UserError if it is unreadable or too large."""
-    content = read_bytes(path, called, limit)
+    return text_of(path, read_bytes(path, called, limit), called)
+
+
+def text_of(path: Path, content: bytes, called: str = "") -> str:
+    """Return UTF-8 text without its byte order mark; raise UserError, naming the path of its file, if it is none."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from threefold.errors import UserError
-from threefold.files import read_json, shown
+from threefold.files import shown
+from threefold.foreign import FolderFiles, write_own
 from threefold.host import exchange_paths
 
 
@@ -28,25 +29,7 @@ def sync(path: Path) -> None:
 
 def write_durably(path: Path, text: str) -> None:
     """Write a text file and flush it to disk."""
-    with replace_link(path).open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def replace_link(path: Path) -> Path:
-    """Unlink `path` if it is a symbolic link, so that writing to it does not write to the link's target; return `path`.
-
-    A link to a device or a pipe, such as /dev/null, is kept.
-    """
-    if path.is_symlink():
-        try:
-            found = os.stat(path).st_mode
-        except OSError:  # it leads nowhere
-            found = stat.S_IFREG
-        if stat.S_ISREG(found):
-            path.unlink(missing_ok=True)
-    return path
+    write_own(path, text, durable=True)
 
 
 MARKER: Final = ".threefold-output.json"
@@ -71,12 +54,12 @@ def marker_of(prefix: Path) -> Path:
 def _write_marker(path: Path, files: Collection[str]) -> None:
     """Write a marker: the paths of a folder's files, or the names of files with one prefix and their sizes in bytes."""
     facts = {"format": _FORMAT, "version": 1, "files": files}
-    path.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_own(path, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 
 def _read_marker(path: Path) -> Any:
     try:
-        facts = read_json(path, limit=64 << 20)
+        facts = FolderFiles(path.parent).json(path.name)
     except UserError:
         return None
     if not isinstance(facts, dict) or (facts.get("format"), facts.get("version")) != (_FORMAT, 1):

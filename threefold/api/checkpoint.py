@@ -18,7 +18,8 @@ from threefold.checkpoint.manifest import WRITER, Facts, record_of
 from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.errors import UserError, require_whole
-from threefold.files import parse_json, read_text
+from threefold.files import parse_json
+from threefold.foreign import FolderFiles
 from threefold.parallel.leaf import like, local, stored
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.train.update_rule import LossScale
@@ -121,7 +122,8 @@ def load(
         found = newest(Path(folder))
         if found is None:
             raise UserError(f"{folder} has no complete checkpoint; save one with threefold.save().")
-        text = read_text(found.path / LOOP) if (found.path / LOOP).exists() else "{}"
+        files = FolderFiles(found.path)
+        text = files.text(LOOP) if files.holds(LOOP) else "{}"
         return found.path, found.step, parse_json(text, LOOP)
 
     path, step, state = from_first(model.mesh.world, find)

@@ -17,6 +17,7 @@ from threefold.config.schedules import is_python_schedule
 from threefold.data.formats.own_data import is_own_data
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.foreign import FolderFiles
 from threefold.plugins import is_import_path
 
 
@@ -29,7 +30,7 @@ def with_code(config: Config, checkpoint: Path, model: str | None, trust_code: b
             f"--model is {model} but the model of {checkpoint.parent.parent} is a {config.model.architecture}; leave "
             "--model out."
         )
-    if model is None and (checkpoint / OWN_MODEL).is_file():
+    if model is None and FolderFiles(checkpoint).holds(OWN_MODEL):
         if not trust_code:
             raise _untrusted_model(checkpoint)
         model = stored_config(checkpoint, with_code=True).model.file
@@ -39,7 +40,8 @@ def with_code(config: Config, checkpoint: Path, model: str | None, trust_code: b
 def remembered_model(run_dir: Path, trust_code: bool) -> str | None:
     """Return the custom model of a run's newest checkpoint as `--model` takes it, or None; it must be trusted."""
     for path in reversed(folders(run_dir)):
-        if (path / OWN_MODEL).is_file() and (path / CONFIG).is_file():
+        files = FolderFiles(path)
+        if files.holds(OWN_MODEL) and files.holds(CONFIG):
             try:
                 stored = usable_config(path, with_code=True)
             except DamagedCheckpoint:
@@ -65,7 +67,8 @@ def require_named_code(config: Config, path: Path) -> None:
 def stored_code(config: Config, path: Path) -> list[tuple[str, str]]:
     """Return the settings of a stored config, with their values, that name code that no override named."""
     file = path.resolve()
-    is_stored = (file.parent / MANIFEST).exists() or (file.name == CONFIG and (file.parent / FOLDER).exists())
+    beside = FolderFiles(file.parent)
+    is_stored = beside.holds(MANIFEST) or (file.name == CONFIG and beside.holds(FOLDER))
     every = code_of(config) if is_stored else ()
     return [(key, code) for key, code in every if not config.origin(key).startswith("--set ")]
 

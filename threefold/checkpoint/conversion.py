@@ -22,6 +22,7 @@ from threefold.checkpoint.tensors import ALIGNMENT, PiecedTensor, TensorPiece, r
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.foreign import FolderFiles
 from threefold.host import return_freed_memory
 from threefold.output import Progress, check_replaceable, staged_directory, write_durably
 
@@ -111,11 +112,7 @@ def _convert(request: Conversion, path: Path, warnings: tuple[str, ...], progres
 def _copy(checkpoint: Checkpoint, names: Sequence[str], folder: Path) -> None:
     for name in names:
         checkpoint.check_content(name)
-        try:
-            text = (checkpoint.path / name).read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{shown(checkpoint.path / name)} cannot be read ({error}); restore it.") from None
-        write_durably(folder / name, text)
+        write_durably(folder / name, FolderFiles(checkpoint.path).text(name))
 
 
 class TensorSource:
@@ -125,6 +122,7 @@ class TensorSource:
         self, folder: Path, tensors: Mapping[str, StoredTensor], dtype: torch.dtype | None, progress: Progress
     ) -> None:
         self.folder, self._tensors, self._progress = folder, tensors, progress
+        self._files = FolderFiles(folder)
         self.planned = dict(tensors)
         for name, tensor in tensors.items():
             if dtype is not None and name.startswith(MODEL) and tensor.dtype.is_floating_point:
@@ -141,7 +139,7 @@ class TensorSource:
 
     def read_chunk(self, name: str, chunk: TensorChunk) -> Tensor:
         try:
-            with (self.folder / chunk.file).open("rb", buffering=0) as file:
+            with self._files.opened(chunk.file) as file:
                 stored = read_chunk(file, self.folder, self._tensors[name], chunk)
         except OSError as error:
             raise DamagedCheckpoint(self.folder, f"its {shown(chunk.file)} cannot be read ({error.strerror})") from None
@@ -214,7 +212,7 @@ def _write_run(
     facts = checkpoint.facts if request.dtype is None else replace(checkpoint.facts, fingerprint=None)
     write_manifest(folder, facts)
     if (folder / CONFIG).exists():
-        write_durably(run / CONFIG, (folder / CONFIG).read_text(encoding="utf-8"))
+        write_durably(run / CONFIG, FolderFiles(folder).text(CONFIG))
     return [str((folder / name).relative_to(run)) for name in sorted(files)]
 
 

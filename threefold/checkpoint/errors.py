@@ -17,11 +17,6 @@ class DamagedCheckpoint(UserError):
         return type(self), (self.path, self.reason)
 
 
-def is_plain_name(name: Any) -> bool:
-    """Return whether a value is the name of a file directly in a folder: no separators, not absolute."""
-    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
-
-
 def whole(value: Any) -> int:
     """Return a whole number of at least 0; raise ValueError for anything else."""
     if type(value) is not int or not 0 <= value < 1 << 63:

@@ -35,7 +35,8 @@ from threefold.config.loading import load_stored_config
 from threefold.config.model import OWN
 from threefold.config.schedules import is_own_schedule
 from threefold.errors import UserError
-from threefold.files import first_of, shown
+from threefold.files import LARGEST_TEXT, first_of, read_text, shown
+from threefold.foreign import FolderFiles
 from threefold.plugins import modules_beside
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ def stored_config(path: Path, *, with_code: bool = False) -> Config:
         config = load_stored_config(path / CONFIG, ("parallel.schedule=null", "parallel.stage_chunks=null"))
     if config.model.architecture == OWN:
         _, colon, name = config.model.file.partition(":")
-        file = f"{path / OWN_MODEL}{colon}{name}" if with_code and (path / OWN_MODEL).is_file() else ""
+        file = f"{path / OWN_MODEL}{colon}{name}" if with_code and FolderFiles(path).holds(OWN_MODEL) else ""
         config = config.model_copy(update={"model": config.model.model_copy(update={"file": file})})
     return resolve(config, 1)  # the data's vocabulary was checked when it was stored
 
@@ -109,6 +110,12 @@ def model_files(file: Path) -> dict[str, Path]:
             )
         files[path.name] = path
     return files
+
+
+def code_text(file: Path) -> str:
+    """Return the text of one of `model_files`; in a checkpoint it must be one of the files that the manifest names."""
+    beside = FolderFiles(file.parent)
+    return read_text(file) if beside.listed is None else beside.text(file.name)
 
 
 def newest(run_dir: Path) -> Checkpoint | None:
@@ -261,7 +268,7 @@ def from_first(world: "Axis", find: Callable[[], Found]) -> Found:
 def check_files(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, ...]]]:
     """Check a checkpoint except its config and tensor bytes; return its manifest, and the shape of each tensor."""
     # Imports torch, which a run without checkpoints need not wait for.
-    from threefold.checkpoint.index import read_index
+    from threefold.checkpoint.index import INDEX, read_index
 
     checkpoint = read_manifest(path)
     checkpoint.check_sizes()
@@ -270,6 +277,8 @@ def check_files(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, ...]]]:
     if unknown := data - checkpoint.files.keys():
         raise DamagedCheckpoint(path, f"its tensors are in {min(unknown)}, which its manifest does not name")
     for name in sorted(checkpoint.files.keys() - data - {CONFIG}):
+        if name != INDEX and (size := checkpoint.files[name].bytes) > LARGEST_TEXT:
+            raise DamagedCheckpoint(path, f"its {shown(name)} holds {size:,} bytes and {LARGEST_TEXT:,} are allowed")
         checkpoint.check_content(name)
     return checkpoint, {name: tensor.shape for name, tensor in index.items()}
 

@@ -1,6 +1,7 @@
 """Index of a checkpoint's tensors (tensors.json): its writer, its reader, and whether the tensors match a model."""
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -11,11 +12,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from threefold.checkpoint.errors import CHANGED, MODEL, DamagedCheckpoint, is_plain_name, whole
+from threefold.checkpoint.errors import CHANGED, MODEL, DamagedCheckpoint, whole
 from threefold.checksums import FileRecord, is_intact, seal_text
 from threefold.config import ModelConfig
 from threefold.errors import UserError
-from threefold.files import parse_json, read_text, require_file, shown
+from threefold.files import parse_json, shown
+from threefold.foreign import FolderFiles, is_plain_name
 from threefold.models.family import make_model
 from threefold.models.sharding import ModelPlan
 from threefold.torch_private.distributed import persistent_buffers
@@ -84,12 +86,18 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
         }
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedCheckpoint(folder, f"its {INDEX} lacks the position of a tensor") from None
-    sizes = {name: _size(folder, name) for name in {chunk.file for each in tensors.values() for chunk in each.chunks}}
+    ends: dict[str, int] = {}
+    for chunk in (chunk for each in tensors.values() for chunk in each.chunks):
+        ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.position + chunk.bytes)
+    files = FolderFiles(folder)
+    sizes = {name: _size(files, name) for name in ends}
     for name, tensor in tensors.items():
         if any(chunk.position + chunk.bytes > sizes[chunk.file] for chunk in tensor.chunks):
             raise DamagedCheckpoint(folder, f"the file of its tensor {shown(name)} ends before the tensor does")
         if not _covers(tensor):
             raise DamagedCheckpoint(folder, f"the parts of its tensor {shown(name)} do not make up the whole")
+    if longer := [name for name, end in ends.items() if sizes[name] > end]:
+        raise DamagedCheckpoint(folder, f"its {shown(min(longer))} goes on after the last of its tensors")
     for name, tensor in tensors.items():
         if any(chunk.bytes != prod(chunk.sizes) * tensor.dtype.itemsize for chunk in tensor.chunks):
             raise DamagedCheckpoint(folder, f"its {INDEX} has another length for a part of {shown(name)}")
@@ -107,7 +115,7 @@ def read_data_files(folder: Path) -> dict[str, FileRecord]:
 def _document(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     try:
-        text = read_text(path, limit=2 << 30)  # enough for some ten million chunks
+        text = FolderFiles(folder).text(INDEX, limit=2 << 30)  # enough for some ten million chunks
         document = parse_json(text, str(path)) if (intact := is_intact(text)) else None
     except UserError as error:
         raise DamagedCheckpoint(folder, str(error).removesuffix(".")) from None
@@ -118,15 +126,11 @@ def _document(folder: Path) -> dict[str, Any]:
     return document
 
 
-def _size(folder: Path, name: str) -> int:
-    if not is_plain_name(name):
-        raise DamagedCheckpoint(
-            folder, f"its tensors are in {shown(repr(name))}, which is not a file of its own folder"
-        )
+def _size(files: FolderFiles, name: str) -> int:
     try:
-        return require_file(folder / name)
-    except UserError as error:
-        raise DamagedCheckpoint(folder, str(error).removesuffix(".")) from None
+        return os.stat(files.path(name)).st_size
+    except OSError as error:
+        raise DamagedCheckpoint(files.folder, f"its {shown(name)} cannot be read ({error.strerror})") from None
 
 
 def _chunk(entry: dict[str, Any]) -> TensorChunk:

@@ -5,7 +5,9 @@ it; their layout is read from `config.yaml`.
 """
 
 import dataclasses
+import errno
 import json
+import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -18,21 +20,20 @@ from typing import Annotated, Any, ClassVar, Final
 import yaml
 from pydantic import Field
 
-from threefold.checkpoint.errors import CHANGED, DamagedCheckpoint, is_plain_name
-from threefold.checksums import FileRecord, checksum, is_intact, seal_text
+from threefold.checkpoint.errors import CHANGED, DamagedCheckpoint
+from threefold.checksums import FileRecord, checksum, checksum_of_file, is_intact, seal_text
 from threefold.comm.layout import AXES, Layout
 from threefold.config.schema import ParallelConfig
 from threefold.data.corpus import Content
 from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
 from threefold.errors import UserError
-from threefold.files import STRICT, WrongFact, parse_facts, parse_json, read_json, read_text, require_file, shown
+from threefold.files import STRICT, WrongFact, parse_facts, parse_json, shown
+from threefold.foreign import FORMAT, MANIFEST, FolderFiles, is_plain_name
 from threefold.output import sync, write_durably
 
-MANIFEST: Final = "checkpoint.json"
 PARTIAL: Final = ".partial"  # suffix of the folder of an incomplete checkpoint
 REPLACED: Final = ".replaced"
 """Suffix of a complete checkpoint being replaced; it counts until the new one has its name."""
-FORMAT: Final = "threefold-checkpoint"
 VERSION: Final = 2
 
 Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
@@ -105,11 +106,13 @@ class Checkpoint:
         return self.path.parent.parent
 
     def check_sizes(self) -> None:
+        found = FolderFiles(self.path)
         for name, file in self.files.items():
             try:
-                size = require_file(self.path / name)
-            except UserError:
-                raise DamagedCheckpoint(self.path, f"its {shown(name)} is missing or no file") from None
+                size = os.stat(found.path(name)).st_size
+            except OSError as error:
+                reason = "leads out of its folder" if error.errno == errno.ELOOP else "is missing or no file"
+                raise DamagedCheckpoint(self.path, f"its {shown(name)} {reason}") from None
             if size != file.bytes:
                 raise DamagedCheckpoint(
                     self.path, f"its {shown(name)} has {size:,} bytes and was written with {file.bytes:,}"
@@ -117,7 +120,9 @@ class Checkpoint:
 
     def check_content(self, name: str) -> None:
         try:
-            if checksum(self.path / name) != self.files[name].checksum:
+            with FolderFiles(self.path).opened(name) as file:
+                found = checksum_of_file(file)
+            if found != self.files[name].checksum:
                 raise DamagedCheckpoint(self.path, f"its {shown(name)} {CHANGED}")
         except OSError as error:
             raise DamagedCheckpoint(self.path, f"its {shown(name)} cannot be read ({error.strerror})") from None
@@ -126,7 +131,7 @@ class Checkpoint:
 def read_manifest(folder: Path) -> Checkpoint:
     """Read checkpoint.json and no other file; UserError if a later version of Threefold wrote it."""
     try:
-        text = read_text(folder / MANIFEST)
+        text = FolderFiles(folder).text(MANIFEST)
         document = parse_json(text, MANIFEST)
     except UserError as error:
         raise DamagedCheckpoint(folder, f"its {MANIFEST} cannot be read ({str(error).removesuffix('.')})") from None
@@ -239,13 +244,13 @@ def record_of(layout: ParallelConfig | Layout) -> WriterRecord:
 
 def read_writer(folder: Path) -> WriterRecord:
     """Return the record of a checkpoint's writer, for older checkpoints from the config; unreadable facts are None."""
-    document = None
+    document, files = None, FolderFiles(folder)
     with suppress(UserError):
-        document = read_json(folder / WRITER)
+        document = files.json(WRITER)
     if not isinstance(document, dict) or document.get("format") != _WRITER_FORMAT:
         document = None
         with suppress(UserError, yaml.YAMLError, ValueError, RecursionError):
-            document = yaml.safe_load(read_text(folder / "config.yaml"))
+            document = yaml.safe_load(files.text("config.yaml"))
         return WriterRecord(_usable(document.get("parallel", {})) if isinstance(document, dict) else None)
     versions, saved = document.get("versions"), None
     with suppress(KeyError, TypeError, ValueError):

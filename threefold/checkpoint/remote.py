@@ -20,6 +20,7 @@ from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
 from threefold.checksums import is_intact
 from threefold.errors import UserError
 from threefold.files import hide_secrets, shown
+from threefold.foreign import own_file
 from threefold.host import WorkThread
 from threefold.output import sync
 
@@ -301,7 +302,7 @@ def look_at_remote(address: str, run_dir: Path, resumes: bool, writes: bool = Tr
         return None
     try:
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        with FileLock(run_dir / FOLDER / ".remote.lock"):
+        with FileLock(own_file(run_dir / FOLDER / ".remote.lock")):
             here = [checkpoint.step for checkpoint in complete(run_dir)]
             return remote.download(there[-1], run_dir) if not here or here[-1] < there[-1] else None
     except OSError as error:

@@ -12,6 +12,7 @@ from threefold.checkpoint.folder import (
     Damaged,
     SelectedCheckpoint,
     check_whole,
+    code_text,
     folders,
     model_files,
     newest,
@@ -25,9 +26,10 @@ from threefold.config.resolve import is_derived
 from threefold.data.corpus import Content, Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.samples import ConsumedSamples, whole_shares
-from threefold.data.tokenizer import TextRule, load_tokenizer
+from threefold.data.tokenizer import TextRule, load_tokenizer, loaded
 from threefold.errors import UserError
-from threefold.files import read_text, shown
+from threefold.files import shown
+from threefold.foreign import FolderFiles
 
 _FREE = ("parallel.", "checkpoint.", "log.", "train.eval_")  # prefixes of settings that change no result
 _FREE_KEYS = frozenset(
@@ -199,9 +201,9 @@ def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     from threefold.models.family import model_plan
 
     require_match(config.model, model_plan(config.model, config.data.sequence_length), checkpoint.path)
+    stored = FolderFiles(checkpoint.path)
     for name, file in model_files(Path(config.model.file.partition(":")[0])).items():
-        copy = checkpoint.path / name
-        if not copy.is_file() or read_text(file) != read_text(copy):
+        if not stored.holds(name) or code_text(file) != stored.text(name):
             yield f"{shown(file)} has changed since {checkpoint.path}; it is used as it is now."
 
 
@@ -347,7 +349,8 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedC
     # The data's tokenizer must be the one the weights were trained with, if both are known.
     stored, data = checkpoint.path / TOKENIZER, open_dataset(config)
     if data.tokenizer_file is not None and checkpoint.facts.tokenizer_sha256 not in (None, data.tokenizer_sha256):
-        known, given = (load_tokenizer(path, "the tokenizer") for path in (stored, data.tokenizer_file))
+        known = loaded(FolderFiles(checkpoint.path).text(TOKENIZER), f"the tokenizer {stored}")
+        given = load_tokenizer(data.tokenizer_file, "the tokenizer")
         if known.get_vocab() != given.get_vocab():
             raise UserError(
                 f"The tokenizer of the data is {data.tokenizer_file}, which is not that of {checkpoint.path}, which "

@@ -36,10 +36,11 @@ from threefold.checkpoint.manifest import (
     read_manifest,
     read_writer,
 )
-from threefold.checksums import checksum
+from threefold.checksums import checksum_of_file
 from threefold.config import Config
 from threefold.errors import UserError
 from threefold.files import first_of, shown
+from threefold.foreign import FolderFiles
 from threefold.output import Progress
 
 if TYPE_CHECKING:  # importing torch takes longer than finding a checkpoint
@@ -69,7 +70,7 @@ def require_outside_checkpoints(out: Path) -> None:
 
 def locate(path: Path) -> Named:
     """Return the run or checkpoint that a path names; raise UserError, with the nearest run, if it names neither."""
-    if path.is_dir() and (_STEP.fullmatch(path.resolve().name) or (path / MANIFEST).is_file()):
+    if path.is_dir() and (_STEP.fullmatch(path.resolve().name) or FolderFiles(path).holds(MANIFEST)):
         found = path if _STEP.fullmatch(path.name) else path.resolve()  # such as `.`
         return Named(found.absolute().parent.parent, found)
     if checkpoint_folders(path):
@@ -189,9 +190,9 @@ def listed(path: Path) -> ListedCheckpoint:
         state, reason = "partial", ""
     writer, size = read_writer(path), 0
     with suppress(OSError):  # the folder vanished
-        for file in path.iterdir():
+        for entry in os.scandir(path):
             with suppress(OSError):  # this file did
-                size += file.stat().st_size
+                size += entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else 0
     return ListedCheckpoint(path, _step_of(path), state, reason, size, saved_at(path, writer), facts, writer)
 
 
@@ -357,7 +358,7 @@ def verify_checkpoint(path: Path, progress: Progress) -> VerifiedCheckpoint:
     total = sum(file.bytes for file in manifest.files.values())
     progress.phase(path.name, total)
     check(path)
-    index = read_index(path)
+    index, files = read_index(path), FolderFiles(path)
     for name, file in read_data_files(path).items():
         if name not in manifest.files or manifest.files[name].checksum != file.checksum:
             raise DamagedCheckpoint(path, f"its index and its manifest are of another {shown(name)}")
@@ -365,14 +366,16 @@ def verify_checkpoint(path: Path, progress: Progress) -> VerifiedCheckpoint:
     def damage(name: str) -> str | None:
         """Return the damage of a file, if any, naming the first damaged tensor in it."""
         try:
-            if checksum(path / name, progress.advance) == manifest.files[name].checksum:
+            with files.opened(name) as file:
+                found = checksum_of_file(file, progress.advance)
+            if found == manifest.files[name].checksum:
                 return None
         except OSError as error:
             return f"its {shown(name)} cannot be read ({error.strerror})"
         reason = f"its {shown(name)} {CHANGED}"
         here = ((chunk, tensor) for tensor, each in index.items() for chunk in each.chunks if chunk.file == name)
         damaged: dict[str, None] = {}
-        with suppress(OSError), (path / name).open("rb", buffering=0) as file:
+        with suppress(OSError), files.opened(name) as file:
             for chunk, tensor in sorted(here, key=lambda found: found[0].position):
                 try:
                     read_chunk(file, path, index[tensor], chunk)

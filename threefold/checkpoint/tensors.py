@@ -47,6 +47,7 @@ from threefold.checksums import ALGORITHM, FileRecord
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Heartbeat
 from threefold.errors import UserError
+from threefold.foreign import FolderFiles
 from threefold.host import begin_writing, finish_writing
 from threefold.output import write_durably
 from threefold.parallel.parameter import offset
@@ -292,9 +293,10 @@ class Reader(_Storage, StorageReader):
         for item in plan.items:
             chunk = chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
             files[chunk.file][chunk].append(item)
+        stored = FolderFiles(self.folder)
         for name, requests in files.items():
             try:
-                with self.heartbeat.working(), (self.folder / name).open("rb", buffering=0) as file:
+                with self.heartbeat.working(), stored.opened(name) as file:
                     for chunk in sorted(requests, key=lambda each: each.position):
                         self._read(file, chunk, requests[chunk], planner)
             except OSError as error:

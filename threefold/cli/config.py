@@ -21,6 +21,7 @@ from threefold.cli.terminal import (
 )
 from threefold.errors import UserError
 from threefold.files import first_of, format_bytes, shown
+from threefold.foreign import FolderFiles
 
 app = CommandLine(help="Show, compare, size and convert configs.")
 
@@ -165,7 +166,7 @@ def diff(
     from threefold.config import load_config
     from threefold.config.loading import differing_settings
 
-    files = [path / "config.yaml" if path.is_dir() else path for path in (first, second)]
+    files = [_stored(path) if path.is_dir() else path for path in (first, second)]
     configs = [load_config(file) for file in files]
     named = [each for config, file in zip(configs, files, strict=True) for each in stored_code(config, file)]
     if named:
@@ -222,3 +223,11 @@ def compatibility(
     listed = (f"{feature.name}: {feature.title}" for feature in FEATURES)
     for line in answers(features_named(features)) if features else listed:
         typer.echo(line)
+
+
+def _stored(folder: Path) -> Path:
+    """Return the path of the config in the folder of a run or a checkpoint."""
+    try:
+        return FolderFiles(folder).path("config.yaml")
+    except OSError as error:
+        raise UserError(f"Cannot read the config {shown(folder / 'config.yaml')}: {error.strerror}.") from None

@@ -1,6 +1,7 @@
 """`threefold generate`: generate text from a trained model."""
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,6 +11,7 @@ from typer import Option
 from threefold.cli import terminal
 from threefold.errors import OutputLost, UserError
 from threefold.files import shown as shown_path
+from threefold.foreign import open_own
 
 if TYPE_CHECKING:
     from threefold.inference.generate import GenerationRequest
@@ -129,7 +131,7 @@ def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest",
         step = model.trained.checkpoint.step
         lines = [{"step": step, "prompt": prompt, "text": texts[number]} for number, prompt in enumerate(named)]
         try:
-            with kept_in.open("a", encoding="utf-8") as file:
+            with open(open_own(kept_in, os.O_APPEND), "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         except OSError as error:
             raise UserError(

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from threefold.config.schema import DERIVED, Config, section_settings
 from threefold.errors import UserError
 from threefold.files import hide_secrets, read_text, shown
+from threefold.foreign import FolderFiles
 from threefold.plugins import one_of
 
 _UNSET = object()
@@ -106,7 +107,11 @@ def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
 
 def load_stored_config(path: Path, overrides: Overrides = ()) -> Config:
     """Read the config that a run has stored, as `load_config`, where earlier versions may have kept a secret."""
-    return _load(path, overrides, read_document(path, hide=True))
+    return _load(path, overrides, _document(_stored_text(path), path))
+
+
+def _stored_text(path: Path) -> str:
+    return hide_secrets(FolderFiles(path.parent).text(path.name, "the config ", LARGEST_DOCUMENT))
 
 
 def _load(path: Path | str, overrides: Overrides, document: tuple[Any, dict[tuple[str, ...], int]]) -> Config:
@@ -121,7 +126,7 @@ def _load(path: Path | str, overrides: Overrides, document: tuple[Any, dict[tupl
 
 def recorded_settings(path: Path) -> dict[str, dict[str, Any]]:
     """Return the settings that a run's config.yaml records by section, unchecked, with the derived ones in comments."""
-    lines = hide_secrets(read_text(path, "the config ", LARGEST_DOCUMENT)).split("\n")  # kept by earlier versions
+    lines = _stored_text(path).split("\n")
     # A comment that begins a derived setting ends its first column with `#`.
     text = "\n".join(f" {line[3:]}" if line.startswith("  # ") and line != DERIVED else line for line in lines)
     read, _ = _parse(text, shown(path))
@@ -318,16 +323,17 @@ def parse_value(text: str, where: str) -> Any:
     return _parse(text, where)[0]
 
 
-def read_document(
-    path: Path, called: str = "the config ", hide: bool = False
-) -> tuple[Any, dict[tuple[str, ...], int]]:
+def read_document(path: Path, called: str = "the config ") -> tuple[Any, dict[tuple[str, ...], int]]:
     """Read the values of a YAML file, and the line (from 1) of each key by its path of names.
 
     Raise a `UserError` that begins with `called` and the path if it cannot be read, is not YAML, holds more than plain
-    values, or sets a key twice. Secrets in addresses are hidden if `hide`.
+    values, or sets a key twice.
     """
-    text = read_text(path, called, LARGEST_DOCUMENT)
-    value, keys = _parse(hide_secrets(text) if hide else text, shown(path))
+    return _document(read_text(path, called, LARGEST_DOCUMENT), path)
+
+
+def _document(text: str, path: Path | str) -> tuple[Any, dict[tuple[str, ...], int]]:
+    value, keys = _parse(text, shown(path))
     lines: dict[tuple[str, ...], int] = {}
     for name, line in keys:
         if name in lines:

@@ -9,6 +9,7 @@ from typing import Any, Final, Self
 
 from threefold.errors import UserError
 from threefold.files import read_json, read_text
+from threefold.foreign import FolderFiles
 
 MESSAGES: Final = "messages"
 PROMPT: Final = "prompt"
@@ -136,13 +137,13 @@ class ChatTemplate:
     def beside(cls, tokenizer_file: Path) -> Self | None:
         """Find the template in the folder of a tokenizer.json or of a checkpoint, as transformers does, if any."""
         folder = tokenizer_file.parent
+        files = FolderFiles(folder)
         for prefix in ("", _SIDECAR):
-            if (jinja := folder / (prefix + JINJA_FILE)).is_file():
-                return cls(read_text(jinja), _special_tokens(folder), str(jinja))
-            for name in (CONFIG_FILE, "chat_template.json"):
-                path = folder / (prefix + name)
-                if path.is_file() and (found := _named(read_json(path), path)) is not None:
-                    return cls(found, _special_tokens(folder), str(path))
+            if files.holds(jinja := prefix + JINJA_FILE):
+                return cls(files.text(jinja), _special_tokens(folder), str(folder / jinja))
+            for name in (prefix + CONFIG_FILE, f"{prefix}chat_template.json"):
+                if files.holds(name) and (found := _named(files.json(name), folder / name)) is not None:
+                    return cls(found, _special_tokens(folder), str(folder / name))
         return None
 
     @classmethod
@@ -191,11 +192,12 @@ def _named(values: Any, path: Path) -> str | None:
 
 
 def _special_tokens(folder: Path) -> tuple[tuple[str, str], ...]:
+    files = FolderFiles(folder)
     for prefix in ("", _SIDECAR):
         found: dict[str, str] = {}
         for name in ("special_tokens_map.json", CONFIG_FILE):
-            if (path := folder / (prefix + name)).is_file():
-                found |= _tokens_in(read_json(path))
+            if files.holds(prefix + name):
+                found |= _tokens_in(files.json(prefix + name))
         if found:
             return tuple(found.items())
     return ()

@@ -1,7 +1,6 @@
 """`threefold checkpoint export`: write a run's newest checkpoint as a Hugging Face model, tensor by tensor."""
 
 import json
-import shutil
 from collections import Counter
 from dataclasses import dataclass
 from math import prod
@@ -13,12 +12,13 @@ import torch
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.conversion import Shards, in_shares
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
-from threefold.checkpoint.folder import OWN_MODEL, SelectedCheckpoint, model_files
+from threefold.checkpoint.folder import OWN_MODEL, SelectedCheckpoint, code_text, model_files
 from threefold.checkpoint.index import StoredTensor
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import Config, ModelConfig
 from threefold.config.model import OWN
 from threefold.dtypes import DTYPES
+from threefold.foreign import write_own
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import choose_type, imported_config, left_out, split, write_model, write_texts
@@ -107,7 +107,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
             made = _write_constructor(config.model, partial)
         else:
             values = write_model(config.model, kind, dtype, checkpoint.facts.eod, imported)
-            (partial / THEIR_CONFIG).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+            write_own(partial / THEIR_CONFIG, json.dumps(values, indent=2) + "\n")
             made = (THEIR_CONFIG,)
         texts = write_texts(checkpoint.path, partial)
         with Shards(partial, planned, request.shard_bytes) as shards:
@@ -141,6 +141,6 @@ def _write_constructor(config: ModelConfig, folder: Path) -> tuple[str, ...]:
     values = {"file": OWN_MODEL, "name": name, "arguments": arguments, "tied": dict(plan.ties)}
     files = model_files(source.path)
     for copy, path in files.items():
-        shutil.copyfile(path, folder / copy)
-    (folder / CONSTRUCTOR).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
+        write_own(folder / copy, code_text(path))
+    write_own(folder / CONSTRUCTOR, json.dumps(values, indent=2) + "\n")
     return *files, CONSTRUCTOR

@@ -1,6 +1,5 @@
 """A Hugging Face folder: its safetensors, slice by slice, the files about its tokenizer, and its config.json."""
 
-import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -19,7 +18,7 @@ from threefold.checkpoint.folder import TOKENIZER
 from threefold.config import ModelConfig
 from threefold.data.tokenizer import loaded
 from threefold.errors import UserError
-from threefold.files import read_text, require_file
+from threefold.foreign import FolderFiles, write_own
 from threefold.huggingface.source import CONFIG, read_json
 from threefold.models.family import huggingface_types
 from threefold.models.huggingface import ConfigJson, HuggingFaceType, WeightMap, shortened
@@ -97,19 +96,20 @@ class TensorFiles:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    require_file(path)
     try:
-        opened = safe_open(path, framework="pt")
+        opened = safe_open(FolderFiles(path.parent).path(path.name), framework="pt")
     except (SafetensorError, OSError, ValueError, MemoryError) as error:
-        raise UserError(f"{path} cannot be read ({shortened(str(error))}); fetch it again.") from None
+        reason = shortened(getattr(error, "strerror", None) or str(error))
+        raise UserError(f"{path} cannot be read ({reason}); fetch it again.") from None
     with opened as file:
         yield file
 
 
 def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     """Return the safetensors files of a folder, and the file of each tensor according to the index, if it has one."""
-    if os.path.lexists(folder / INDEX):
-        found = read_json(folder / INDEX).get("weight_map")
+    files = FolderFiles(folder)
+    if files.holds(INDEX):
+        found = read_json(folder, INDEX).get("weight_map")
         if not isinstance(found, dict) or not found:
             raise UserError(f"{folder / INDEX} has no weight_map of tensors to files; fetch it again.")
         for key, name in found.items():
@@ -119,10 +119,10 @@ def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
                     "not a name of a safetensors file in that folder; fetch it again."
                 )
         names = sorted(set(found.values()))
-        if lost := [name for name in names if not os.path.lexists(folder / name)]:
+        if lost := [name for name in names if not files.holds(name)]:
             raise UserError(f"{folder / INDEX} names {lost[0]}, which is not there; fetch it too.")
         return [folder / name for name in names], found
-    if os.path.lexists(folder / WHOLE):
+    if files.holds(WHOLE):
         return [folder / WHOLE], {}
     if any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth")):
         raise UserError(
@@ -156,10 +156,10 @@ PREFIX: Final = "huggingface-"
 
 def texts_of(source: Path) -> dict[str, str]:
     """Read the tokenizer and sidecar files of the model in `source`, keyed by their names in a checkpoint."""
-    kept = {TOKENIZER: source / TOKENIZER, **{PREFIX + name: source / name for name in CARRIED}}
-    texts = {name: read_text(path) for name, path in kept.items() if os.path.lexists(path)}
-    for path in (path for name, path in kept.items() if name in texts and path.suffix == ".json"):
-        read_json(path)
+    files, kept = FolderFiles(source), {TOKENIZER: TOKENIZER, **{PREFIX + name: name for name in CARRIED}}
+    texts = {ours: files.text(name) for ours, name in kept.items() if files.holds(name)}
+    for name in (name for ours, name in kept.items() if ours in texts and name.endswith(".json")):
+        read_json(source, name)
     if TOKENIZER in texts:
         _tokenizer(texts[TOKENIZER], source / TOKENIZER)
     return texts
@@ -183,13 +183,14 @@ def check_tokenizer(text: str, path: Path, rows: int) -> None:
 def end_tokens(folder: Path, prefix: str = "") -> list[int]:
     """Return the distinct tokens that end a text by config.json and generation_config.json, named with `prefix`."""
     found: list[Any] = []
-    for path in (folder / f"{prefix}{name}" for name in (CONFIG, GENERATION)):
-        named = read_json(path).get("eos_token_id") if os.path.lexists(path) else None
+    files = FolderFiles(folder)
+    for name in (f"{prefix}{name}" for name in (CONFIG, GENERATION)):
+        named = read_json(folder, name).get("eos_token_id") if files.holds(name) else None
         named = named if isinstance(named, list) else [named]
         if not all(each is None or (type(each) is int and 0 <= each < 1 << 31) for each in named):
             shown = shortened(repr(named[0] if len(named) == 1 else named))
             raise UserError(
-                f"{path}: eos_token_id is {shown} but must be a token's id or a list of them; fetch it again."
+                f"{folder / name}: eos_token_id is {shown} but must be a token's id or a list of them; fetch it again."
             )
         found += named
     return list(dict.fromkeys(token for token in found if token is not None))
@@ -197,8 +198,8 @@ def end_tokens(folder: Path, prefix: str = "") -> list[int]:
 
 def carried_by(checkpoint: Path) -> dict[str, str]:
     """Read a checkpoint's tokenizer and sidecar files, by name; no other files, such as Python code."""
-    paths = [checkpoint / name for name in (TOKENIZER, *sorted(PREFIX + name for name in CARRIED))]
-    return {path.name: path.read_text(encoding="utf-8") for path in paths if os.path.lexists(path)}
+    files, names = FolderFiles(checkpoint), (TOKENIZER, *sorted(PREFIX + name for name in CARRIED))
+    return {name: files.text(name) for name in names if files.holds(name)}
 
 
 def write_texts(checkpoint: Path, folder: Path) -> list[str]:
@@ -206,14 +207,14 @@ def write_texts(checkpoint: Path, folder: Path) -> list[str]:
     texts = {name.removeprefix(PREFIX): text for name, text in carried_by(checkpoint).items()}
     texts.pop(CONFIG, None)
     for name, text in texts.items():
-        (folder / name).write_text(text, encoding="utf-8")
+        write_own(folder / name, text)
     return sorted(texts)
 
 
 def imported_config(checkpoint: Path) -> dict[str, Any]:
     """Return the config.json that a checkpoint's model was imported with; empty if it was not imported."""
-    path = checkpoint / (PREFIX + CONFIG)
-    return read_json(path) if path.is_file() else {}
+    name = PREFIX + CONFIG
+    return read_json(checkpoint, name) if FolderFiles(checkpoint).holds(name) else {}
 
 
 BOX_BYTES: Final = 16 << 20  # maximum bytes that are read at once and stored as one piece

@@ -71,7 +71,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
     """Create a run whose checkpoint of step 0 has the weights of a Hugging Face model, a piece at a time in memory."""
     return_freed_memory()
     check_replaceable(request.out, [request.source], request.overwrite, listing=list_imported)
-    values = read_json(request.source / THEIR_CONFIG)
+    values = read_json(request.source, THEIR_CONFIG)
     kind, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)
     files = TensorFiles(request.source, kind.prefix)
     dtypes = Counter(stored.dtype for stored in files.tensors.values())

@@ -1,6 +1,5 @@
 """Checks of an import and an export before torch is imported: the folders, and a model on the Hugging Face hub."""
 
-import os
 import re
 from collections.abc import Collection
 from importlib.util import find_spec
@@ -9,11 +8,10 @@ from typing import Any, Final
 
 from threefold.checkpoint.folder import CONFIG as RUN_CONFIG
 from threefold.checkpoint.folder import TOKENIZER, Damaged, SelectedCheckpoint, newest, path_of, select_checkpoint
-from threefold.checkpoint.manifest import FORMAT, MANIFEST
 from threefold.checkpoint.summary import require_outside_checkpoints
 from threefold.errors import UserError
-from threefold.files import parse_json, read_text, require_local, shown
-from threefold.files import read_json as read_own_json
+from threefold.files import require_local, shown
+from threefold.foreign import FORMAT, MANIFEST, FolderFiles
 from threefold.output import check_replaceable, list_marked
 
 CONFIG: Final = "config.json"
@@ -30,7 +28,7 @@ def check_import(name: str, out: Path, overwrite: bool) -> Path:
     check_replaceable(out, [folder], overwrite, listing=list_imported)
     if not folder.exists() and _HUB_ID.fullmatch(name):
         folder = _fetched(name)
-    read_json(folder / CONFIG)
+    read_json(folder, CONFIG)
     return folder
 
 
@@ -47,13 +45,14 @@ def choose_exported(run: Path, damaged: Damaged | None = None) -> SelectedCheckp
     return select_checkpoint(run, lambda none: f"{run} has {none}; give the folder of a run.", damaged)
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file. Raises UserError if there is none."""
-    if not os.path.lexists(path):
-        raise UserError(f"{path} does not exist; give a folder that holds a model of Hugging Face.")
-    value = parse_json(read_text(path), str(path))
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """Read the object in a JSON file of a folder. Raises UserError if there is none."""
+    files = FolderFiles(folder)
+    if not files.holds(name):
+        raise UserError(f"{folder / name} does not exist; give a folder that holds a model of Hugging Face.")
+    value = files.json(name)
     if not isinstance(value, dict):
-        raise UserError(f"{path} holds no JSON object; fetch it again.")
+        raise UserError(f"{folder / name} holds no JSON object; fetch it again.")
     return value
 
 
@@ -63,7 +62,7 @@ def list_imported(run: Path) -> Collection[str] | None:
         return marked
     folder = path_of(Path(), 0)
     try:
-        manifest = read_own_json(run / folder / MANIFEST)
+        manifest = FolderFiles(run / folder).json(MANIFEST)
     except UserError:
         return None
     if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("step") != 0:

@@ -25,9 +25,10 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.data.conversations import ChatTemplate
 from threefold.data.encoding import DocumentEncoder
-from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_count, load_tokenizer
+from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_count, loaded
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
+from threefold.foreign import FolderFiles
 from threefold.huggingface.files import PREFIX, end_tokens
 from threefold.inference.inputs import check_layout, find_checkpoint
 from threefold.inference.own_logits import OwnLogits, check_own_model, gives_columns
@@ -98,7 +99,7 @@ class Trained:
                 f"{folder} was trained on {', '.join(self.config.data.corpora)} without a tokenizer, so output cannot "
                 "be decoded; resume with --resume and data.tokenizer set to its tokenizer.json."
             )
-        return load_tokenizer(folder / TOKENIZER, "the tokenizer")
+        return loaded(FolderFiles(folder).text(TOKENIZER), f"the tokenizer {folder / TOKENIZER}")
 
     def load(self, mesh: Mesh | None = None, dtype: str = "fp32") -> "Model":
         """Load this rank's shards of the weights, in any layout and dtype. Collective over the mesh.

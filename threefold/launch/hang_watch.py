@@ -18,10 +18,10 @@ from typing import Any, Final, NamedTuple, NoReturn
 
 from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.rank_state import RankState, RunSection, Wait, read
+from threefold.foreign import own_file, write_own
 from threefold.launch.failure import Failure, is_first_to_report
 from threefold.launch.output import log_file
 from threefold.launch.process import ProcessState, identify_process, pid_if_here, process_state, worked_seconds
-from threefold.output import replace_link
 
 BEAT: Final = 0.5
 """Seconds between two beats, and between two exchanges with a launcher's store in a small world."""
@@ -273,12 +273,15 @@ def flight_recorder(run_dir: Path | None, rank: int) -> Callable[[], None]:
     prefix = log_file(run_dir, 0).parent / "flight_recorder_"
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(prefix))  # NCCL writes there when its own timeout is over
 
+    with suppress(OSError):
+        own_file(Path(f"{prefix}{rank}"))  # for NCCL
+
     def write() -> None:
         from threefold.torch_private.distributed import nccl_records
 
         if (records := nccl_records()) is not None:
             with suppress(OSError):
-                replace_link(Path(f"{prefix}{rank}")).write_bytes(records)
+                write_own(Path(f"{prefix}{rank}"), records)
 
     return write
 

@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, NoReturn, cast
 from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.rank_state import PAGE_BYTES, Page, RankState, RunSection, ask, read
 from threefold.errors import UserError
+from threefold.foreign import open_own
 from threefold.launch import process as processes
 from threefold.launch.device import require_gpus
 from threefold.launch.failure import Failure, cause, formatted, from_exception, from_exit_code
@@ -26,7 +27,6 @@ from threefold.launch.hang_watch import LOOK, HangWatch, Stopwatch, beating
 from threefold.launch.output import log_file
 from threefold.launch.process import NUMBERS, StopSignals, raise_on_second, require_room
 from threefold.launch.worker import Job, RankInfo, Worker, never, stay_on_loopback, work
-from threefold.output import replace_link
 from threefold.train.callbacks.base import CallbackFailed
 
 StartMethod = Literal["fork", "spawn"]
@@ -312,7 +312,7 @@ def write_traceback(job: Job, rank: int, error: BaseException) -> None:
             sys.stderr.write(formatted(error))
             sys.stderr.flush()
         return
-    with suppress(OSError), replace_link(log_file(job.run_dir, rank)).open("a", encoding="utf-8") as log:
+    with suppress(OSError), open(open_own(log_file(job.run_dir, rank), os.O_APPEND), "a", encoding="utf-8") as log:
         log.write(formatted(error))
 
 

@@ -15,7 +15,8 @@ from threefold.config.loading import config_of, problem
 from threefold.config.resolve import check_settings
 from threefold.config.rules import batch_sizes
 from threefold.errors import UserError
-from threefold.files import how_often, read_text, shown
+from threefold.files import how_often, shown
+from threefold.foreign import FolderFiles
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.failure import Failure, RankFailed
 from threefold.launch.output import failure_file
@@ -191,7 +192,7 @@ def launched_attempt(run_dir: Path, began: float, layout: str) -> Attempt:
     if launched is None or not launched.attempt:
         return Attempt(began=began, layout=layout)
     try:
-        failure = read_text(failure_file(run_dir)).strip()
+        failure = FolderFiles(run_dir).text(failure_file(run_dir).name).strip()
     except UserError:  # no rank could write it
         failure = ""
     return Attempt(launched.attempt, launched.restarts, began, failure, layout)

@@ -19,7 +19,8 @@ from typing import Final, NamedTuple, Self
 from filelock import FileLock, Timeout
 
 from threefold.errors import UserError
-from threefold.files import read_json, require_local, shown
+from threefold.files import require_local, shown
+from threefold.foreign import FolderFiles, own_file, write_own
 
 LOCK_FILE: Final = "run.lock"
 LONGEST_WAIT: Final = 15.0
@@ -37,7 +38,7 @@ class Holder(NamedTuple):
     def read(cls, path: Path) -> Self | None:
         """Read the holder that a lock file names; None if it names none (yet)."""
         try:
-            values = read_json(path)
+            values = FolderFiles(path.parent).json(path.name)
             return cls(str(values["host"]), int(values["pid"]), str(values["since"]))
         except (UserError, TypeError, KeyError, ValueError):
             return None
@@ -67,11 +68,13 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     path = run_dir / LOCK_FILE
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(path, timeout=0, fallback_to_soft=False)
+        if path.is_symlink():  # not removed, as another process may be about to make the file
+            raise UserError(f"{shown(path)} is a link, and the lock of a run is a file of its own; remove the link.")
+        lock = FileLock(own_file(path), timeout=0, fallback_to_soft=False)
         locked = _acquire(lock, run_dir)
         if locked:
             holder = Holder(socket.gethostname(), os.getpid(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")
-            path.write_text(json.dumps(holder._asdict()) + "\n", encoding="utf-8")
+            write_own(path, json.dumps(holder._asdict()) + "\n")
     except OSError as error:
         raise cannot_write(run_dir, error) from error
     try:

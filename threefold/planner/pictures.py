@@ -1,6 +1,5 @@
 """Pictures of plans and runs: timelines of schedules, memory of stages, and layouts of a search."""
 
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median_low
@@ -8,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from threefold import figures
 from threefold.files import format_bytes
+from threefold.foreign import FolderFiles, own_file
 from threefold.planner.schedule import Timeline
 from threefold.planner.search import points_of
 
@@ -168,7 +168,7 @@ class MeasuredStep(NamedTuple):
 
 def draw_run_timeline(path: Path, model: str) -> list[Path]:
     """Draw the step of median length next to the file of spans; return the paths of the PNG and the SVG, if any."""
-    found = json.loads(path.read_text(encoding="utf-8"))
+    found = FolderFiles(path.parent).json(path.name)
     steps = measured_steps(found["ranks"])
     if not steps:
         return []
@@ -177,7 +177,9 @@ def draw_run_timeline(path: Path, model: str) -> list[Path]:
     title = f"{model} in {found['layout']}: step {chosen.number} of a run, measured"
     pictures = [path.with_name(f"{NAME}{suffix}") for suffix in (".png", ".svg")]
     for picture in pictures:
-        draw_timeline(picture, chosen.spans, title, about_step(chosen.seconds, chosen.bubble), called="pp rank")
+        draw_timeline(
+            own_file(picture), chosen.spans, title, about_step(chosen.seconds, chosen.bubble), called="pp rank"
+        )
     return pictures
 
 

@@ -22,12 +22,9 @@ from threefold.files import (
     format_bytes,
     how_often,
     json_in_script,
-    read_json,
-    read_text,
-    require_file,
     shown,
 )
-from threefold.output import replace_link
+from threefold.foreign import FolderFiles, write_own
 from threefold.report.record import SAMPLES_FILE, SUMS, RunRecord, number
 from threefold.train.callbacks.base import Callback, RunContext, clock, reason_of, say
 from threefold.train.callbacks.console import REPORT_FILE
@@ -270,7 +267,7 @@ def _checkpoints(folder: Path) -> tuple[dict[str, Any], int]:
         one, checksum = listed(path), ""
         values = one.document()
         with suppress(UserError, KeyError, TypeError):
-            checksum = str(read_json(path / MANIFEST)["checksum"])  # which covers all files
+            checksum = str(FolderFiles(path).json(MANIFEST)["checksum"])  # which covers all files
         facts = {name: values[name] for name in ("step", "state", "reason", "bytes", "saved", "versions")}
         weights = one.facts.fingerprint if one.facts else None  # of an exact run
         kept.append({**facts, "name": path.name, "layout": one.layout, "weights": weights, "checksum": checksum})
@@ -284,12 +281,11 @@ def _checkpoints(folder: Path) -> tuple[dict[str, Any], int]:
 
 def _samples(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     """Return the newest texts that the run has kept (`threefold generate --keep`), and a sentence about bad lines."""
-    path = folder / SAMPLES_FILE
-    if not path.exists():
+    path, files = folder / SAMPLES_FILE, FolderFiles(folder)
+    if not files.holds(SAMPLES_FILE):
         return [], []
     try:
-        require_file(path)
-        lines = read_text(path, limit=4 << 20).splitlines()
+        lines = files.text(SAMPLES_FILE, limit=4 << 20).splitlines()
     except UserError as error:
         return [], [f"{str(error).removesuffix('.')}; the report is without it."]
     found, damaged = [], 0
@@ -319,7 +315,7 @@ class RunReport(Callback):
         try:
             record = RunRecord(self.folder, ended=True)
             record.update()
-            replace_link(path).write_text(make_page(report_of([record])), encoding="utf-8")
+            write_own(path, make_page(report_of([record])))
         except Exception as error:
             say(f"Warning: {path} cannot be written ({reason_of(error)}).")
 

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 from threefold.config.loading import recorded_settings
 from threefold.errors import UserError
-from threefold.files import require_file, shown
+from threefold.files import shown
+from threefold.foreign import FolderFiles, lines_of
 from threefold.launch.run_lock import LOCK_FILE, Holder
 from threefold.launch.training_run import CONFIG_FILE
 from threefold.report.curves import Curves
@@ -46,7 +47,7 @@ class RunRecord:
     """
 
     def __init__(self, folder: Path, *, ended: bool = False) -> None:
-        self.folder, self._ended = folder, ended
+        self.folder, self._ended, self._files = folder, ended, FolderFiles(folder)
         require_run(folder)
         self._inode = 0
         self._begin()
@@ -56,25 +57,24 @@ class RunRecord:
 
         A last line without its end is read when it is complete.
         """
-        path, found = self.folder / METRICS_FILE, False
+        found = False
         try:
-            if not path.exists():
+            if not self._files.holds(METRICS_FILE):
                 return False
-            require_file(path)  # a FIFO would block
-            with path.open("rb") as file:
+            with self._files.record(METRICS_FILE) as file:
                 status = os.fstat(file.fileno())
                 if status.st_ino != self._inode or status.st_size < self._position:
                     self._begin()
                 self._inode = status.st_ino
                 file.seek(self._position)
-                for content in (line for line in file if line.endswith(b"\n")):
+                for content in (line for line in lines_of(file) if line.endswith(b"\n")):
                     found = True
                     self._position += len(content)
                     self._number += 1
                     self._read(content)
                 self._cut = status.st_size > self._position
-        except (UserError, OSError) as error:
-            self._problem = getattr(error, "strerror", None) or str(error).removesuffix(".")
+        except OSError as error:
+            self._problem = str(error.strerror)
         return found
 
     @property
@@ -100,11 +100,9 @@ class RunRecord:
             {"step": first, "text": f"skipped{f' to step {last:,}' if last > first else ''}: {reason}"}
             for first, last, reason in self.skips
         ]
-        with suppress(UserError, OSError):
-            require_file(self.folder / LOG_FILE)
-            with (self.folder / LOG_FILE).open(encoding="utf-8", errors="replace") as file:
-                matches = filter(None, map(_EVENT.match, file))
-                found += [{"step": int(match[1]), "text": match[2]} for match in matches if "skipped" not in match[2]]
+        with suppress(OSError), self._files.record(LOG_FILE) as file:
+            matches = filter(None, (_EVENT.match(line.decode(errors="replace")) for line in lines_of(file)))
+            found += [{"step": int(match[1]), "text": match[2]} for match in matches if "skipped" not in match[2]]
         return sorted(found[-200:], key=lambda event: int(event["step"]))
 
     def warnings(self) -> list[str]:
@@ -198,7 +196,7 @@ class RunRecord:
 def require_run(folder: Path) -> None:
     """Raise a `UserError` if a folder is not that of a run: it has neither metrics nor a config."""
     files = (METRICS_FILE, CONFIG_FILE, LOCK_FILE)
-    if folder.is_dir() and any((folder / name).is_file() for name in files):
+    if folder.is_dir() and any(map(FolderFiles(folder).holds, files)):
         return
     reason = f"not a folder of a run: it has no {METRICS_FILE} and no {CONFIG_FILE}"
     if not folder.is_dir():

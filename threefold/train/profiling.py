@@ -15,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from threefold.comm.mesh import Mesh
 from threefold.comm.rank_state import Activity, RunSection
 from threefold.errors import UserError
-from threefold.output import replace_link
+from threefold.foreign import own_file, own_folder, write_own
 from threefold.torch_private.runtime import quieten_kineto
 from threefold.train.callbacks.base import Callback, reason_of, say
 from threefold.train.callbacks.records import StepRecord
@@ -222,20 +222,20 @@ class Profiler(Callback):
             self._report(stages)
 
     def _write_trace(self, profiled: profile) -> None:
-        self._folder.mkdir(parents=True, exist_ok=True)
+        own_folder(self._folder)
         self._mesh.heartbeat.progress()
         suffix = ".json.gz" if self._mesh.layout.world_size >= _COMPRESSED_FROM else ".json"
         profiled.add_metadata("rank", str(self._mesh.rank))
         profiled.add_metadata("layout", str(self._mesh.layout))
-        profiled.export_chrome_trace(str(replace_link(self._folder / f"rank-{self._mesh.rank:04}{suffix}")))
+        profiled.export_chrome_trace(str(own_file(self._folder / f"rank-{self._mesh.rank:04}{suffix}")))
 
     def _report(self, stages: list[tuple[int, list[Span]]]) -> None:
         path = self._folder / SPANS_FILE
         held = [{"pp_rank": place, "spans": [span._asdict() for span in spans]} for place, spans in stages]
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            own_folder(self._folder)
             content = json.dumps({"layout": str(self._mesh.layout), "ranks": held}) + "\n"
-            replace_link(path).write_text(content, encoding="utf-8")
+            write_own(path, content)
             pictures = self._request.draw(path)
         except (OSError, UserError) as error:
             say(f"Warning: {path} cannot be written ({reason_of(error)}).")

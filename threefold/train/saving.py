@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, complete, model_files, prune
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, code_text, complete, model_files, prune
 from threefold.checkpoint.manifest import WRITER, AnomalyFacts, Checkpoint, Facts, read_manifest, record_of
 from threefold.checkpoint.remote import Mirror, RemoteCheckpoints
 from threefold.checkpoint.save import BackgroundSaver, Written, save_checkpoint, set_aside_checkpoint
@@ -355,9 +355,9 @@ class Checkpoints:
         # Resolve every setting of model and data, which the weights depend on; keep the others as given.
         texts = {CONFIG: config.to_yaml_as_given(("model", "data"), kept=("train.max_steps",))}
         if config.model.file:
-            texts |= {name: read_text(file) for name, file in model_files(file_source(config.model).path).items()}
+            texts |= {name: code_text(file) for name, file in model_files(file_source(config.model).path).items()}
         if dataset.tokenizer_file is not None:
-            texts[TOKENIZER] = dataset.tokenizer_file.read_text(encoding="utf-8")
+            texts[TOKENIZER] = read_text(dataset.tokenizer_file)
         if dataset.template is not None:
             texts |= {PREFIX + name: text for name, text in dataset.template.files().items()}
         if carried is None:

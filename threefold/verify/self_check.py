@@ -33,6 +33,7 @@ from threefold.config.schedules import find_schedule
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.files import first_of, read_text
+from threefold.foreign import FolderFiles, own_folder
 from threefold.models.module_check import OF_MODULES
 from threefold.models.own_batch import batch_shapes, has_forward
 from threefold.models.sharding import ModelPlan
@@ -397,8 +398,8 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
             other = other_forward(model, plan, of_batch)
         if not (found.refusal or found.drawing or other):
             trace = one_process(make_model, plan, trial, rows, STEPS, loss)
-            (run_dir / _PARTIAL).mkdir(exist_ok=True)
-            trace.save(run_dir / _PARTIAL)
+            shutil.rmtree(run_dir / _PARTIAL, ignore_errors=True)
+            trace.save(own_folder(run_dir / _PARTIAL))
     except Exception as error:  # for example of a model that runs only layer by layer
         return (not_verified(not_run(error)),), "", None
     name = source.describe(config)
@@ -545,6 +546,6 @@ def _loaded(files: Sequence[Path], model: nn.Module) -> set[Path]:
 
 def _remembered(run_dir: Path) -> list[str]:
     with suppress(UserError, ValueError):
-        found = json.loads(read_text(run_dir / FILE))
+        found = FolderFiles(run_dir).json(FILE)
         return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
     return []

@@ -15,8 +15,7 @@ from typing import Any, Final, Self
 
 from threefold.checksums import is_intact, seal_text
 from threefold.errors import UserError
-from threefold.files import read_text
-from threefold.output import replace_link
+from threefold.foreign import FolderFiles, open_own
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext, say
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
@@ -69,7 +68,7 @@ class Goodput:
     def read(cls, path: Path) -> Self | None:
         """Read the ledger from a file; None if there is none, or it is damaged."""
         try:
-            text = read_text(path).rstrip() + "\n"
+            text = FolderFiles(path.parent).text(path.name, limit=1 << 16).rstrip() + "\n"
             if not is_intact(text):
                 return None
             held = json.loads(text)
@@ -124,8 +123,7 @@ class GoodputLedger(Callback):
         if not self.attempt.number:
             goodput.at = self.attempt.began
         with self._failures:
-            # Non-blocking, as a FIFO of this name would block the run.
-            self._descriptor = os.open(replace_link(self.path), os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, 0o644)
+            self._descriptor = open_own(self.path, 0)
             os.ftruncate(self._descriptor, LEDGER_SIZE)
         self._write()
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from threefold.comm.layout import Layout
 from threefold.figures import BLUE, DPI, FAINT, GREY, ORANGE, TEXT_SIZE, new_figure
-from threefold.output import replace_link
+from threefold.foreign import own_file
 from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
 from threefold.train.callbacks.metrics import FILE as METRICS_FILE
 from threefold.train.callbacks.metrics_reading import read_metrics
@@ -30,7 +30,7 @@ class LossCurve(Callback):
     def after_fit(self) -> None:
         # A failure of the plotting library must not fail a finished run.
         try:
-            draw(replace_link(self.path), list(read_metrics(self.metrics)), self.vocab_size, self.title)
+            draw(own_file(self.path), list(read_metrics(self.metrics)), self.vocab_size, self.title)
         except Exception as error:
             say(f"Warning: {self.path} cannot be drawn ({reason_of(error)}).")
 

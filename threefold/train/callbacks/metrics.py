@@ -9,8 +9,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from threefold.output import replace_link
-from threefold.train.callbacks.base import Callback, RunContext, say
+from threefold.foreign import open_own
+from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
 from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput, WriteFailures
 from threefold.train.callbacks.metrics_reading import drop_lines_after
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
@@ -55,9 +55,7 @@ class LineFile:
             self._descriptor = None
 
     def _open(self, append: bool) -> None:
-        # Non-blocking, as a FIFO of this name would block the run.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | (0 if append else os.O_TRUNC)
-        self._descriptor = os.open(replace_link(self.path), flags, 0o644)
+        self._descriptor = open_own(self.path, os.O_APPEND | (0 if append else os.O_TRUNC))
         found = os.fstat(self._descriptor)
         self._size = found.st_size if stat.S_ISREG(found.st_mode) else None
 
@@ -110,12 +108,12 @@ class MetricsFile(RunFile):
         self.ledger = ledger
 
     def before_fit(self, start: int) -> None:
-        if start and self.path.is_file():
+        if start:
             try:
                 drop_lines_after(self.path, start)
             except OSError as error:
                 say(
-                    f"Warning: {self.path} cannot be rewritten ({error.strerror}); the steps after {start} that are "
+                    f"Warning: {self.path} cannot be rewritten ({reason_of(error)}); the steps after {start} that are "
                     "made again follow at its end."
                 )
         super().before_fit(start)

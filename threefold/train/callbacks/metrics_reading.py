@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from threefold.files import first_of
-from threefold.output import replace_link, sync
+from threefold.foreign import FolderFiles, lines_of, open_own
+from threefold.output import sync
 from threefold.train.callbacks.base import say
 
 MEASURED = (  # keys of a step that measure time and hardware; all others are the same whenever the step is made
@@ -57,13 +58,14 @@ class Metrics:
 
 
 def read_metrics_file(path: Path) -> Metrics:
-    """Read all valid lines of a metrics file; none if the file does not exist."""
-    if not path.is_file():
+    """Read all valid lines of a metrics file; none if it does not exist, OSError if it may not be read."""
+    files = FolderFiles(path.parent)
+    if not files.holds(path.name):
         return Metrics(())
     found: dict[tuple[int, int], tuple[int, dict[str, Any]]] = {}
     damaged, repeated = [], []
-    with path.open("rb") as file:
-        for number, content in enumerate(file, 1):
+    with files.record(path.name) as file:
+        for number, content in enumerate(lines_of(file), 1):
             line, is_whole = parse_line(content)
             if not is_whole and content.endswith(b"\n"):
                 damaged.append(number)
@@ -108,8 +110,8 @@ def drop_lines_after(path: Path, last: int) -> None:
         say(warning)
     fresh = path.with_name(path.name + ".tmp")
     try:
-        with replace_link(fresh).open("w", encoding="utf-8") as file:
-            lines = sorted((*found.lines, *found.goodput), key=lambda line: int(line["step"]))
+        lines = sorted((*found.lines, *found.goodput), key=lambda line: int(line["step"]))
+        with open(open_own(fresh), "w", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines if line["step"] <= last)
             file.flush()
             os.fsync(file.fileno())

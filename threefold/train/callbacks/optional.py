@@ -14,7 +14,7 @@ from typing import Any, Final, Literal
 
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.output import replace_link
+from threefold.foreign import FolderFiles, write_own
 from threefold.plugins import one_of
 from threefold.train.callbacks.base import Callback, RunContext, on_terminal, reason_of, say
 from threefold.train.callbacks.metrics import FILE, LineFile, RunFile
@@ -153,7 +153,8 @@ class Table(RunFile):
     def _rows(self, last: float = inf) -> list[dict[str, str]]:
         """Return the rows of the existing file up to `last`; none if it has other columns, except those of terms."""
         try:
-            with self.path.open(encoding="utf-8", errors="replace", newline="") as file:
+            record = FolderFiles(self.path.parent).record(self.path.name)
+            with io.TextIOWrapper(record, encoding="utf-8", errors="replace", newline="") as file:
                 reader = csv.DictReader(file)
                 found, own = tuple(reader.fieldnames or ()), len(self.columns)
                 if found[:own] != self.columns or any("term/" not in column for column in found[own:]):
@@ -339,7 +340,7 @@ class PhaseTimers(Callback):
 
     def close(self) -> None:
         try:
-            replace_link(self.path).write_text(json.dumps(self.seconds, indent=1) + "\n", encoding="utf-8")
+            write_own(self.path, json.dumps(self.seconds, indent=1) + "\n")
         except OSError as error:
             say(f"Warning: {self.path} cannot be written ({reason_of(error)}).")
 

@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+from threefold.foreign import own_folder
 from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord, evaluation_values, step_values
 
@@ -100,7 +101,7 @@ class TensorBoard(Tracker):
         with self.failures_reported():
             from tensorboard.compat.proto import event_pb2  # noqa: F401  # where it fails, no empty file is left
 
-            self.folder.mkdir(parents=True, exist_ok=True)
+            own_folder(self.folder)
             begins = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
             names = (self.folder / f"{begins}.{number}" for number in count())  # TensorBoard sorts the newest last
             self.connection = next(name for name in names if not os.path.lexists(name)).open("xb")
