@@ -111,8 +111,9 @@ def _convert(request: Conversion, path: Path, warnings: tuple[str, ...], progres
 
 def _copy(checkpoint: Checkpoint, names: Sequence[str], folder: Path) -> None:
     for name in names:
+        text = FolderFiles(checkpoint.path).text(name)
         checkpoint.check_content(name)
-        write_durably(folder / name, FolderFiles(checkpoint.path).text(name))
+        write_durably(folder / name, text)
 
 
 class TensorSource:

@@ -276,10 +276,13 @@ def check_files(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, ...]]]:
     data = {chunk.file for tensor in index.values() for chunk in tensor.chunks}
     if unknown := data - checkpoint.files.keys():
         raise DamagedCheckpoint(path, f"its tensors are in {min(unknown)}, which its manifest does not name")
-    for name in sorted(checkpoint.files.keys() - data - {CONFIG}):
+    texts = sorted(checkpoint.files.keys() - data)
+    for name in texts:
         if name != INDEX and (size := checkpoint.files[name].bytes) > LARGEST_TEXT:
             raise DamagedCheckpoint(path, f"its {shown(name)} holds {size:,} bytes and {LARGEST_TEXT:,} are allowed")
-        checkpoint.check_content(name)
+    for name in texts:
+        if name != CONFIG:
+            checkpoint.check_content(name)
     return checkpoint, {name: tensor.shape for name, tensor in index.items()}
 
 

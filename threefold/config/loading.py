@@ -111,6 +111,7 @@ def load_stored_config(path: Path, overrides: Overrides = ()) -> Config:
 
 
 def _stored_text(path: Path) -> str:
+    """Return the text of a config in a folder that anyone may have made, without secrets."""
     return hide_secrets(FolderFiles(path.parent).text(path.name, "the config ", LARGEST_DOCUMENT))
 
 

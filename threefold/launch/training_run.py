@@ -25,6 +25,7 @@ from threefold.constants import PARITY_WIDE
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.foreign import FolderFiles
 from threefold.launch.device import choose_device, memory_per_rank, require_gpus, require_memory
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.launcher import joined_rank, run, run_in_process
@@ -313,6 +314,12 @@ def prepare_training(
         what = "a link to something that is not a folder" if folder.is_symlink() else "not a folder"
         raise UserError(
             f"{shown(folder)} is {what}, and the run's checkpoints go there; move it, or choose another --run-dir."
+        )
+    there = Path(os.path.realpath(folder))
+    if folder.is_symlink() and there.name == FOLDER and FolderFiles(there.parent).holds(LOCK_FILE):
+        raise UserError(
+            f"{shown(folder)} is a link to the checkpoints of another run, {shown(there.parent)}, which this one would "
+            "delete; remove the link, or choose another --run-dir."
         )
     if folder.is_dir() and not os.access(folder, os.W_OK | os.X_OK):
         raise UserError(
