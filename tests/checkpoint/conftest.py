@@ -1,6 +1,7 @@
 """A run with checkpoints of several layouts."""
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,3 +24,27 @@ def saved(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPathFac
 def run(saved: Path, tmp_path: Path) -> Path:
     """A copy of it."""
     return Path(shutil.copytree(saved, tmp_path / "run"))
+
+
+@pytest.fixture(scope="package")
+def trained(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints after steps 1 to 4."""
+    folder = tmp_path_factory.mktemp("trained")
+    settings = (("checkpoint.every", 1), ("checkpoint.keep", 0))
+    pool.run(2, train_rank, small_run.but(dp=2, set=settings), folder)
+    return folder
+
+
+@pytest.fixture(scope="package")
+def server() -> Iterator[str]:
+    """The address of a server that speaks S3, on this machine."""
+    pytest.importorskip("s3fs", reason="s3fs is not installed, so no S3 server is tested")
+    moto = pytest.importorskip("moto.server", reason="moto[server] is not installed, so no S3 server is tested")
+    running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    try:
+        running.start()
+    except OSError as error:
+        pytest.skip(f"no server can be started here ({error})")
+    host, port = running.get_host_and_port()
+    yield f"http://{host}:{port}"
+    running.stop()

@@ -2,63 +2,22 @@
 
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.checkpoint.remotes import address_of, content, looked
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete, path_of
-from threefold.checkpoint.manifest import MANIFEST
+from threefold.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
+from threefold.checkpoint.ownership import Claimant
 from threefold.checkpoint.remote import RemoteCheckpoints, look_at_remote
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-
-
-@pytest.fixture(scope="module")
-def trained(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run with checkpoints after steps 1 to 4."""
-    folder = tmp_path_factory.mktemp("trained")
-    settings = (("checkpoint.every", 1), ("checkpoint.keep", 0))
-    pool.run(2, train_rank, small_run.but(dp=2, set=settings), folder)
-    return folder
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[str]:
-    """The address of a server that speaks S3, on this machine."""
-    pytest.importorskip("s3fs", reason="s3fs is not installed, so no S3 server is tested")
-    moto = pytest.importorskip("moto.server", reason="moto[server] is not installed, so no S3 server is tested")
-    running = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    try:
-        running.start()
-    except OSError as error:
-        pytest.skip(f"no server can be started here ({error})")
-    host, port = running.get_host_and_port()
-    yield f"http://{host}:{port}"
-    running.stop()
-
-
-def address_of(kind: str, folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """An empty address of its own."""
-    if kind == "file":
-        return f"file://{folder / 'there'}"
-    if kind == "memory":
-        return f"memory://{uuid.uuid4()}/run"
-    monkeypatch.setenv("AWS_ENDPOINT_URL", request.getfixturevalue("server"))
-    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "someone")
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-    import s3fs
-
-    bucket = f"bucket-{uuid.uuid4()}"
-    s3fs.S3FileSystem().mkdir(bucket)
-    return f"s3://{bucket}/runs/one"
-
-
-def content(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @sweep("kind", ["memory", "file", "s3"], quick=(0, 1))
@@ -72,11 +31,11 @@ def test_what_is_copied_comes_back(
     assert remote.steps() == [1, 2, 3, 4]
     remote.prune(1, 2, newest=3)
     assert remote.steps() == [2, 3, 4]
-    assert look_at_remote(remote.address, tmp_path / "run", True) == path_of(tmp_path / "run", 4)
+    assert looked(remote.address, tmp_path / "run", True) == path_of(tmp_path / "run", 4)
     assert content(path_of(tmp_path / "run", 4)) == content(path_of(trained, 4))
-    assert look_at_remote(remote.address, tmp_path / "run", True) is None  # as new as there
+    assert looked(remote.address, tmp_path / "run", True) is None  # as new as there
     with pytest.raises(UserError, match="already has checkpoints; resume with --resume"):
-        look_at_remote(remote.address, tmp_path / "run", False)
+        looked(remote.address, tmp_path / "run", False)
     remote.remove(4)
     assert remote.steps() == [2, 3]
 
@@ -107,7 +66,7 @@ def test_a_damaged_copy_is_refused(trained: Path, tmp_path: Path) -> None:
     damaged[100] ^= 1
     file.write_bytes(damaged)
     with pytest.raises(UserError, match=r"step_00000004 is damaged: its tensors-00001\.bin does not have the checksum"):
-        look_at_remote(remote.address, tmp_path / "run", True)
+        looked(remote.address, tmp_path / "run", True)
     assert complete(tmp_path / "run") == []
 
 
@@ -121,20 +80,24 @@ def test_a_run_that_begins_anew_replaces_no_copy_that_is_damaged(
     manifest = f"{remote._root}/step_00000002/{MANIFEST}"
     remote._files.pipe_file(manifest, b"{")
     with pytest.raises(UserError, match="step_00000002 is not a complete checkpoint, and a run that begins anew would"):
-        look_at_remote(remote.address, run, False)
+        looked(remote.address, run, False)
     with pytest.raises(UserError, match=r"step_00000002 is damaged: its checkpoint\.json is not as it was written"):
-        look_at_remote(remote.address, run, True)
+        looked(remote.address, run, True)
     remote.upload(path_of(trained, 1))
-    with pytest.raises(UserError, match="step_00000002 is damaged"):  # not silently from the older one
-        look_at_remote(remote.address, run, True)
+    found = look_at_remote(remote.address, Claimant(run, True, {}))
+    assert found.copy == path_of(run, 1)
+    assert found.lines == (
+        f"{remote.address}/step_00000002 (its checkpoint.json is not as it was written) was passed over; "
+        f"{path_of(run, 1)} is used, the newest that is good.",
+    )
     remote.remove(1)
     shutil.copytree(path_of(trained, 3), path_of(run, 3))
-    assert look_at_remote(remote.address, run, True) is None  # a newer one is here
+    assert looked(remote.address, run, True) is None  # a newer one is here
     shutil.rmtree(run)
     remote._files.rm_file(manifest)  # as where the upload was interrupted
     with pytest.raises(UserError, match="step_00000002 is not a complete checkpoint"):
-        look_at_remote(remote.address, run, False)
-    assert look_at_remote(remote.address, run, True) is None
+        looked(remote.address, run, False)
+    assert looked(remote.address, run, True) is None
 
 
 @sweep("in_background", [False, True], quick=(0,))
@@ -151,7 +114,7 @@ def test_a_run_continues_from_there_on_an_empty_disk(
     pool.run(2, train_rank, run, tmp_path / "run")
     assert RemoteCheckpoints(f"file://{tmp_path / 'there'}").steps() == [5]
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert look_at_remote(f"file://{tmp_path / 'there'}", tmp_path / "run", True) is not None
+    assert looked(f"file://{tmp_path / 'there'}", tmp_path / "run", True) is not None
     longer = run.but(steps=8)
     pool.run(2, train_rank, longer, tmp_path / "run", True)
     pool.run(2, train_rank, longer.but(set=settings[:3]), tmp_path / "unbroken")
@@ -187,7 +150,7 @@ def test_a_bucket_that_is_not_there_is_told_before_the_run_and_not_made(
         first = first[1:]
     remote = RemoteCheckpoints(f"{kind}://{first}/runs/one")
     with pytest.raises(UserError, match=f"but there is no {first}, which a run does not make; correct the address"):
-        look_at_remote(remote.address, tmp_path / "run", resumes)
+        looked(remote.address, tmp_path / "run", resumes)
     with pytest.raises(UserError, match="which cannot be written"):  # nor by the first checkpoint
         remote.upload(path_of(trained, 4))
     assert not remote._files.exists(first)
@@ -198,7 +161,7 @@ def test_the_trial_of_an_address_leaves_nothing(
     kind: str, trained: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remote = RemoteCheckpoints(address_of(kind, tmp_path, request, monkeypatch))
-    assert look_at_remote(remote.address, tmp_path / "run", True) is None
+    assert looked(remote.address, tmp_path / "run", True) is None
     assert remote._files.find(remote._root) == []
     remote.upload(path_of(trained, 4))
     assert remote.steps() == [4]
@@ -207,8 +170,8 @@ def test_the_trial_of_an_address_leaves_nothing(
 def test_an_address_that_cannot_be_written_is_told_before_the_run(tmp_path: Path) -> None:
     address = "file:///proc/1/none"
     with pytest.raises(UserError, match=f"{address}, which cannot be written: "):
-        look_at_remote(address, tmp_path / "run", True)
-    assert look_at_remote(address, tmp_path / "run", True, writes=False) is None  # a rank that is not the first
+        looked(address, tmp_path / "run", True)
+    assert looked(address, tmp_path / "run", True, writes=False) is None  # a rank that is not the first
 
 
 @pytest.mark.parametrize(
@@ -230,4 +193,118 @@ def test_no_address_is_in_the_run_whose_checkpoints_it_would_replace(there: str,
     (run / "checkpoints").symlink_to(tmp_path / "elsewhere")
     for address in (f"file://{tmp_path / there}", f"local://{tmp_path / there}"):
         with pytest.raises(UserError, match=told):
-            look_at_remote(address, run, True)
+            looked(address, run, True)
+
+
+def fail_after(changes: int, files: Any, patch: pytest.MonkeyPatch) -> None:
+    """Let the changes of a file system fail from one of them on, as for a process that is killed there."""
+    left = changes
+
+    def counted(change: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*arguments: Any, **options: Any) -> Any:
+            nonlocal left
+            if not left:
+                raise OSError("the process was killed")
+            left -= 1
+            return change(*arguments, **options)
+
+        return counting
+
+    for name in ("put_file", "pipe_file", "cp_file", "rm", "rm_file", "makedirs"):
+        patch.setattr(files, name, counted(getattr(files, name)))
+
+
+@pytest.mark.parametrize("kind", ["memory", "file", pytest.param("s3", marks=pytest.mark.slow)])
+def test_a_copy_that_is_replaced_stays_until_the_new_one_is_complete(
+    kind: str, trained: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the process that replaces it is killed."""
+    remote = RemoteCheckpoints(address_of(kind, tmp_path, request, monkeypatch))
+    newer = Path(shutil.copytree(path_of(trained, 4), path_of(tmp_path / "newer", 4)))
+    facts = read_manifest(newer).facts
+    (newer / "notes.txt").write_text("another file\n")
+    write_manifest(newer, facts)
+    both, seen, is_whole = (content(path_of(trained, 4)), content(newer)), set[int](), False
+    for changes in range(100):
+        remote.remove(4)
+        remote.upload(path_of(trained, 4))
+        with monkeypatch.context() as patch, suppress(UserError):
+            fail_after(changes, remote._files, patch)
+            remote.upload(newer)
+            is_whole = True
+        found = content(remote.download(4, tmp_path / f"{kind}-{changes}"))
+        assert found in both
+        seen.add(both.index(found))
+        if is_whole:
+            break
+    assert is_whole
+    assert seen == {0, 1}
+    assert found == both[1]
+    assert remote._folders() == {4: ["step_00000004"]}
+
+
+def lose_a_file(remote: RemoteCheckpoints, step: int) -> None:
+    remote._files.rm_file(f"{remote._root}/{path_of(Path(), step).name}/tensors-00001.bin")
+
+
+@pytest.mark.parametrize("kind", ["memory", "file", pytest.param("s3", marks=pytest.mark.slow)])
+def test_an_older_copy_is_used_where_the_newest_lacks_a_file(
+    kind: str, trained: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote, run = RemoteCheckpoints(address_of(kind, tmp_path, request, monkeypatch)), tmp_path / "run"
+    for step in (2, 3, 4):
+        remote.upload(path_of(trained, step))
+    lose_a_file(remote, 4)
+    found = look_at_remote(remote.address, Claimant(run, True, {}))
+    assert found.copy == path_of(run, 3)
+    assert found.lines == (
+        f"{remote.address}/step_00000004 (its tensors-00001.bin is missing) was passed over; {path_of(run, 3)} is "
+        "used, the newest that is good.",
+    )
+    shutil.rmtree(run)
+    lose_a_file(remote, 3)
+    remote.remove(2)
+    with pytest.raises(UserError, match=r"step_00000004 \(its tensors-00001.bin is missing\) and .*step_00000003 \("):
+        looked(remote.address, run, True)
+    remote.remove(3)
+    with pytest.raises(UserError, match=r"step_00000004 is damaged: its tensors-00001.bin is missing; remove it\.$"):
+        looked(remote.address, run, True)
+
+
+def flip(file: Path) -> None:
+    damaged = bytearray(file.read_bytes())
+    damaged[len(damaged) // 2] ^= 1
+    file.write_bytes(damaged)
+
+
+@pytest.mark.parametrize("name", ["tensors-00001.bin", "config.yaml"])
+def test_a_good_copy_replaces_a_damaged_checkpoint(
+    name: str, pool: WorkerPool, small_run: Run, trained: Path, tmp_path: Path
+) -> None:
+    """Damage that shows before the run, or only while its tensors are loaded; the newest good copy is an older one."""
+    run, remote = Path(shutil.copytree(trained, tmp_path / "run")), RemoteCheckpoints(f"file://{tmp_path / 'there'}")
+    for step in (2, 3, 4):
+        remote.upload(path_of(trained, step))
+    lose_a_file(remote, 4)
+    for step in (3, 4):
+        flip(path_of(run, step) / name)
+    settings = small_run.but(dp=2, steps=5, set=(("checkpoint.remote", remote.address), ("checkpoint.keep", 0)))
+    before = look_at_remote(remote.address, Claimant(run, True, {}))
+    assert before.copy == (None if name == "tensors-00001.bin" else path_of(run, 3))
+    (printed, _) = pool.run(2, train_rank, settings, run, True)
+    assert f"Resuming from {path_of(run, 3)}" in printed
+    if name == "tensors-00001.bin":
+        assert "step_00000004 (its tensors-00001.bin is missing) was passed over" in printed
+        assert f"{path_of(run, 3)} was damaged (its tensors-00001.bin" in printed
+        assert f"its copy at {remote.address} has replaced it." in printed
+    assert content(path_of(run, 3)) == content(path_of(trained, 3))
+
+
+def test_a_good_copy_replaces_a_damaged_last_checkpoint(trained: Path, tmp_path: Path) -> None:
+    """Which nothing loads, as no step is left."""
+    run, remote = Path(shutil.copytree(trained, tmp_path / "run")), RemoteCheckpoints(f"file://{tmp_path / 'there'}")
+    remote.upload(path_of(trained, 4))
+    flip(path_of(run, 4) / "tensors-00001.bin")
+    assert look_at_remote(remote.address, Claimant(run, True, {}), last=5).copy is None
+    assert look_at_remote(remote.address, Claimant(run, True, {}), last=4).copy == path_of(run, 4)
+    assert content(path_of(run, 4)) == content(path_of(trained, 4))

@@ -122,7 +122,8 @@ def test_time_limit_saves_and_the_run_continues_on_an_empty_disk(config_file: Pa
     resumed = ready.run(continued(output, *more))
     assert resumed.returncode == 0, resumed.stderr
     assert [number for number, _ in losses(run)] == list(range(1, step + 3))
-    assert sorted(path.name for path in there.iterdir()) == [f"step_{step:08d}", f"step_{step + 2:08d}"]
+    kept = ["owner.json", f"step_{step:08d}", f"step_{step + 2:08d}"]
+    assert sorted(path.name for path in there.iterdir()) == kept
 
 
 @pytest.mark.slow

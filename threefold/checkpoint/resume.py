@@ -48,6 +48,8 @@ _FREE_KEYS = frozenset(
     for name in names.split()
 )
 _ROUNDING = "parallel.gradient_compression"  # setting under `_FREE` that changes rounding, and so the results slightly
+_WHOLE_RUN = ("model.initializer_range", "train.init_from", "train.max_steps", "train.epochs")
+"""Settings under `_FREE_KEYS` that a resumed run may change, and that make another run from the start."""
 SHAPES = frozenset(
     f"model.{name}"
     for name in (
@@ -234,9 +236,22 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
             old, new = before[section].get(name), now[section].get(name)
             if key == "data.mixture" and whole_shares(stored_weights) == whole_shares(weights):
                 continue  # equal shares; the corpora may have moved
-            free = (key.startswith(_FREE) and key != _ROUNDING) or key in _FREE_KEYS
-            if old != new and not free:
+            if old != new and not _is_free(key):
                 yield key, old, new
+
+
+def decisive_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of a resolved config that decide a run's results, its beginning and its length included."""
+    return {
+        key: given.get(name)
+        for section, given in config.sections().items()
+        for name in {**type(getattr(config, section)).model_fields, **given}
+        if (key := f"{section}.{name}") in _WHOLE_RUN or not (_is_free(key) or key == "data.mixture")
+    }
+
+
+def _is_free(key: str) -> bool:
+    return (key.startswith(_FREE) and key != _ROUNDING) or key in _FREE_KEYS
 
 
 def _forbidden(key: str, before: Any, now: Any, config: Config) -> str | None:

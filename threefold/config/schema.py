@@ -295,7 +295,8 @@ class CheckpointConfig(Section):
     state to host memory, which needs that much more memory. The run waits for its last checkpoint. Default: false."""
     remote: AddressText = derived()
     """Address to which each complete checkpoint is copied, as for `fsspec`: `s3://bucket/run`, `gs://bucket/run`,
-    `file:///mnt/run`. A run resumes from there if it has newer checkpoints than RUN/checkpoints. Default: none."""
+    `file:///mnt/run`. A run resumes from there if it has newer checkpoints than RUN/checkpoints. An address belongs to
+    one run, so give each run of a sweep its own. Default: none."""
     memory_every: int = Field(default=0, ge=0, le=MOST_STEPS)
     """Steps between copies of the state in this machine's memory, from which `train.max_restarts` continues if they are
     newer than the newest checkpoint; 0 for none. Needs twice the memory of weights and optimizer state."""

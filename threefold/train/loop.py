@@ -88,18 +88,23 @@ class TrainingLoop:
 
         Raises:
             CallbackFailed: on the ranks whose callback raised.
-            UserError: divergence, a full disk, or a callback's error for the user to fix.
+            UserError: divergence, a full disk, or a callback's error for the user to fix; on the first rank, a last
+                checkpoint that could not be copied to `checkpoint.remote`.
         """
         try:
             ended = self._run(start, unsaved, evaluation_missed)
         except BaseException as error:
             # After any other error a rank may be lost, and the background writes would wait for it.
-            self.saving.store.end(_PATIENCE if isinstance(error, UserError) else 0)
+            missing = self.saving.store.end(_PATIENCE if isinstance(error, UserError) else 0)
+            if missing is not None:
+                say(f"Warning: {missing}")
             with suppress(UserError):  # report the first error
                 self._close()
             raise
-        self.saving.store.end()
+        missing = self.saving.store.end()
         self._close()
+        if missing is not None:
+            raise UserError(missing)
         return ended
 
     def _run(self, start: int, unsaved: bool, evaluation_missed: bool) -> Stopped | None:

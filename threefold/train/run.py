@@ -4,14 +4,18 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import SelectedCheckpoint, from_first, model_files, newest
+from threefold.checkpoint.mirror import claim_address
+from threefold.checkpoint.ownership import Claimant, terms_of
+from threefold.checkpoint.remote import RemoteCheckpoints, replace_damaged
 from threefold.checkpoint.resume import Resume, consumed_by, continues, find_resumption, find_warm_start
-from threefold.checkpoint.save import BackgroundSaver
+from threefold.checkpoint.save import BackgroundSaver, on_first
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Heartbeat, ObservedHeartbeat
 from threefold.comm.layout import Layout
@@ -132,8 +136,9 @@ def train(
                 say(line)
         policy = AnomalyPolicy(config, start.anomalies)
         tokens = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
+        remote = _claim_remote(config, run_dir, bool(resume or attempt.number), dataset, mesh.world)
         checkpoints = Checkpoints(
-            run_dir, engine, loader, dataset, start, tokens.contents, policy.facts, clock, background
+            run_dir, engine, loader, dataset, start, tokens.contents, policy.facts, clock, background, remote
         )
         run = RunContext(config, run_dir, mesh, attempt, peak_rate)
         reports = make_callbacks(run, callbacks)
@@ -160,6 +165,27 @@ def train(
         loop = TrainingLoop(run, engine, loader, saving, [each for each in all_callbacks if each is not None])
         missed = start.resumed is not None and start.resumed.facts.evaluation_missed
         return loop.fit(start.step, start.is_unsaved, missed)
+
+
+def _claim_remote(
+    config: Config, run_dir: Path, resumes: bool, dataset: Dataset, world: Axis
+) -> RemoteCheckpoints | None:
+    """Take the address of `checkpoint.remote` for this run, and return it on the first rank. Collective.
+
+    Raises a `UserError` on every rank if the address belongs to another run.
+    """
+    claimed: list[RemoteCheckpoints] = []
+
+    def claim() -> None:
+        run = Claimant(run_dir, resumes, terms_of(config, dataset))
+        remote, lines = claim_address(str(config.checkpoint.remote), run)
+        claimed.append(remote)
+        for line in lines:
+            say(line)
+
+    if config.checkpoint.remote is not None:
+        on_first(world, claim)
+    return claimed[0] if claimed else None
 
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> tuple[int, int]:  # noqa: B008
@@ -272,6 +298,7 @@ class Start:
         self._config, self._run_dir, self._resume, self._world = config, run_dir, resume, world
         self._kept, self._attempt = kept, attempt
         self._damaged: dict[Path, str] = {}
+        self._copies: set[Path] = set()  # damaged checkpoints that a copy has replaced
         self._in_memory, saved = kept.newest(world), -1
         if self._in_memory is not None:
             saved = from_first(world, lambda: found.step if (found := newest(run_dir)) else -1)
@@ -314,7 +341,20 @@ class Start:
     def _find(self) -> SelectedCheckpoint | None:
         def find() -> SelectedCheckpoint | None:
             if continues(self._run_dir, self._resume):
-                return find_resumption(self._run_dir, self._config, self._damaged)
+                lines = self._ask_remote()
+                found = find_resumption(self._run_dir, self._config, self._damaged)
+                return replace(found, warnings=(*lines, *found.warnings))
             return find_warm_start(self._config, self._damaged)
 
         return from_first(self._world, find)
+
+    def _ask_remote(self) -> tuple[str, ...]:
+        """Have a copy at `checkpoint.remote` replace a checkpoint that loading found damaged; return lines about it."""
+        address = self._config.checkpoint.remote
+        if address is None or not self._damaged.keys() - self._copies:
+            return ()
+        copy, lines = replace_damaged(address, self._run_dir, self._damaged)
+        if copy is not None and copy not in self._copies:
+            self._damaged.pop(copy, None)
+            self._copies.add(copy)
+        return lines

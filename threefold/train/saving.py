@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
@@ -11,11 +12,13 @@ import torch
 from torch import Tensor
 
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, code_text, complete, model_files, prune
+from threefold.checkpoint.folder import CONFIG, TOKENIZER, code_text, complete, from_first, model_files, prune
 from threefold.checkpoint.manifest import WRITER, AnomalyFacts, Checkpoint, Facts, read_manifest, record_of
-from threefold.checkpoint.remote import Mirror, RemoteCheckpoints
+from threefold.checkpoint.mirror import Mirror
+from threefold.checkpoint.remote import RemoteCheckpoints, replace_damaged
 from threefold.checkpoint.save import BackgroundSaver, Written, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.data.conversations import CONFIG_FILE
 from threefold.data.corpus import Content
@@ -203,6 +206,7 @@ class Checkpoints:
         contents: returns the checksums of each corpus.
         anomalies: returns the record of the run's bad steps.
         background: writes the checkpoints other than the last; None to wait for each.
+        remote: where each checkpoint is copied; None on all ranks but the first.
 
     Attributes:
         skipped: folders of damaged checkpoints that were passed over on resuming.
@@ -219,6 +223,7 @@ class Checkpoints:
         anomalies: Callable[[], AnomalyFacts | None],
         clock: RunClock,
         background: BackgroundSaver | None = None,
+        remote: RemoteCheckpoints | None = None,
     ) -> None:
         self.run_dir, self.engine, self.loader, self.skipped = run_dir, engine, loader, start.skipped
         self.anomalies, self.is_background = anomalies, background is not None
@@ -227,11 +232,11 @@ class Checkpoints:
         first, tries = engine.mesh.world.is_first, "training continues, and the next checkpoint that is due tries again"
         self._saving, self._pruning = FailureWarning(first, tries), FailureWarning(first, "training continues")
         self._waiting = FailureWarning(first, "save less often (checkpoint.every) to spare that")
-        self._mirror, settings = None, engine.config.checkpoint
-        if first and settings.remote is not None:
-            told = FailureWarning(True, "training continues, and the next checkpoint is copied there again")
-            remote = RemoteCheckpoints(settings.remote)
-            self._mirror = Mirror(remote, settings.keep, settings.keep_every, told.failed, told.worked)
+        self._mirror, self._pruned = None, -1
+        if remote is not None:
+            self._mirror = _mirror_of(remote, engine.config)
+            if start.resumed is not None:
+                self._mirror.add(start.resumed.step, start.resumed.path, if_missing=True)
         self._sizes = dataset.sizes()
         self._texts = self._sidecar_texts(start.carried) if first else {}
         held = sum(tensor.numel() * tensor.itemsize for tensor in engine_tensors(engine).values())
@@ -257,7 +262,7 @@ class Checkpoints:
                 raise
             self._saving.failed(str(error))
             return None
-        self._complete(step, path, time.monotonic() - begun)
+        self._complete(step, path, time.monotonic() - begun, last)
         return path
 
     def finish(self) -> Written | None:
@@ -279,12 +284,20 @@ class Checkpoints:
             self._complete(written.step, written.path, written.seconds)
         return written
 
-    def end(self, seconds: float | None = None) -> None:
-        """End the background writes, within this many seconds; None to wait until they are done."""
+    def end(self, seconds: float | None = None) -> str | None:
+        """End the background writes, within this many seconds; None to wait until they are done.
+
+        Returns, on the first rank, a sentence if the newest checkpoint could not be copied to `checkpoint.remote`.
+        """
         if self._background is not None and self._background.end(seconds):
             self.finish()
-        if self._mirror is not None:
-            self._mirror.end(seconds)
+        if self._mirror is None:
+            return None
+        progress = self.engine.mesh.heartbeat.progress
+        missing = self._mirror.end(seconds, progress)
+        if self._pruned >= 0:  # those that were still to be copied then
+            self._prune(self._pruned, progress)
+        return missing
 
     def prune(self, step: int) -> None:
         """Delete, on the first rank, checkpoints up to `step` that `checkpoint.keep` and `keep_every` do not keep."""
@@ -296,6 +309,7 @@ class Checkpoints:
             self._prune(step, self.engine.mesh.heartbeat.progress)
 
     def _prune(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
+        self._pruned = step
         settings, used = self._config.checkpoint, frozenset() if self._mirror is None else self._mirror.in_use
         try:
             prune(self.run_dir, settings.keep, step, self.skipped | used, settings.keep_every, progress)
@@ -334,20 +348,32 @@ class Checkpoints:
     def load(self, path: Path) -> Facts:
         """Load one of the run's checkpoints and return its facts; raise a `UserError` on every rank if that fails."""
         try:
-            checkpoint = read_manifest(path)
-            restore_engine(self.engine, checkpoint)
+            return self._load(path)
         except DamagedCheckpoint as damage:
-            raise UserError(
-                f"The run cannot go back to {path}, which is damaged ({damage.reason}); remove it and use --resume."
-            ) from None
+            reason = damage.reason
+        address, world = self._config.checkpoint.remote, self.engine.mesh.world
+        if address is not None:
+            damaged = {path: reason}
+            copy, lines = from_first(world, lambda: replace_damaged(address, self.run_dir, damaged))
+            if world.is_first:
+                for line in lines:
+                    say(line)
+            if copy == path:
+                with suppress(DamagedCheckpoint):
+                    return self._load(path)
+        raise UserError(f"The run cannot go back to {path}, which is damaged ({reason}); remove it and use --resume.")
+
+    def _load(self, path: Path) -> Facts:
+        checkpoint = read_manifest(path)
+        restore_engine(self.engine, checkpoint)
         return checkpoint.facts
 
-    def _complete(self, step: int, path: Path, seconds: float) -> None:
+    def _complete(self, step: int, path: Path, seconds: float, last: bool = False) -> None:
         self._saving.worked()
         self.skipped -= {path}  # it replaced a damaged one
         self._clock.saved(seconds)
         if self._mirror is not None:
-            self._mirror.add(step, path)
+            self._mirror.add(step, path, last)
 
     def _sidecar_texts(self, carried: Checkpoint | None) -> dict[str, str]:
         """Return the text files of a checkpoint: config, model files, tokenizer, and further ones of `carried`."""
@@ -388,6 +414,12 @@ class Checkpoints:
             evaluation_missed=evaluation_missed,
             fingerprint=None if fingerprints is None else fingerprints.take(step).fingerprint,
         )
+
+
+def _mirror_of(remote: RemoteCheckpoints, config: Config) -> Mirror:
+    told = FailureWarning(True, "training continues, and the next checkpoint is copied there again")
+    kept = FailureWarning(True, "old copies stay there until a later checkpoint is copied")
+    return Mirror(remote, config.checkpoint.keep, config.checkpoint.keep_every, told.failed, kept.failed, told.worked)
 
 
 def model_tensors(engine: Engine) -> dict[str, Tensor]:

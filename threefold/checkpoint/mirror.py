@@ -1,0 +1,168 @@
+"""Copies of a run's checkpoints in the background, to the address of `checkpoint.remote`."""
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from threefold.checkpoint.folder import newest
+from threefold.checkpoint.ownership import Claimant
+from threefold.checkpoint.remote import AddressTaken, RemoteCheckpoints, reason_of
+from threefold.errors import UserError
+from threefold.files import shown
+from threefold.host import WorkThread
+
+_RETRIES: Final = (1.0, 4.0, 15.0)
+"""Seconds before each further attempt to copy the last checkpoint of a run."""
+
+
+def claim_address(address: str, run: Claimant) -> tuple[RemoteCheckpoints, list[str]]:
+    """Take an address for a run, and return what stands for it, and lines about the owner before, if elsewhere."""
+    remote = RemoteCheckpoints(address)
+    before, now = remote.claim(run)
+    if before is None or (before.run, before.host, before.folder) == (now.run, now.host, now.folder):
+        return remote, []
+    return remote, [f"checkpoint.remote {shown(remote.address)} is this run's from here on; it was that of {before}."]
+
+
+def copy_newest(address: str, run: Claimant) -> Path | None:
+    """Copy a run's newest checkpoint to its address unless it is there; return its folder if it was copied."""
+    saved, remote = newest(run.run_dir), RemoteCheckpoints(address)
+    if saved is None or saved.step in remote.steps():
+        return None
+    remote.claim(run)
+    remote.upload(saved.path)
+    return saved.path
+
+
+@dataclass(frozen=True)
+class _Copy:
+    """A checkpoint to copy: `is_last` if no other will follow, `if_missing` if it may be at the address already."""
+
+    step: int
+    folder: Path
+    is_last: bool = False
+    if_missing: bool = False
+
+
+class Mirror:
+    """Background copier of a run's checkpoints to a remote address, on one rank.
+
+    A checkpoint still queued when a newer one arrives is skipped, unless it is kept for good. Retention at the address
+    is as in `superfluous`. `failed` receives a sentence about each checkpoint that could not be copied, apart from the
+    last, about which `end` tells, `kept` one about older copies that could not be deleted; `copied` is called after
+    each checkpoint that was copied.
+    """
+
+    def __init__(
+        self,
+        remote: RemoteCheckpoints,
+        keep: int,
+        keep_every: int | None,
+        failed: Callable[[str], None],
+        kept: Callable[[str], None],
+        copied: Callable[[], None],
+        retries: Sequence[float] = _RETRIES,
+    ) -> None:
+        self.remote, self._keep, self._keep_every = remote, keep, keep_every
+        self._failed, self._kept, self._copied, self._retries = failed, kept, copied, retries
+        self._thread = WorkThread("threefold-remote")
+        self._lock = threading.Lock()
+        self._waiting: dict[int, _Copy] = {}
+        self._current: _Copy | None = None
+        self._missing: tuple[_Copy, UserError] | None = None  # the newest checkpoint, if it could not be copied
+
+    @property
+    def in_use(self) -> frozenset[Path]:
+        """Local folders that are still to be read."""
+        with self._lock:
+            current = (self._current,) if self._current else ()
+            return frozenset(each.folder for each in (*self._waiting.values(), *current))
+
+    def add(self, step: int, folder: Path, is_last: bool = False, if_missing: bool = False) -> None:
+        """Queue a checkpoint; one that no other will follow is tried again in `end` if it cannot be copied."""
+        self._queue(_Copy(step, folder, is_last, if_missing))
+
+    def remove(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
+        """Delete the remote copy of a step after the current copy; `progress` is called while that takes its time."""
+        self._wait(None, progress)
+        if self._missing is not None and self._missing[0].step == step:
+            self._missing = None
+        try:
+            self.remote.remove(step)
+        except UserError as error:
+            self._kept(str(error))
+
+    def end(self, seconds: float | None = None, progress: Callable[[], None] = lambda: None) -> str | None:
+        """End the thread after its queued work, waiting at most `seconds`.
+
+        Without a limit, the newest checkpoint is tried again if it could not be copied. Returns a sentence if it is not
+        there in the end.
+        """
+        self._wait(seconds, progress)
+        attempts = 1
+        for delay in self._retries if seconds is None else ():
+            if self._missing is None or isinstance(self._missing[1], AddressTaken):
+                break
+            copy, attempts = self._missing[0], attempts + 1
+            until = time.monotonic() + delay
+            while (left := until - time.monotonic()) > 0:
+                progress()
+                time.sleep(min(left, 0.5))
+            self._queue(copy)
+            self._wait(None, progress)
+        self._thread.end()
+        if self._missing is None:
+            return None
+        copy, error = self._missing
+        tried = f" in {attempts} attempts" if attempts > 1 else ""
+        where = f"but {copy.folder} is complete, and --resume=auto copies it"
+        return f"The last checkpoint could not be copied{tried}, {where}: {error}"
+
+    def _queue(self, copy: _Copy) -> None:
+        with self._lock:
+            if self._keep:
+                every = self._keep_every
+                self._waiting = {old: each for old, each in self._waiting.items() if every and old % every == 0}
+            self._waiting[copy.step] = copy
+        self._thread.do(self._copy_next)
+
+    def _wait(self, seconds: float | None, progress: Callable[[], None]) -> None:
+        """Wait for the queued work, at most `seconds`; call `progress` meanwhile."""
+        until = None if seconds is None else time.monotonic() + seconds
+        while not self._thread.wait(0.5 if until is None else max(0.0, min(0.5, until - time.monotonic()))):
+            if until is not None and time.monotonic() >= until:
+                return
+            progress()
+
+    def _copy_next(self) -> None:
+        with self._lock:
+            if not self._waiting:
+                return
+            copy = self._current = self._waiting.pop(next(iter(self._waiting)))
+        try:
+            if not (copy.if_missing and copy.step in self.remote.steps()):
+                self.remote.upload(copy.folder)
+        except UserError as error:
+            self._note(copy, error)
+        except Exception as error:  # such as a checkpoint that was deleted meanwhile
+            self._note(
+                copy, UserError(f"{copy.folder} cannot be copied to {shown(self.remote.address)}: {reason_of(error)}.")
+            )
+        else:
+            self._missing = None
+            self._copied()
+            try:
+                self.remote.prune(self._keep, self._keep_every, copy.step)
+            except UserError as error:
+                self._kept(str(error))
+        finally:
+            with self._lock:
+                self._current = None
+
+    def _note(self, copy: _Copy, error: UserError) -> None:
+        self._missing = copy, error
+        if not copy.is_last:
+            self._failed(str(error))
