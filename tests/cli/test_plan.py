@@ -146,7 +146,7 @@ def test_no_number_of_the_table_is_cut_off(
     run: Run, monkeypatch: pytest.MonkeyPatch, columns: int, without: list[str]
 ) -> None:
     """A narrow console has fewer columns in place of narrow ones."""
-    monkeypatch.setattr("threefold.cli.plan._WIDTH_OF_A_FILE", columns)
+    monkeypatch.setattr("threefold.planner.commands.plan._WIDTH_OF_A_FILE", columns)
     asked = ("--gpus", "8", "--hardware", "h100", *FEW)
     told, best = run(*asked).stdout, json.loads(run(*asked, "--json").stdout)["best"]
     assert "…" not in told

@@ -28,7 +28,7 @@ def config(**parallel: Any) -> Config:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A page of dp 2 · tp 2 · pp 2 with all tabs, one of 128 ranks, and one of many stages and layers."""
-    from threefold.cli.show import layout_page
+    from threefold.planner.commands.show import layout_page
     from threefold.planner.layout_document import layout_document, moves, proof
 
     folder = tmp_path_factory.mktemp("pages")

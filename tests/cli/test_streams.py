@@ -33,7 +33,7 @@ def test_a_command_that_prints(command: str, where: str, status: int, error: str
 def test_what_is_printed_lands_in_no_file(tmp_path: Path) -> None:
     """The first file that is opened would get the number of a stream that is closed."""
     script = (
-        "import sys; from threefold.cli.terminal import guard_streams; guard_streams(); "
+        "import sys; from threefold.terminal import guard_streams; guard_streams(); "
         f"file = open({str(tmp_path / 'file')!r}, 'w'); print('printed', flush=True); print('told', file=sys.stderr)"
     )
     ended = shell(f'{sys.executable} -c "{script}" <&- >&- 2>&-')

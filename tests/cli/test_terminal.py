@@ -2,7 +2,7 @@
 
 import pytest
 
-from threefold.cli.terminal import whole_number
+from threefold.terminal import whole_number
 from threefold.errors import UserError
 
 

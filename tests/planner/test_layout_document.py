@@ -13,7 +13,7 @@ import pytest
 from tests.planner.golden_collectives import LAYOUTS
 from tests.support.parity import Case, make_engine
 from tests.support.sweep import sweep
-from threefold.cli.show import layout_page
+from threefold.planner.commands.show import layout_page
 from threefold.comm.layout import parse
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
@@ -277,7 +277,7 @@ def test_a_wrong_report_is_one_sentence(report: Any, sentence: str) -> None:
 
 
 def test_a_page_holds_its_document_whatever_its_names_are(tmp_path: Path) -> None:
-    from threefold.cli.terminal import require_page
+    from threefold.terminal import require_page
 
     name = "</script><!--document--><b>"
     page = layout_page({"name": name})

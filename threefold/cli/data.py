@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Literal
 import typer
 from typer import Argument, Option
 
-from threefold.cli.help import CommandLine
-from threefold.cli.terminal import Bars, print_table
+from threefold.command_line import CommandLine
 from threefold.files import first_of, format_bytes
 from threefold.host import usable_cores
+from threefold.terminal import Bars, print_table
 
 if TYPE_CHECKING:
     from threefold.data.audit import TokenSummary

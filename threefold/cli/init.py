@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 from typer import Argument, Option
 
-from threefold.cli.terminal import Bars, whole_number
 from threefold.errors import UserError
 from threefold.files import counted, shown
+from threefold.terminal import Bars, whole_number
 
 if TYPE_CHECKING:
     from threefold.config import Config

@@ -5,7 +5,7 @@ from pathlib import Path
 import typer
 from typer import Argument, Option
 
-from threefold.cli.terminal import Overrides, model_file
+from threefold.terminal import Overrides, model_file
 
 
 def command(

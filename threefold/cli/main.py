@@ -7,46 +7,54 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping
 from contextlib import suppress
-from importlib import import_module
 from typing import Final
 
 import typer
 from typer import Option
 
 from threefold import __version__
-from threefold.cli.help import CommandLine
-from threefold.cli.terminal import forget_narrow_terminal, guard_streams
+from threefold.command_line import CommandLine
+from threefold.doors import added, imported
 from threefold.errors import CLOSED_OUTPUT, UserError
 from threefold.files import on_one_line, shown
+from threefold.terminal import forget_narrow_terminal, guard_streams
 
-GROUPS: Final = {
-    "Train and use": ("init", "train", "watch", "report", "generate", "eval"),
-    "Check": ("verify", "parity", "doctor", "inspect"),
-    "Plan": ("plan", "show", "estimate", "simulate", "dry-run"),
-    "Files": ("data", "checkpoint", "config"),
+COMMANDS: Final = {
+    "init": ("Train and use", "threefold.cli.init:command"),
+    "train": ("Train and use", "threefold.cli.train:command"),
+    "inspect": ("Check", "threefold.cli.inspect:command"),
+    "data": ("Files", "threefold.cli.data:app"),
+    "checkpoint": ("Files", "threefold.cli.checkpoint:app"),
+    "config": ("Files", "threefold.cli.config:app"),
 }
-"""Commands by the panels of the help, each a module of this package: with a function `command`, or a Typer `app` of
-subcommands. A class `Parser` in it replaces Typer's parser of the command's arguments."""
-COMMANDS: Final = tuple(name for names in GROUPS.values() for name in names)
+"""Command → its panel of the help, and the import path of its function or of the Typer `app` of its subcommands.
+
+Attached rooms add theirs (`threefold.doors`); one such as "config convert" joins the subcommands of a command here. A
+class `Parser` beside a function replaces Typer's parser of its arguments.
+"""
+PANELS: Final = ("Train and use", "Check", "Plan", "Files")
 FAILED, MISUSED = 1, 2
 _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS)
 """Errors caused by a path that the user gave."""
 
 
-def make_app(commands: Sequence[str] = COMMANDS) -> typer.Typer:
-    """Return the command line with these commands, as described at `GROUPS`."""
+def make_app(commands: Mapping[str, tuple[str, str]] | None = None) -> typer.Typer:
+    """Return the command line with these commands, as described at `COMMANDS`; None for all."""
     app = CommandLine(name="threefold", pretty_exceptions_enable=False)
     app.callback()(_root)
-    panels = {name: panel for panel, names in GROUPS.items() for name in names}
-    for name in commands:
-        module = import_module(f"threefold.cli.{name.replace('-', '_')}")
-        panel = panels.get(name)
-        if hasattr(module, "app"):
-            app.add_typer(module.app, name=name, rich_help_panel=panel)
+    given = COMMANDS | added("COMMANDS") if commands is None else commands
+    groups: dict[str, typer.Typer] = {}
+    for words, (panel, path) in sorted(given.items(), key=lambda each: PANELS.index(each[1][0] or PANELS[-1])):
+        group, _, name = words.rpartition(" ")
+        found = imported(path)
+        if isinstance(found, typer.Typer):
+            groups[name] = found
+            app.add_typer(found, name=name, rich_help_panel=panel)
         else:
-            app.command(name, cls=getattr(module, "Parser", None), rich_help_panel=panel)(module.command)
+            parser = getattr(sys.modules[found.__module__], "Parser", None)
+            (groups[group] if group else app).command(name, cls=parser, rich_help_panel=panel or None)(found)
     return app
 
 

@@ -12,10 +12,11 @@ from typing import Any, Final, Literal
 import typer
 from typer import Option
 
-from threefold.cli.help import HelpedCommand
-from threefold.cli.terminal import Bars, ConfigFile, ModelFile, Overrides, TrustCode, read_config, require_ranks
+from threefold.command_line import HelpedCommand
+from threefold.doors import hook
 from threefold.errors import OutputLost, UserError
 from threefold.files import shown
+from threefold.terminal import Bars, ConfigFile, ModelFile, Overrides, TrustCode, read_config, require_ranks
 
 _NUMBER: Final = re.compile(r"[+-]?\d+")
 _PROFILE_STEPS: Final = 3
@@ -131,9 +132,7 @@ def command(
                 made = run.config.train.max_steps
                 _say(f"{folder} has completed all its {made:,} steps; there is nothing left to do.")
             if run.config.model.architecture == OWN:
-                from threefold.verify.self_check import self_check
-
-                run = replace(run, check=self_check)
+                run = replace(run, check=hook("check_layout"))
             stopped = run.start(console, signals, debug_rank)
         except StopRequested as request:
             if not request.again:

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Final
 import typer
 from typer import Option
 
-from threefold.cli.terminal import print_table, shortened, whole_number
 from threefold.errors import UserError
 from threefold.figures import check_picture
 from threefold.files import counted, shown
+from threefold.terminal import print_table, shortened, whole_number
 
 if TYPE_CHECKING:
     from threefold.planner.schedule import Simulation

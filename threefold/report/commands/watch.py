@@ -6,8 +6,8 @@ from typing import Any, Final
 import typer
 from typer import Option
 
-from threefold.cli.help import HelpedCommand
-from threefold.cli.terminal import RunFolder, whole_number
+from threefold.command_line import HelpedCommand
+from threefold.terminal import RunFolder, whole_number
 
 _PORT: Final = 6070
 

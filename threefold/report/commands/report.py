@@ -6,8 +6,8 @@ from pathlib import Path
 import typer
 from typer import Argument, Option
 
-from threefold.cli.terminal import print_warnings, require_page, setting_text, table
 from threefold.files import shown
+from threefold.terminal import print_warnings, require_page, setting_text, table
 
 
 def command(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Option
 
-from threefold.cli import terminal
+from threefold import terminal
 from threefold.errors import UserError
 from threefold.files import format_bytes
 

@@ -46,6 +46,7 @@ TrustCode = Annotated[
         rich_help_panel=OWN_MODEL,
     ),
 ]
+Overwrite = Annotated[bool, Option("--overwrite", help="Overwrite --out.")]
 AsJson = Annotated[bool, Option("--json", help="Print a JSON document instead of a table.")]
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="Run folder.")]
 TensorRanks = Annotated[int, Option("--tp", min=1, help="Tensor-parallel size.", rich_help_panel=LAYOUT)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from typer import Option
 
-from threefold.cli import terminal
+from threefold import terminal
 from threefold.errors import UserError
 from threefold.files import shown
 

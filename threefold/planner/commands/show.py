@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 from typer import Option
 
-from threefold.cli import terminal
-from threefold.cli.estimate import HardwareName
+from threefold import terminal
 from threefold.errors import UserError
 from threefold.files import counted, fill_page, format_bytes, json_in_script, read_json, shown
+from threefold.planner.commands.estimate import HardwareName
 
 if TYPE_CHECKING:
     from threefold.config import Config

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Option
 
-from threefold.cli.terminal import ConfigFile, Overrides, TrustCode, print_table, read_without_data
 from threefold.errors import UserError
 from threefold.figures import check_picture
 from threefold.files import format_bytes
+from threefold.terminal import ConfigFile, Overrides, TrustCode, print_table, read_without_data
 
 if TYPE_CHECKING:
     from threefold.planner.estimate import Estimate

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import typer
 from typer import Option
 
-from threefold.cli import terminal
+from threefold import terminal
 from threefold.errors import OutputLost, UserError
 from threefold.files import shown as shown_path
 from threefold.foreign import open_own

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 import typer
 from typer import Option
 
-from threefold.cli.terminal import Steps, print_table
 from threefold.errors import UserError
 from threefold.files import format_bytes, shown
+from threefold.terminal import Steps, print_table
 
 if TYPE_CHECKING:
     from threefold.planner.doctor import Examination

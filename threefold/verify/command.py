@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 import typer
 from typer import Argument, Option
 
-from threefold.cli.terminal import OWN_MODEL, ConfigFile, Overrides, Steps, TrustCode, read_config
 from threefold.errors import UserError
 from threefold.files import counted, first_of, format_bytes, shown
+from threefold.terminal import OWN_MODEL, ConfigFile, Overrides, Steps, TrustCode, read_config
 
 if TYPE_CHECKING:
     from rich.table import Table

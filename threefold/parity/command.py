@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer import Argument, Option
 
-from threefold.cli.help import CommandLine
-from threefold.cli.terminal import AsJson, Steps, byte_size, print_table, require_page
+from threefold.command_line import CommandLine
 from threefold.errors import UserError
 from threefold.files import counted, format_bytes
+from threefold.terminal import AsJson, Steps, byte_size, print_table, require_page
 
 if TYPE_CHECKING:
     from threefold.parity.record import Record

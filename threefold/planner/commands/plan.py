@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Final
 import typer
 from typer import Option
 
-from threefold.cli.estimate import AsJson, HardwareName, chosen_hardware
-from threefold.cli.terminal import ConfigFile, Overrides, TrustCode, read_config, table, whole_number
 from threefold.errors import UserError
 from threefold.figures import check_picture
 from threefold.files import format_bytes, shown
+from threefold.planner.commands.estimate import AsJson, HardwareName, chosen_hardware
+from threefold.terminal import ConfigFile, Overrides, TrustCode, read_config, table, whole_number
 
 if TYPE_CHECKING:
     from rich.console import Console

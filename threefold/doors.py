@@ -1,0 +1,40 @@
+"""Doors: what attached rooms add to the core, which never imports them.
+
+The core is what trains. An attached room is a subpackage that a run can do without, such as the planner; its module
+`door` declares, as import paths, what it adds, so that nothing of a room is imported before it is used:
+
+    COMMANDS = {"plan": ("Plan", "threefold.planner.commands.plan:command")}
+    HOOKS = {"peak_rate": "threefold.planner.hardware:peak_rate"}
+
+A room that is not there adds nothing. Other packages add names through entry points (`plugins.Registry`).
+"""
+
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, Final
+
+ROOMS: Final = ("report", "inference", "verify", "parity", "planner", "huggingface", "convert", "resilience")
+"""Attached rooms that add something, in the order in which commands are listed and callbacks are called."""
+
+
+@cache
+def added(kind: str) -> dict[str, Any]:
+    """Return all that the rooms add of a kind, such as `COMMANDS`, by name, in the order of the rooms."""
+    found: dict[str, Any] = {}
+    for room in ROOMS:
+        if find_spec(f"threefold.{room}") and find_spec(f"threefold.{room}.door"):
+            found |= getattr(import_module(f"threefold.{room}.door"), kind, {})
+    return found
+
+
+def hook(name: str) -> Any:
+    """Import and return what a room adds under `name` in its `HOOKS`; None if the room is not there."""
+    path = added("HOOKS").get(name)
+    return None if path is None else imported(path)
+
+
+def imported(path: str) -> Any:
+    """Import and return the object of an import path `module:attribute`."""
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)

@@ -1,0 +1,8 @@
+"""What models of Hugging Face add to the core (`threefold.doors`)."""
+
+from typing import Final
+
+COMMANDS: Final = {
+    "checkpoint import": ("", "threefold.huggingface.commands:import_"),
+    "checkpoint export": ("", "threefold.huggingface.commands:export"),
+}

@@ -1,0 +1,8 @@
+"""What inference adds to the core (`threefold.doors`)."""
+
+from typing import Final
+
+COMMANDS: Final = {
+    "generate": ("Train and use", "threefold.inference.commands.generate:command"),
+    "eval": ("Train and use", "threefold.inference.commands.eval:command"),
+}

@@ -1,0 +1,14 @@
+"""What the planner adds to the core (`threefold.doors`)."""
+
+from typing import Final
+
+COMMANDS: Final = {
+    "doctor": ("Check", "threefold.planner.commands.doctor:command"),
+    "plan": ("Plan", "threefold.planner.commands.plan:command"),
+    "show": ("Plan", "threefold.planner.commands.show:command"),
+    "estimate": ("Plan", "threefold.planner.commands.estimate:command"),
+    "simulate": ("Plan", "threefold.planner.commands.simulate:command"),
+    "dry-run": ("Plan", "threefold.planner.commands.dry_run:command"),
+    "config size": ("", "threefold.planner.commands.sizes:size"),
+    "config presets": ("", "threefold.planner.commands.sizes:presets"),
+}
