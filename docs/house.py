@@ -23,10 +23,10 @@ BEGIN, END = "<!-- house: written by docs/house.py -->", "<!-- end of house -->"
 
 
 def rooms() -> list[str]:
-    """The rooms from the top floor down, as import-linter's contract orders them."""
+    """The rooms from the top floor down, as import-linter's contracts order them: attached ones, then the core."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
-    (layers,) = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
-    return [room.strip() for floor in layers for room in floor.split("|")]
+    core, attached = [contract["layers"] for contract in contracts if contract["type"] == "layers"]
+    return [room.strip() for floor in [*attached, *core] for room in floor.split("|")]
 
 
 def imports(names: list[str]) -> dict[str, list[str]]:

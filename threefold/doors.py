@@ -4,17 +4,19 @@ The core is what trains. An attached room is a subpackage that a run can do with
 `door` declares, as import paths, what it adds, so that nothing of a room is imported before it is used:
 
     COMMANDS = {"plan": ("Plan", "threefold.planner.commands.plan:command")}
-    HOOKS = {"peak_rate": "threefold.planner.hardware:peak_rate"}
+    CALLBACKS = {"stragglers": "threefold.resilience.stragglers:StragglerReport"}  # of every run
+    ATTACHMENTS = {"resilience": "threefold.resilience.attachment:FaultResponse"}  # `threefold.train.attachment`
+    NAMES = {"verify_model": "threefold.verify.api:verify_model"}  # of `threefold`; TYPES, of `threefold.types`
+    HOOKS = {"peak_rate": "threefold.planner.hardware:peak_rate"}  # functions that the core calls where they are
 
 A room that is not there adds nothing. Other packages add names through entry points (`plugins.Registry`).
 """
 
 from functools import cache
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any, Final
 
-ROOMS: Final = ("report", "inference", "verify", "parity", "planner", "huggingface", "convert", "resilience")
+ROOMS: Final = ("verify", "parity", "planner", "huggingface", "convert", "resilience", "report", "inference")
 """Attached rooms that add something, in the order in which commands are listed and callbacks are called."""
 
 
@@ -23,8 +25,12 @@ def added(kind: str) -> dict[str, Any]:
     """Return all that the rooms add of a kind, such as `COMMANDS`, by name, in the order of the rooms."""
     found: dict[str, Any] = {}
     for room in ROOMS:
-        if find_spec(f"threefold.{room}") and find_spec(f"threefold.{room}.door"):
-            found |= getattr(import_module(f"threefold.{room}.door"), kind, {})
+        name = f"threefold.{room}.door"
+        try:
+            found |= getattr(import_module(name), kind, {})
+        except ModuleNotFoundError as error:
+            if error.name not in (name, f"threefold.{room}"):
+                raise
     return found
 
 

@@ -16,11 +16,11 @@ import torch
 import threefold as t3
 from tests.support import ready
 from tests.train.support import Run, losses_of, steps_of, train_rank
-from threefold.api.trainer import VerifiedModel
 from threefold.comm.layout import parse
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.verify.api import VerifiedModel
 from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT, LayoutResult, Verdict
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from threefold.terminal import whole_number
 from threefold.errors import UserError
+from threefold.terminal import whole_number
 
 
 def test_whole_numbers() -> None:

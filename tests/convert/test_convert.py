@@ -8,7 +8,7 @@ import pytest
 
 from tests.convert.foreign_configs import COLOSSAL, FLEET, FLEET_BASE, LLAMA, MEGATRON
 from threefold.config import Config, load_config, resolve
-from threefold.convert import Converted, convert
+from threefold.convert.conversion import Converted, convert
 from threefold.convert.key_mapping import KeyMapping, count, number, switch, whole
 from threefold.errors import UserError
 

@@ -18,7 +18,7 @@ from tests.convert.foreign_configs import (
     MEGATRON_SCRIPTS,
 )
 from threefold.config import load_config
-from threefold.convert import convert, unmapped_lines
+from threefold.convert.conversion import convert, unmapped_lines
 from threefold.errors import UserError
 
 DAMAGED_OF_EACH = 16

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from threefold.config import load_config
-from threefold.convert import Converted, convert
+from threefold.convert.conversion import Converted, convert
 
 _MEGATRON = "torchrun pretrain_gpt.py --num-layers 2 --hidden-size 8 --num-attention-heads 2 --seq-length 8 --lr 1e-4"
 

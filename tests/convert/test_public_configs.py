@@ -9,7 +9,7 @@ import pytest
 
 from tests.convert.public_configs import CASES, Case, Settings, written
 from threefold.config import Config, load_config, resolve
-from threefold.convert import Converted, convert
+from threefold.convert.conversion import Converted, convert
 from threefold.errors import UserError
 from threefold.planner.model_size import ModelSize
 from threefold.train.optim import learning_rate

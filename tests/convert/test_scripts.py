@@ -9,7 +9,7 @@ import pytest
 from tests.convert.foreign_configs import MEGATRON_EXPECTED as EXPECTED
 from tests.convert.foreign_configs import MEGATRON_SCRIPTS as SCRIPTS
 from threefold.config import load_config
-from threefold.convert import Converted, convert
+from threefold.convert.conversion import Converted, convert
 from threefold.convert.megatron import read
 from threefold.errors import UserError
 

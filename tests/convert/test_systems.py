@@ -7,7 +7,7 @@ import pytest
 
 from tests.convert.foreign_configs import FLEET_FLAGS, HYBRID_GPT, LOGGED_RUN
 from threefold.config import load_config
-from threefold.convert import Converted, convert
+from threefold.convert.conversion import Converted, convert
 from threefold.errors import UserError
 
 

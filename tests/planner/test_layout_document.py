@@ -13,13 +13,13 @@ import pytest
 from tests.planner.golden_collectives import LAYOUTS
 from tests.support.parity import Case, make_engine
 from tests.support.sweep import sweep
-from threefold.planner.commands.show import layout_page
 from threefold.comm.layout import parse
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel.parameter import offset
+from threefold.planner.commands.show import layout_page
 from threefold.planner.hardware import find_hardware
 from threefold.planner.layout_document import VERSION, ModelShards, layout_document, moves, proof, when
 from threefold.verify.layouts import compose

@@ -16,6 +16,7 @@ from threefold.comm.agreement import require_same_arguments
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
 from threefold.data.agreement import require_one_batch
+from threefold.doors import hook
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments, require_whole
 from threefold.models.loss_terms import LossFunction, LossSums
@@ -31,7 +32,6 @@ from threefold.plugins import require_one_of
 from threefold.train.step import GradientStep
 from threefold.train.terms import checksum_of_code
 from threefold.train.update_rule import LossScale
-from threefold.verify.loop_check import LoopCheck
 
 
 def with_arguments(model: Callable[..., Any], arguments: Mapping[str, Any] | None) -> Callable[[], Any]:
@@ -139,8 +139,8 @@ class DistributedModel:
         self._compare("train_batch", batch)
         check = None
         with _checked(loss_fn):
-            if self._unsplit is not None:
-                check = LoopCheck.begin(self.gradient_step, self._unsplit, batch, loss_fn, self.updates)
+            if self._unsplit is not None and (loop_check := hook("check_loop")) is not None:
+                check = loop_check.begin(self.gradient_step, self._unsplit, batch, loss_fn, self.updates)
             self.last = self.gradient_step.train_batch(batch, self.updates, loss_fn, outputs=outputs)
         if check is not None:
             check.finish(self.last.loss)

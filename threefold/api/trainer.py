@@ -1,35 +1,29 @@
 """Runs from Python with Python objects: training (`Trainer`) and verification (`verify_model`)."""
 
-import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from threefold.api.pipeline import PipelineLayers
 from threefold.checkpoint.resume import Resume
-from threefold.comm.layout import parse_layouts
 from threefold.config import Config, load_config
 from threefold.config.loading import config_of
 from threefold.config.model import OWN
 from threefold.config.schema import section_types
-from threefold.data.dataset import vocabulary
-from threefold.errors import UserError, require_whole
+from threefold.doors import hook
+from threefold.errors import UserError
 from threefold.files import shown
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.launcher import joined_rank
-from threefold.launch.process import StopSignals, prepare_fork, require_room
+from threefold.launch.process import StopSignals
 from threefold.launch.training_run import explain_stop, prepare_training
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource, as_source
-from threefold.parallel.plan_check import layout_check
 from threefold.plugins import import_path_of
 from threefold.train.callbacks.base import Callback, say
 from threefold.train.callbacks.registry import require_packages
-from threefold.verify.layouts import UNKNOWN_VOCABULARY, asked_for, covering, possible, prepare, shrink
-from threefold.verify.self_check import self_check
-from threefold.verify.verifier import EQUAL, LayoutResult, Verification, choose_batches, verifier
 
 if TYPE_CHECKING:
     import torch
@@ -146,111 +140,13 @@ class Trainer:
         if test_interval is not None:
             config = changed(config, "train", {"eval_every_epochs": test_interval, "eval_every": None})
         with StopSignals(process_ends=False) as signals:
-            run = replace(prepare_training(config, self.run_dir, resume=resume), check=self_check)
+            run = replace(prepare_training(config, self.run_dir, resume=resume), check=hook("check_layout"))
             stopped = None if run.finished else run.start_here(self.callbacks, self.source, signals)
         rank = joined_rank() or find_launched_rank()
         if stopped is not None and not stopped.reason and (rank is None or rank.rank == 0):
             by = stopped.limit or stopped.signal
             say(explain_stop(self.run_dir, by, stopped.step, "trainer.fit()", "trainer.fit(resume=True)"))
         return stopped
-
-
-@dataclass(frozen=True)
-class VerifiedModel:
-    """Results of `verify_model`; `str()` has a line for each layout.
-
-    Attributes:
-        results: results of the layouts, in order.
-    """
-
-    results: tuple[LayoutResult, ...]
-
-    @property
-    def all_equal(self) -> bool:
-        """Whether every layout computes the same as a single process."""
-        return all(result.verdict == EQUAL for result in self.results)
-
-    def __iter__(self) -> Iterator[LayoutResult]:
-        return iter(self.results)
-
-    def __str__(self) -> str:
-        lines = []
-        for result in self.results:
-            line = f"{result.spec}: {result.verdict}"
-            if result.worst is not None:
-                line += f", the largest relative error is {result.worst.relative:.1e}"
-            if result.first is not None:
-                line += f", the first departure is {result.first} ({result.first.where(result.spec.layout)})"
-            lines.append(line + (f", {result.message}" if result.message else ""))
-        return "\n".join(lines)
-
-
-def verify_model(
-    config: AnyConfig,
-    layouts: Sequence[str] | str | None = None,
-    *,
-    model: Any = None,
-    plan: Any = None,
-    loss: LossFunction | None = None,
-    arguments: Mapping[str, Any] | None = None,
-    optimizer: "Callable[..., torch.optim.Optimizer] | None" = None,
-    dataset: Any = None,
-    ranks: int = 4,
-    steps: int = 3,
-    dtype: Literal["fp64", "fp32"] = "fp64",
-    full: bool = False,
-) -> VerifiedModel:
-    """Train a few steps in a single process and in each layout, on processes of this host, and compare the results.
-
-    Initial weights, and each step's loss, gradient norm, gradients and updated weights must be equal up to rounding.
-    The config's own layout is ignored.
-
-    Args:
-        config, model, plan, loss, arguments, optimizer, dataset: as in `Trainer`; classes and functions must be defined
-            in a module or the script, where processes look them up. A custom optimizer keeps its `eps`: with 1e-8 Adam
-            amplifies gradients that are pure rounding, such as a key bias's, which then differ; use for example
-            `functools.partial(torch.optim.NAdam, eps=1e-5)`.
-        layouts: layouts such as `["dp2·tp2", "pp2 zero1"]`; None for a selection that covers all kinds of parallelism.
-        ranks: number of ranks of the selected layouts.
-        steps: optimizer steps to compare.
-        dtype: precision; the tolerance is 1e-12 for fp64, 1e-5 for fp32.
-        full: whether a model of the config keeps its full size instead of fewer and narrower layers. A custom model on
-            data that are not tokens always does.
-
-    Returns:
-        a result for each layout.
-
-    Raises:
-        UserError: an argument is wrong, the model does not fit its plan, or the data cannot be read.
-
-    Example:
-        >>> verified = threefold.verify_model(config, ["dp2·tp2"], model=MyModel, loss=loss, dataset=MyData)
-        >>> assert verified.all_equal, verified
-    """
-    if dtype not in ("fp64", "fp32"):
-        raise UserError(f"dtype is {dtype!r} but must be fp64 or fp32; use fp64.")
-    require_whole("steps", steps, use=3)
-    require_whole("ranks", ranks, least=2, use=4)
-    given, source = own_run(config, model, plan, loss, arguments, optimizer, dataset)
-    try:
-        pickle.dumps(source)
-    except Exception as error:
-        raise UserError(
-            f"{shown(str(source))} with its plan and loss cannot be sent to other processes "
-            f"({' '.join(str(error).split())}); define them at the top of a module or of the script."
-        ) from None
-    specs = parse_layouts([layouts] if isinstance(layouts, str) else list(layouts or ()))
-    require_room(max((spec.world_size for spec in specs), default=ranks))
-    base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
-    rows = choose_batches(given, source.loss(base))
-    wanted = specs or possible(ranks, given.model.num_experts)
-    small = base if full else shrink(base, wanted, batch_alone=rows.is_nested)
-    suits = layout_check(source, small)
-    selection = asked_for(small, specs, suits) if specs else covering(small, ranks, suits)
-    prepare_fork()
-    with verifier(Verification(small, steps, rows, source, full), selection) as check:
-        check.run_one_process()
-        return VerifiedModel(tuple(check.verify(spec, selection.has_second_run(spec)) for spec in selection.specs))
 
 
 def own_run(

@@ -32,10 +32,9 @@ def command(
     Examples:
       threefold config convert pretrain_gpt.sh > run.yaml
     """
-    from threefold.convert import convert as converted_from
-    from threefold.convert import unmapped_lines
+    from threefold.convert.conversion import convert, unmapped_lines
 
-    converted = converted_from(file, kind, world_size)
+    converted = convert(file, kind, world_size)
     typer.echo(converted.to_yaml(), nl=False)
     for line in unmapped_lines(converted, file):
         typer.echo(line, err=True)

@@ -5,7 +5,7 @@ from typing import Final, Literal
 
 from threefold.comm.layout import Layout
 from threefold.config import Config
-from threefold.config.model import OWN
+from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.files import counted
 from threefold.host import memory, swap
@@ -87,7 +87,10 @@ def require_memory(config: Config, launched: LaunchedRank | None, own_parameters
     first, ranks = 0, layout.world_size
     if launched:
         first, ranks = launched.rank - launched.local_rank, launched.local_world_size
-    needed, has = _states(config, layout, first, ranks, own_parameters), memory() + swap()
+    bytes_of_states = hook("bytes_of_states")
+    if bytes_of_states is None:
+        return
+    needed, has = bytes_of_states(config, layout, first, ranks, own_parameters), memory() + swap()
     if needed <= has:
         return
     zero = "" if config.parallel.zero == 3 or layout.dp == 1 else "parallel.zero 3, fewer replicas (parallel.dp), "
@@ -96,21 +99,3 @@ def require_memory(config: Config, launched: LaunchedRank | None, own_parameters
         f"than the {has / 1e9:,.1f} GB of memory that this machine has for them; use {zero}a smaller model "
         "(model.num_layers, model.hidden_size) or more machines."
     )
-
-
-def _states(config: Config, layout: Layout, first: int, count: int, own_parameters: tuple[int, int]) -> int:
-    """Return the bytes of weights, gradients and optimizer state of some ranks; a lower bound for a custom model."""
-    from threefold.dtypes import DTYPES
-    from threefold.planner.model_size import ModelSize, optimizer_states
-
-    if config.model.architecture == OWN:
-        if count < layout.world_size:
-            return 0
-        each = 2 + min(optimizer_states(config.optimizer))
-        copies = 1 if config.parallel.zero else layout.dp
-        whole, trained = own_parameters
-        frozen = (whole - trained) * DTYPES[config.precision.dtype].itemsize
-        return (trained * each * config.precision.master_itemsize + frozen) * copies
-    size = ModelSize(config)
-    by_place = {place: size.largest_rank(place).bytes for place in range(layout.pp)}
-    return sum(by_place[layout.coordinates(rank).pp] for rank in range(first, min(first + count, layout.world_size)))

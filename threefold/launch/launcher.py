@@ -4,17 +4,16 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import Any
 
 from threefold.comm.heartbeat import Heartbeat, wait_code
-from threefold.comm.layout import Layout
 from threefold.comm.rank_state import RunSection
 from threefold.errors import UserError
 from threefold.launch import failure as failures
-from threefold.launch.device import choose_device, require_gpus
+from threefold.launch.device import require_gpus
 from threefold.launch.environment import LaunchedRank, find_launched_rank, local_place, meet
 from threefold.launch.failure import Failure, RankFailed, is_first_to_report
 from threefold.launch.hang_watch import StoreWatch
@@ -22,9 +21,6 @@ from threefold.launch.local import Ownership, spawn, write_traceback
 from threefold.launch.output import failure_file
 from threefold.launch.process import StopSignals, raise_on_second
 from threefold.launch.worker import Device, Job, RankInfo, Worker, never, stay_on_loopback, work
-
-if TYPE_CHECKING:
-    from threefold.inference.model import Trained
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
 
@@ -235,60 +231,3 @@ def _claim(run_dir: Path, failure: Failure) -> bool:
     except OSError as error:  # such as a full disk: better to report twice than not at all
         return not isinstance(error, FileExistsError)
     return True
-
-
-@dataclass(frozen=True)
-class InferenceRun:
-    """A trained model from a checkpoint, and the ranks to run it on."""
-
-    trained: "Trained"
-    layout: Layout
-    dtype: str
-    device: Device
-
-    @classmethod
-    def prepare(
-        cls,
-        run_dir: Path,
-        layout: Layout,
-        dtype: str,
-        device: Literal["auto", "cpu", "cuda"],
-        model: str | None = None,
-        trust_code: bool = False,
-    ) -> Self:
-        """Check everything before a rank starts; the device "auto" uses GPUs if there is one per rank."""
-        from threefold.inference.model import Trained
-
-        trained = Trained.find(run_dir, model=model, trust_code=trust_code)
-        trained.check(layout)
-        trained.tokenizer()
-        launched = find_launched_rank()
-        if launched:
-            layout.require_world(launched.world_size, launched.variables)
-        local_world_size = launched.local_world_size if launched else layout.world_size
-        return cls(trained, layout, dtype, choose_device(device, dtype, local_world_size))
-
-    def start(self, work: Worker, *args: Any) -> None:
-        """Load the model and call `work(model, *args)` on every rank; return when all have ended.
-
-        A single rank runs in this process; several are processes of this host, or those of a launcher. `work` is a
-        function of an importable module.
-        """
-        if self.layout.world_size == 1 and find_launched_rank() is None:
-            from threefold.comm.mesh import Mesh
-
-            model = self.trained.load(Mesh.alone(self.device), self.dtype)
-            with model.few_threads():
-                work(model, *args)
-        else:
-            run(_infer, (self, work, args), self.layout.world_size, device=self.device)
-
-
-def _infer(info: RankInfo, inference: InferenceRun, work: Worker, args: tuple[Any, ...]) -> None:
-    import torch
-
-    from threefold.comm.mesh import Mesh
-
-    on_gpu = inference.device == "cuda"
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    work(inference.trained.load(Mesh(inference.layout, device), inference.dtype), *args)

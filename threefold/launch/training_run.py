@@ -25,6 +25,7 @@ from threefold.config.resolve import check_settings, on_device
 from threefold.config.schema import check_fault_policies
 from threefold.constants import PARITY_WIDE
 from threefold.data.dataset import open_dataset
+from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
@@ -64,19 +65,19 @@ def train_as_rank(
     import torch
 
     from threefold.models.source import ConfigSource
-    from threefold.planner.hardware import peak_rate
     from threefold.train.run import train
 
     profile, gpu = None, None
     if profile_steps:
-        from threefold.planner.pictures import draw_run_timeline
         from threefold.train.profiling import ProfileRequest
 
-        profile = ProfileRequest(profile_steps, partial(draw_run_timeline, model=config.model.title))
+        draw = hook("draw_run_timeline")
+        profile = ProfileRequest(profile_steps, None if draw is None else partial(draw, model=config.model.title))
     if info.device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpu = (properties.name, properties.total_memory)
-    peak = peak_rate(config.precision.dtype, info.device, info.local_world_size, gpu)
+    find_peak = hook("peak_rate")
+    peak = find_peak and find_peak(config.precision.dtype, info.device, info.local_world_size, gpu)
     options: dict[str, Any] = {"began": began, "heartbeat": info.heartbeat, "attempt": attempt, "peak_rate": peak}
     options |= {"callbacks": callbacks, "source": source or ConfigSource(), "profile": profile, "verify": check}
     return train(config, run_dir, resume, info.asked, info.local_rank == 0, **options)
@@ -120,8 +121,10 @@ class _Checked:
             return self.resolved
         if config.model.architecture == OWN:  # no formula gives its activations
             return self.resolved
+        largest_micro_batch = hook("largest_micro_batch")  # imports torch, which no check needs
+        if largest_micro_batch is None:
+            return self.resolved
         from threefold.models.block import UnknownBlock
-        from threefold.planner.activations import largest_micro_batch  # imports torch, which no check needs
 
         room = memory_per_rank(device, self.local_world_size)
         try:
@@ -215,9 +218,9 @@ class TrainingRun:
         if self.finished:
             return None
         with lasting_imports():  # once here rather than on every forked rank
-            import threefold.checkpoint.summary  # for the report at the end
-            import threefold.planner.hardware  # noqa: F401
             from threefold.train.run import check_division, import_named
+
+            hook("peak_rate")
 
             import_named(self.config)
         require_memory(self.config, find_launched_rank(), check_division(self.config))

@@ -3,3 +3,4 @@
 from typing import Final
 
 COMMANDS: Final = {"parity": ("Check", "threefold.parity.command:app")}
+ATTACHMENTS: Final = {"parity": "threefold.parity.of_threefold:Recording"}

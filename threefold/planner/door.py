@@ -12,3 +12,9 @@ COMMANDS: Final = {
     "config size": ("", "threefold.planner.commands.sizes:size"),
     "config presets": ("", "threefold.planner.commands.sizes:presets"),
 }
+HOOKS: Final = {
+    "peak_rate": "threefold.planner.hardware:peak_rate",
+    "draw_run_timeline": "threefold.planner.pictures:draw_run_timeline",
+    "largest_micro_batch": "threefold.planner.activations:largest_micro_batch",
+    "bytes_of_states": "threefold.planner.model_size:bytes_of_states",
+}

@@ -7,10 +7,11 @@ from functools import lru_cache
 from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
-from threefold.comm.layout import Coordinates
+from threefold.comm.layout import Coordinates, Layout
 from threefold.config import Config, OptimizerConfig
 from threefold.config.model import OWN, ModelConfig
 from threefold.config.optimizer import BUILT_IN
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.models.block import BlockShape, ModelDescription, WeightShape, describe_model
 from threefold.parallel.pipeline.partition import (
@@ -387,3 +388,18 @@ def own_attention(config: Config, block: BlockShape, device: str) -> Attention:
     if block.attention_dropout:
         return "dropped" if short else "dropped again"
     return "plain" if device == "cpu" and config.precision.dtype == "bf16" and short else "fused"
+
+
+def bytes_of_states(config: Config, layout: Layout, first: int, count: int, own_parameters: tuple[int, int]) -> int:
+    """Return the bytes of weights, gradients and optimizer state of some ranks; a lower bound for a custom model."""
+    if config.model.architecture == OWN:
+        if count < layout.world_size:
+            return 0
+        each = 2 + min(optimizer_states(config.optimizer))
+        copies = 1 if config.parallel.zero else layout.dp
+        whole, trained = own_parameters
+        frozen = (whole - trained) * DTYPES[config.precision.dtype].itemsize
+        return (trained * each * config.precision.master_itemsize + frozen) * copies
+    size = ModelSize(config)
+    by_place = {place: size.largest_rank(place).bytes for place in range(layout.pp)}
+    return sum(by_place[layout.coordinates(rank).pp] for rank in range(first, min(first + count, layout.world_size)))

@@ -6,3 +6,4 @@ COMMANDS: Final = {
     "watch": ("Train and use", "threefold.report.commands.watch:command"),
     "report": ("Train and use", "threefold.report.commands.report:command"),
 }
+CALLBACKS: Final = {"report": "threefold.report.document:RunReport"}

@@ -146,11 +146,11 @@ _COMPRESSED_FROM: Final = 64  # number of ranks at and above which traces are co
 class ProfileRequest:
     """Request to profile some steps of a run, after the warm-up.
 
-    `draw` draws a file of spans and returns the paths of the pictures; it is called on the first rank.
+    `draw` draws a file of spans and returns the paths of the pictures, on the first rank; None to draw none.
     """
 
     steps: int
-    draw: Callable[[Path], list[Path]]
+    draw: Callable[[Path], list[Path]] | None
 
 
 class Profiler(Callback):
@@ -236,7 +236,7 @@ class Profiler(Callback):
             own_folder(self._folder)
             content = json.dumps({"layout": str(self._mesh.layout), "ranks": held}) + "\n"
             write_own(path, content)
-            pictures = self._request.draw(path)
+            pictures = [] if self._request.draw is None else self._request.draw(path)
         except (OSError, UserError) as error:
             say(f"Warning: {path} cannot be written ({reason_of(error)}).")
             return

@@ -1,6 +1,5 @@
 """Training entry point of a rank: opens the data, builds the engine, restores the state, runs the loop."""
 
-import os
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -11,6 +10,7 @@ import torch
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import SelectedCheckpoint, from_first, model_files, newest
+from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.checkpoint.mirror import claim_address
 from threefold.checkpoint.ownership import Claimant, terms_of
 from threefold.checkpoint.remote import RemoteCheckpoints, replace_damaged
@@ -34,10 +34,7 @@ from threefold.models.sharding import ModelPlan
 from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_source
 from threefold.parallel.pipeline.partition import StageMap, stage_map
 from threefold.parallel.plan_check import check_layout, check_source
-from threefold.parity.recorder import FOLDER as PARITY_FOLDER
-from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
-from threefold.resilience.corruption import CorruptionWatch, GradientCheck
-from threefold.resilience.memory_copy import KeptStates, StateKeeper
+from threefold.train.attachment import HeldStates, attachments, held_states
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext, say
 from threefold.train.callbacks.registry import import_always, make_callbacks
@@ -45,7 +42,6 @@ from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_ba
 from threefold.train.loop import TrainingLoop
 from threefold.train.optim import learning_rate
 from threefold.train.optimizers import update_rule
-from threefold.train.parity import ParityRecording
 from threefold.train.profiling import Profiler, ProfileRequest, SpanRecorder
 from threefold.train.saving import Checkpoints, SafeSaving, StartingPoint, load_weights, restore_engine
 from threefold.train.step import Engine
@@ -107,8 +103,8 @@ def train(
     config = agree_on_micro_batch(config, mesh)
 
     mesh.heartbeat.activity(Activity.RESTORE)
-    kept = KeptStates(attempt.memory[mesh.rank] if attempt.memory else (), config)
-    start_from = Start(config, run_dir, resume, mesh.world, kept, attempt)  # before any rank changes the folder
+    held = held_states(attempt.memory[mesh.rank] if attempt.memory else (), config)
+    start_from = Start(config, run_dir, resume, mesh.world, held, attempt)  # before any rank changes the folder
     if mesh.rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
     if verify is not None and not attempt.number:
@@ -134,33 +130,30 @@ def train(
                 _announce(config, run_dir, mesh, loader, make_model, plan)
             for line in (*notes, *start.lines):
                 say(line)
-        policy = AnomalyPolicy(config, start.anomalies)
+        attached = attachments(engine, loader, start, held)
         tokens = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, reads)
+
+        def record() -> AnomalyFacts | None:
+            return next((found for each in attached if (found := each.record())), None)
+
         remote = _claim_remote(config, run_dir, bool(resume or attempt.number), dataset, mesh.world)
         checkpoints = Checkpoints(
-            run_dir, engine, loader, dataset, start, tokens.contents, policy.facts, clock, background, remote
+            run_dir, engine, loader, dataset, start, tokens.contents, record, clock, background, remote
         )
         run = RunContext(config, run_dir, mesh, attempt, peak_rate)
         reports = make_callbacks(run, callbacks)
-        profiler = watch = None
+        profiler = None
         if profile is not None and recorder is not None:
             profiler = Profiler(profile, recorder, mesh, run_dir, config.train.max_steps)
-        if config.train.watch_every:
-            gradients = GradientCheck(engine, loader) if config.train.watch == "gradients" else None
-            watch = CorruptionWatch(engine, config.train.watch_every, checkpoints.newest, gradients)
-        saving = SafeSaving(checkpoints) if watch is None else SafeSaving(checkpoints, watch.is_proved)
+        saving = SafeSaving(checkpoints, lambda step: all(each.is_proved(step) for each in attached))
 
         # All callbacks of the run, in the order in which they are called at each moment.
         all_callbacks: list[Callback | None] = [
-            StateKeeper(kept, checkpoints) if kept.copies else None,
             DataCheck(mesh, config.log.every, loader.share.rows.tolist()) if mesh.world.size > 1 else None,
             tokens,
             *reports,  # goodput, console, metrics, TensorBoard, log, stragglers, curve, summary; then the user's
             profiler,
-            ParityRecording(engine, start.step) if os.environ.get(PARITY_FOLDER) else None,
-            watch,
-            policy,
-            BadSteps(engine, loader, saving, policy),
+            *(callback for each in attached for callback in each.callbacks(saving)),
         ]
         loop = TrainingLoop(run, engine, loader, saving, [each for each in all_callbacks if each is not None])
         missed = start.resumed is not None and start.resumed.facts.evaluation_missed
@@ -288,18 +281,18 @@ def _announce_stages(model: torch.nn.Module, plan: ModelPlan, stages: StageMap) 
 class Start:
     """Choice of a run's starting point, made on rank 0 for all ranks. Collective over the world.
 
-    States in memory (`kept`) are used if no checkpoint is newer. Raises a `UserError` on every rank if no checkpoint
+    States in memory (`held`) are used if no checkpoint is newer. Raises a `UserError` on every rank if no checkpoint
     fits the config.
     """
 
     def __init__(
-        self, config: Config, run_dir: Path, resume: Resume, world: Axis, kept: KeptStates, attempt: Attempt
+        self, config: Config, run_dir: Path, resume: Resume, world: Axis, held: HeldStates | None, attempt: Attempt
     ) -> None:
         self._config, self._run_dir, self._resume, self._world = config, run_dir, resume, world
-        self._kept, self._attempt = kept, attempt
+        self._held, self._attempt = held, attempt
         self._damaged: dict[Path, str] = {}
         self._copies: set[Path] = set()  # damaged checkpoints that a copy has replaced
-        self._in_memory, saved = kept.newest(world), -1
+        self._in_memory, saved = None if held is None else held.newest(world), -1
         if self._in_memory is not None:
             saved = from_first(world, lambda: found.step if (found := newest(run_dir)) else -1)
             if saved > self._in_memory:
@@ -313,9 +306,9 @@ class Start:
         Raises a `UserError` on every rank if no checkpoint can be read.
         """
         lines = self._attempt.lines
-        if self._in_memory is not None:
+        if self._held is not None and self._in_memory is not None:
             said = lines(f"Resuming from memory after step {self._in_memory:,}")
-            return self._kept.restore(self._in_memory, engine, self._run_dir, self._is_unsaved, said)
+            return self._held.restore(self._in_memory, engine, self._run_dir, self._is_unsaved, said)
         while (found := self._found) is not None:
             try:
                 (restore_engine if found.is_resumed else load_weights)(engine, found.checkpoint)

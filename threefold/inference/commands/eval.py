@@ -58,7 +58,7 @@ def command(
     """
     from threefold.comm.layout import Layout
     from threefold.inference.inputs import check_run, check_stride, read_texts, require_texts
-    from threefold.launch.launcher import InferenceRun
+    from threefold.inference.run import InferenceRun
 
     layout, own = Layout(dp, tp, pp), terminal.model_file(own_model)
     config = check_run(run, layout)

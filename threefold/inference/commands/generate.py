@@ -62,7 +62,7 @@ def command(
     from threefold.comm.layout import Layout
     from threefold.data.conversations import Chat
     from threefold.inference.inputs import check_run, read_prompts, require_text
-    from threefold.launch.launcher import InferenceRun
+    from threefold.inference.run import InferenceRun
     from threefold.report.record import SAMPLES_FILE
 
     if system is not None and not chat:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Final
 
+from threefold.doors import added
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import Registry, one_of
@@ -22,9 +23,8 @@ _ALWAYS: Final = {  # callbacks of every run, in calling order
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
     "tensorboard": "threefold.train.callbacks.tensorboard:TensorBoard",
     "step_log": "threefold.train.callbacks.console:StepLog",
-    "stragglers": "threefold.resilience.stragglers:StragglerReport",
     "loss_curve": "threefold.train.callbacks.loss_curve:LossCurve",
-    "report": "threefold.report.document:RunReport",
+    **added("CALLBACKS"),
     "summary": "threefold.train.callbacks.console:Summary",
 }
 _CHOSEN: Final = {  # callbacks of a run that names them in `train.callbacks`

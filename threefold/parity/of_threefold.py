@@ -1,6 +1,7 @@
 """Recording of a run of `threefold train` or `Trainer`, which `threefold parity` compares with any other code."""
 
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -13,9 +14,11 @@ from threefold.models.own_batch import map_tensors
 from threefold.parallel.parameter import Weight, is_split, offset, slice_of
 from threefold.parity.adapters import Adapter, Placed, clean_name
 from threefold.parity.placement import Piece, Placement
-from threefold.parity.recorder import Recorder
-from threefold.train.callbacks.base import Guard
+from threefold.parity.recorder import FOLDER, Recorder
+from threefold.train.attachment import Attachment
+from threefold.train.callbacks.base import Callback, Guard
 from threefold.train.callbacks.records import StepRecord
+from threefold.train.saving import SafeSaving
 from threefold.train.step import Engine
 
 
@@ -169,6 +172,13 @@ class ThreefoldAdapter(Adapter):
             else:
                 spans.append((number, 1))
         return spans
+
+
+class Recording(Attachment):
+    """Recording of a run that `threefold parity run` starts."""
+
+    def callbacks(self, saving: SafeSaving) -> Sequence[Callback]:
+        return [ParityRecording(self.engine, self.start.step)] if os.environ.get(FOLDER) else ()
 
 
 class ParityRecording(Guard):

@@ -1,0 +1,65 @@
+"""What attached rooms add to a run on its ranks (`threefold.doors`)."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from threefold.checkpoint.manifest import AnomalyFacts
+from threefold.comm.axis import Axis
+from threefold.config import Config
+from threefold.data.loader import Loader
+from threefold.doors import added, hook, imported
+from threefold.train.callbacks.base import Callback
+from threefold.train.saving import SafeSaving, StartingPoint
+from threefold.train.step import Engine
+
+
+class HeldStates(Protocol):
+    """States of this rank that earlier attempts of the run hold outside of checkpoints."""
+
+    def newest(self, world: Axis) -> int | None:
+        """Return the newest step whose state every rank holds whole; None if there is none. Collective."""
+
+    def restore(self, step: int, engine: Engine, run_dir: Path, is_unsaved: bool, lines: list[str]) -> StartingPoint:
+        """Fill the engine with the state after `step` updates; `lines` will be printed."""
+
+
+def held_states(files: Sequence[Path], config: Config) -> HeldStates | None:
+    """Return the states that these files of this rank hold; None without files, or without a room that reads them."""
+    make = hook("held_states") if files else None
+    held: HeldStates | None = None if make is None else make(files, config)
+    return held
+
+
+class Attachment:
+    """What an attached room adds to a run on one rank; by default nothing.
+
+    A room declares its subclass in `ATTACHMENTS` of its door. Methods are called on all ranks alike.
+
+    Args:
+        start: state that the run starts from, which the engine holds.
+        held: states of earlier attempts, whose files the room may write on.
+    """
+
+    def __init__(self, engine: Engine, loader: Loader, start: StartingPoint, held: HeldStates | None) -> None:
+        self.engine, self.loader, self.start, self.held = engine, loader, start, held
+
+    def record(self) -> AnomalyFacts | None:
+        """Return the record of the run's bad steps, to store in a checkpoint; None if there is nothing to remember."""
+        return None
+
+    def is_proved(self, step: int) -> bool:
+        """Return whether the checkpoint of `step` updates is known to be right, so that older ones may be deleted."""
+        return True
+
+    def callbacks(self, saving: SafeSaving) -> Sequence[Callback]:
+        """Return callbacks of this rank, which are called after all others, in this order."""
+        return ()
+
+
+def attachments(
+    engine: Engine, loader: Loader, start: StartingPoint, held: HeldStates | None = None
+) -> list[Attachment]:
+    """Make what each attached room adds to a run on this rank."""
+    makers: list[Callable[..., Attachment]] = [imported(path) for path in added("ATTACHMENTS").values()]
+    return [make(engine, loader, start, held) for make in makers]
