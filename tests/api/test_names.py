@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import threefold
+from threefold.doors import added, imported
 
 
 def test_every_public_name_is_found_where_the_tables_say() -> None:
@@ -21,10 +22,18 @@ def test_every_public_name_is_found_where_the_tables_say() -> None:
         assert getattr(threefold, name) is getattr(import_module(f"threefold.{module}"), name)
     for name, module in threefold._ROOMS.items():
         assert getattr(threefold, name) is import_module(f"threefold.{module}")
+    for name, path in added("NAMES").items():
+        assert getattr(threefold, name) is imported(path)
+    for name, path in added("TYPES").items():
+        assert getattr(threefold.types, name) is imported(path)
 
 
 def test_the_list_of_public_names_is_the_tables_and_sorted() -> None:
-    assert threefold.__all__ == sorted(threefold.__all__) == sorted([*threefold._MODULES, *threefold._ROOMS])
+    assert (
+        threefold.__all__
+        == sorted(threefold.__all__)
+        == sorted([*threefold._MODULES, *threefold._ROOMS, *added("NAMES")])
+    )
     assert set(threefold.__all__) <= set(dir(threefold))
 
 
@@ -53,7 +62,7 @@ def test_the_package_says_that_it_has_types() -> None:
     assert files("threefold").joinpath("py.typed").is_file()
     packaged = tomllib.loads((Path(threefold.__file__).parents[1] / "pyproject.toml").read_text())
     assert packaged["tool"]["setuptools"]["package-data"] == {
-        "threefold": ["py.typed", "planner/hardware.yaml", "planner/page/*", "report/page.*"]
+        "threefold": ["py.typed", "__init__.pyi", "planner/hardware.yaml", "planner/page/*", "report/page.*"]
     }
 
 

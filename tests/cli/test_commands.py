@@ -63,12 +63,15 @@ def test_every_command_has_help(threefold, command: tuple[str, ...]) -> None:
     assert "Usage: " + " ".join(["threefold", *command]) in output
 
 
-def test_a_command_is_a_module_and_its_name_in_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    added = ModuleType("threefold.cli.say_twice")
+def test_a_command_is_a_function_and_its_line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    added = ModuleType("say_twice")
     added.command = lambda word: typer.echo(f"{word} {word}")  # type: ignore[attr-defined]
     added.command.__annotations__["word"] = str  # type: ignore[attr-defined]
+    added.command.__module__ = added.__name__  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, added.__name__, added)
-    told = CliRunner().invoke(make_app([*COMMANDS, "say-twice"]), ["say-twice", "cat"])
+    told = CliRunner().invoke(
+        make_app({**COMMANDS, "say-twice": ("Train and use", "say_twice:command")}), ["say-twice", "cat"]
+    )
     assert (told.exit_code, told.stdout) == (0, "cat cat\n")
 
 

@@ -2,24 +2,23 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
-
-import torch
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 from threefold.comm.layout import Layout
-from threefold.comm.mesh import Mesh
-from threefold.inference.model import Trained
 from threefold.launch.device import choose_device
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.launcher import run
 from threefold.launch.worker import Device, RankInfo, Worker
+
+if TYPE_CHECKING:
+    from threefold.inference.model import Trained
 
 
 @dataclass(frozen=True)
 class InferenceRun:
     """A trained model from a checkpoint, and the ranks to run it on."""
 
-    trained: Trained
+    trained: "Trained"
     layout: Layout
     dtype: str
     device: Device
@@ -35,6 +34,8 @@ class InferenceRun:
         trust_code: bool = False,
     ) -> Self:
         """Check everything before a rank starts; the device "auto" uses GPUs if there is one per rank."""
+        from threefold.inference.model import Trained  # imports torch, as loading does
+
         trained = Trained.find(run_dir, model=model, trust_code=trust_code)
         trained.check(layout)
         trained.tokenizer()
@@ -51,6 +52,8 @@ class InferenceRun:
         function of an importable module.
         """
         if self.layout.world_size == 1 and find_launched_rank() is None:
+            from threefold.comm.mesh import Mesh
+
             model = self.trained.load(Mesh.alone(self.device), self.dtype)
             with model.few_threads():
                 work(model, *args)
@@ -59,6 +62,10 @@ class InferenceRun:
 
 
 def _infer(info: RankInfo, inference: InferenceRun, work: Worker, args: tuple[Any, ...]) -> None:
+    import torch
+
+    from threefold.comm.mesh import Mesh
+
     on_gpu = inference.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     work(inference.trained.load(Mesh(inference.layout, device), inference.dtype), *args)

@@ -11,7 +11,6 @@ from threefold.comm.layout import Coordinates, Layout
 from threefold.config import Config, OptimizerConfig
 from threefold.config.model import OWN, ModelConfig
 from threefold.config.optimizer import BUILT_IN
-from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.models.block import BlockShape, ModelDescription, WeightShape, describe_model
 from threefold.parallel.pipeline.partition import (
@@ -392,6 +391,8 @@ def own_attention(config: Config, block: BlockShape, device: str) -> Attention:
 
 def bytes_of_states(config: Config, layout: Layout, first: int, count: int, own_parameters: tuple[int, int]) -> int:
     """Return the bytes of weights, gradients and optimizer state of some ranks; a lower bound for a custom model."""
+    from threefold.dtypes import DTYPES  # imports torch
+
     if config.model.architecture == OWN:
         if count < layout.world_size:
             return 0
