@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.support.devices import AllStaged, staged_on
 from threefold.comm.staged import StagedGroup
-from threefold.torch_private.distributed import FUNCTIONAL_COLLECTIVES, process_group_timeout
+from threefold.torch_private.distributed import process_group_timeout
 
 RANKS = 3
 
@@ -57,13 +57,13 @@ def collectives() -> dict[str, Tensor]:
 
 
 def functional(own: Tensor) -> dict[str, Tensor]:
-    """Those that a captured graph holds."""
+    """Collectives as operators, which torch.compile makes of a user's calls."""
     size, name = dist.get_world_size(), dist.group.WORLD.group_name
-    wait = FUNCTIONAL_COLLECTIVES.wait_tensor
+    wait = torch.ops._c10d_functional.wait_tensor
     return {
-        "functional all_reduce": wait(FUNCTIONAL_COLLECTIVES.all_reduce(own, "sum", name)),
-        "functional all_gather": wait(FUNCTIONAL_COLLECTIVES.all_gather_into_tensor(own, size, name)),
-        "functional reduce_scatter": wait(FUNCTIONAL_COLLECTIVES.reduce_scatter_tensor(own, "sum", size, name)),
+        "functional all_reduce": wait(torch.ops._c10d_functional.all_reduce(own, "sum", name)),
+        "functional all_gather": wait(torch.ops._c10d_functional.all_gather_into_tensor(own, size, name)),
+        "functional reduce_scatter": wait(torch.ops._c10d_functional.reduce_scatter_tensor(own, "sum", size, name)),
     }
 
 

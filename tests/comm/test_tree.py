@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tests.support.devices import staged_on
 from threefold.comm.axis import Axis, Event
-from threefold.comm.capture import capturable
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.comm.shared_memory import SharedMemorySizes
@@ -106,12 +105,3 @@ def sum_in_another_order() -> list[bool]:
 def test_another_mesh_has_other_bits(pool) -> None:
     """Shared memory rounds bf16 once, and gloo adds in a ring: these tests would see either."""
     assert pool.run(4, sum_in_another_order) == [[False, False]] * 4
-
-
-def capture_exact() -> None:
-    capturable(exact_axis("memory"))
-
-
-def test_exact_sums_are_not_captured(pool) -> None:
-    with pytest.raises(Exception, match="sums of an exact run cannot be captured"):
-        pool.run(2, capture_exact)

@@ -14,7 +14,6 @@ from tests.support.parity import Case, make_engine, shard_of
 from threefold.comm.axis import Axis
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.torch_private.distributed import FUNCTIONAL_COLLECTIVES
 
 
 def collectives(device: str) -> None:
@@ -43,9 +42,9 @@ def collectives(device: str) -> None:
     dist.all_gather_object(found, {"rank": 0})
     assert found == [{"rank": 0}]
     dist.barrier()
-    wait = FUNCTIONAL_COLLECTIVES.wait_tensor
+    wait = torch.ops._c10d_functional.wait_tensor
     name = dist.group.WORLD.group_name
-    assert wait(FUNCTIONAL_COLLECTIVES.all_reduce(own, "sum", name)).equal(own)
+    assert wait(torch.ops._c10d_functional.all_reduce(own, "sum", name)).equal(own)
     on_host = torch.ones(3)
     dist.all_reduce(on_host)
     assert on_host.eq(1).all()

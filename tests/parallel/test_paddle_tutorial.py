@@ -1,19 +1,15 @@
 """The losses printed in Paddle's tensor-parallel tutorial tests, on two ranks, both ranks bit-equal."""
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.sweep import sweep
 from threefold.comm.axis import Axis
-from threefold.comm.capture import capturable, capture_step
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.parallel.leaf import local
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 DYNAMIC = [0.0, -0.14513375, -0.2902736, -0.43542737, -0.5806184]
@@ -84,27 +80,3 @@ def test_printed_losses(pool, graph: str, printed: list[float]) -> None:
     first, second = pool.run(2, train, graph)
     assert first == second
     assert first == pytest.approx(printed, rel=1e-6)
-
-
-def train_captured(graph: str) -> tuple[list[float], Counter[str]]:
-    """The same, each step one graph; beside the losses, the operators in it."""
-    model, tokens, lr = setup(graph, capturable(Mesh(Layout(tp=torch.distributed.get_world_size())).tp))
-
-    def descend_(weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.sub_(gradient, alpha=lr)
-
-    weights = [local(parameter) for parameter in model.parameters()]
-    step = capture_step(lambda ids: model(ids).mean(), weights, descend_, torch.zeros(4, 2, dtype=torch.int64))
-    losses = [step(torch.from_numpy(next(tokens)).long()).item() for _ in range(5)]
-    return losses, Counter(str(node.target) for node in step.graph.graph.nodes if node.op == "call_function")
-
-
-@sweep(("graph", "printed"), [("dynamic", DYNAMIC), ("static", STATIC)], quick=(0,))
-def test_printed_losses_by_a_captured_graph(pool, graph: str, printed: list[float]) -> None:
-    (first, operators), (second, _) = pool.run(2, train_captured, graph)
-    assert first == second
-    assert first == pytest.approx(printed, rel=1e-6)
-    # Forward for the embedding and the pair of linears, backward for the pair; and the update of seven weights.
-    assert operators["_c10d_functional.all_reduce.default"] == 3
-    assert operators["aten.sub_.Tensor"] == 7

@@ -235,10 +235,6 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
-FUNCTIONAL_COLLECTIVES: Any = torch.ops._c10d_functional
-"""Collectives as operators that name their process group. Why: a captured graph can hold these. In-place tracing of the
-documented `torch.distributed.all_reduce` would replace it."""
-
 StridedPlacement = placement_types._StridedShard
 """Placement of an axis that shards a dim which another axis has sharded before. Why: tensor parallelism shards rows,
 and ZeRO shards the rest of them. A public name would replace it."""
