@@ -14,6 +14,8 @@ from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any, Final
 
+from threefold.doors import added
+
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "api.md"
 FOLDER = ROOT / "docs" / "api"
@@ -137,7 +139,7 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
     "paddle": (
         "In Paddle's manner",
         "Calls with the names and arguments that Fleet's users know.",
-        ("compat.paddle.split", "compat.paddle.Splitter", "compat.paddle.DistributedBatchSampler"),
+        ("split", "compat.paddle.Splitter", "compat.paddle.DistributedBatchSampler"),
     ),
 }
 """File of docs/api → its title, what it is about, and its names in order."""
@@ -439,12 +441,20 @@ def entry(name: str, found: Found, path: str) -> Iterator[str]:
 
 def modules() -> dict[str, str]:
     """Public name → the module that defines it, relative to the package."""
-    return {name: module for module, names in literal(PACKAGE, "_NAMES").items() for name in names.split()}
+    names = {name: module for module, names in literal(PACKAGE, "_NAMES").items() for name in names.split()}
+    return names | attached("NAMES")
+
+
+def attached(kind: str) -> dict[str, str]:
+    """Public name that an attached room adds → the module that defines it, relative to the package."""
+    return {name: path.partition(":")[0].removeprefix(f"{PACKAGE}.") for name, path in added(kind).items()}
 
 
 def public(path: str) -> Found:
     """The definition of a public name, such as `Plan` or `pipeline.partition_uniform`."""
     *rooms, name = path.split(".")
+    if rooms == ["types"] and name in attached("TYPES"):
+        return find(f"{PACKAGE}.{attached('TYPES')[name]}", name)
     module = literal(PACKAGE, "_ROOMS")[rooms[0]] if rooms else modules()[name]
     return find(".".join([PACKAGE, module, *rooms[1:]]), name)
 
@@ -475,6 +485,7 @@ def public_paths() -> Iterator[str]:
         for name in shown or literal(module, "__all__"):
             if name not in modules():
                 yield f"{room}.{name}"
+    yield from (f"types.{name}" for name in attached("TYPES"))
 
 
 def problems() -> Iterator[str]:

@@ -5,9 +5,7 @@ Everything the command line does is also available from Python under the names o
 import torch, which takes seconds.
 """
 
-import sys
 from difflib import get_close_matches
-from functools import reduce
 from importlib import import_module
 from typing import Any, Final
 
@@ -29,6 +27,7 @@ _NAMES: Final = {
     "api.prepared_model": "backward",
     "api.trainer": "Trainer",
     "comm.mesh": "Mesh",
+    "compat.paddle": "split",
     "config": "Config load_config",
     "data.map_dataset": "DistributedDataLoader GlobalBatchSampler",
     "errors": "UserError",
@@ -44,26 +43,7 @@ _NAMES: Final = {
     "train.stop": "Stopped",
 }
 """Module, relative to the package → the public names that it defines."""
-_MOVED_TO: Final = {
-    "callbacks": "EvaluationRecord RunContext StepRecord",
-    "compat.horovod": "DistributedOptimizer allreduce broadcast_object broadcast_optimizer_state broadcast_parameters",
-    "compat.paddle": "Splitter split",
-    "pipeline": "layers_by_rank partition_by_class partition_by_cost partition_uniform partition_uniform_chunks",
-    "types": (
-        "Axis Coordinates DistributedModel Initializer InspectedModule Inspection Layout LossFunction LossSums "
-        "ModelOptimizer ModelPlan PreparedLoader PreparedModule PreparedOptimizer PreparedScheduler Split "
-        "VerifiedModel"
-    ),
-}
-"""Room → the names that the package itself had once; they keep working."""
 _MODULES: Final = {name: module for module, names in _NAMES.items() for name in names.split()}
-_MOVED: Final = {
-    **{name: f"{room}.{name}" for room, names in _MOVED_TO.items() for name in names.split()},
-    "DataLoader": "DistributedDataLoader",
-    "DistributedBatchSampler": "GlobalBatchSampler",
-    "Shard": "Sharded",
-}
-"""Name that was public once → where it is now."""
 __all__ = sorted([*_ROOMS, *_MODULES, *added("NAMES")])
 
 
@@ -74,10 +54,8 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
     if name in added("NAMES"):
         return imported(added("NAMES")[name])
-    if name in _MOVED:
-        return reduce(getattr, _MOVED[name].split("."), sys.modules[__name__])
-    close = get_close_matches(name, [*__all__, *_MOVED], n=1)
-    hint = f"; did you mean {_MOVED.get(close[0], close[0])!r}?" if close and not name.startswith("_") else ""
+    close = get_close_matches(name, __all__, n=1)
+    hint = f"; did you mean {close[0]!r}?" if close and not name.startswith("_") else ""
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}{hint}")
 
 

@@ -20,6 +20,7 @@ from threefold.api.prepared_loader import gather_for_metrics as gather_for_metri
 from threefold.api.prepared_model import backward as backward
 from threefold.api.trainer import Trainer as Trainer
 from threefold.comm.mesh import Mesh as Mesh
+from threefold.compat.paddle import split as split
 from threefold.config import Config as Config
 from threefold.config import load_config as load_config
 from threefold.data.map_dataset import DistributedDataLoader as DistributedDataLoader

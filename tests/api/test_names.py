@@ -4,7 +4,7 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from functools import cached_property, reduce
+from functools import cached_property
 from importlib import import_module
 from importlib.resources import files
 from pathlib import Path
@@ -35,16 +35,6 @@ def test_the_list_of_public_names_is_the_tables_and_sorted() -> None:
         == sorted([*threefold._MODULES, *threefold._ROOMS, *added("NAMES")])
     )
     assert set(threefold.__all__) <= set(dir(threefold))
-
-
-def test_names_that_have_moved_work_but_are_not_listed() -> None:
-    for old, new in threefold._MOVED.items():
-        assert getattr(threefold, old) is reduce(getattr, new.split("."), threefold)
-    assert not {*threefold._MOVED} & {*dir(threefold)}
-    assert threefold.DataLoader is threefold.DistributedDataLoader
-    assert threefold.Shard is threefold.Sharded
-    with pytest.raises(AttributeError, match=r"did you mean 'compat\.horovod\.allreduce'\?"):
-        threefold.all_reduce  # noqa: B018
 
 
 def test_importing_the_package_imports_no_torch() -> None:

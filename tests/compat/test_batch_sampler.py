@@ -122,7 +122,3 @@ def test_wrong_calls_are_one_sentence(call: Any, sentence: str) -> None:
     with pytest.raises(t3.UserError) as raised:
         call()
     assert str(raised.value).startswith(sentence)
-
-
-def test_the_name_that_was_public_once_is_the_sampler_of_global_batches() -> None:
-    assert t3.DistributedBatchSampler is t3.GlobalBatchSampler

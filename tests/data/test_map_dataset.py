@@ -128,14 +128,14 @@ def test_resuming_with_another_batch_size_reads_the_rest_of_the_epoch() -> None:
 
 def test_consumed_samples_count_epochs_in_batches_of_todays_size() -> None:
     """Ten samples are three batches of four, the last of which is filled, and two of five."""
-    loader, other = threefold.DataLoader(Squares(10), 4), threefold.DataLoader(Squares(10), 5)
+    loader, other = threefold.DistributedDataLoader(Squares(10), 4), threefold.DistributedDataLoader(Squares(10), 5)
     counted = [loader.consumed_samples for _ in loader]
     assert counted == [4, 8, 12]
     next(iter(loader))
     assert loader.consumed_samples == 16
     other.load_state_dict(loader.state_dict())
     assert other.consumed_samples == 14
-    assert threefold.DataLoader(Squares(10), 4, drop_last=True).consumed_samples == 0
+    assert threefold.DistributedDataLoader(Squares(10), 4, drop_last=True).consumed_samples == 0
 
 
 def test_workers_read_ahead_but_only_what_was_given_counts() -> None:
