@@ -15,9 +15,8 @@ from tests.support.chats import CHATML
 from tests.support.command import Ended
 from tests.support.sweep import sweep
 from tests.train.support import Run, train_rank
-from threefold.checkpoint.folder import FOLDER, path_of
+from threefold.checkpoint.folder import CARRIED, FOLDER, PREFIX, path_of
 from threefold.checksums import seal_text
-from threefold.huggingface.files import CARRIED, PREFIX
 from threefold.launch.worker_pool import WorkerPool
 
 SECRET: Final = "the user's own secret"

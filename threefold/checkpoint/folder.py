@@ -48,6 +48,14 @@ CONFIG: Final = "config.yaml"
 TOKENIZER: Final = "tokenizer.json"
 OWN_MODEL: Final = "model.py"
 LOOP: Final = "loop.json"
+GENERATION: Final = "generation_config.json"
+WITH_TOKENIZER: Final = (
+    *("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
+)
+"""Files that describe the use of a tokenizer, above all its chat template."""
+CARRIED: Final = ("config.json", GENERATION, *WITH_TOKENIZER, "added_tokens.json", "vocab.json", "merges.txt")
+PREFIX: Final = "huggingface-"
+"""Prefix of `CARRIED`, the files of an imported model that a checkpoint carries along."""
 DIVERGED: Final = ".diverged"
 """Suffix of a checkpoint after which the loss was not finite; it is kept but never resumed from."""
 
@@ -321,3 +329,9 @@ def usable_config(path: Path, *, with_code: bool = False) -> Config:
     except (ValueError, ArithmeticError, RecursionError, yaml.YAMLError) as error:  # values that no run writes
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise DamagedCheckpoint(path, f"its {CONFIG} cannot be used ({reason})") from None
+
+
+def carried_by(checkpoint: Path) -> dict[str, str]:
+    """Read a checkpoint's tokenizer and sidecar files, by name; no other files, such as Python code."""
+    files, names = FolderFiles(checkpoint), (TOKENIZER, *sorted(PREFIX + name for name in CARRIED))
+    return {name: files.text(name) for name in names if files.holds(name)}

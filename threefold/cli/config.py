@@ -7,6 +7,7 @@ import typer
 from typer import Argument
 
 from threefold.command_line import CommandLine
+from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
 from threefold.terminal import (

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from threefold.checkpoint.folder import TOKENIZER
+from threefold.checkpoint.folder import CARRIED, GENERATION, PREFIX, TOKENIZER, carried_by
 from threefold.config import ModelConfig
 from threefold.data.tokenizer import loaded
 from threefold.errors import UserError
@@ -145,15 +145,6 @@ def _contents(path: Path) -> Iterable[Stored]:
             yield Stored(path, key, tuple(piece.get_shape()), DTYPES.get(kind, torch.float32))
 
 
-GENERATION: Final = "generation_config.json"
-WITH_TOKENIZER: Final = (
-    *("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja", "chat_template.json"),
-)
-"""Files that describe the use of a tokenizer, above all its chat template."""
-CARRIED: Final = (CONFIG, GENERATION, *WITH_TOKENIZER, "added_tokens.json", "vocab.json", "merges.txt")
-PREFIX: Final = "huggingface-"
-
-
 def texts_of(source: Path) -> dict[str, str]:
     """Read the tokenizer and sidecar files of the model in `source`, keyed by their names in a checkpoint."""
     files, kept = FolderFiles(source), {TOKENIZER: TOKENIZER, **{PREFIX + name: name for name in CARRIED}}
@@ -194,12 +185,6 @@ def end_tokens(folder: Path, prefix: str = "") -> list[int]:
             )
         found += named
     return list(dict.fromkeys(token for token in found if token is not None))
-
-
-def carried_by(checkpoint: Path) -> dict[str, str]:
-    """Read a checkpoint's tokenizer and sidecar files, by name; no other files, such as Python code."""
-    files, names = FolderFiles(checkpoint), (TOKENIZER, *sorted(PREFIX + name for name in CARRIED))
-    return {name: files.text(name) for name in names if files.holds(name)}
 
 
 def write_texts(checkpoint: Path, folder: Path) -> list[str]:

@@ -12,7 +12,7 @@ import yaml
 from torch import Tensor
 
 from threefold.checkpoint.errors import MODEL
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, path_of
+from threefold.checkpoint.folder import CONFIG, PREFIX, TOKENIZER, WITH_TOKENIZER, path_of
 from threefold.checkpoint.manifest import Facts, write_manifest
 from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
 from threefold.config import Config, resolve
@@ -24,8 +24,6 @@ from threefold.files import first_of
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import (
-    PREFIX,
-    WITH_TOKENIZER,
     Box,
     TensorFiles,
     boxes,

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
-from threefold.checkpoint.folder import TOKENIZER, Damaged, from_first
+from threefold.checkpoint.folder import PREFIX, TOKENIZER, Damaged, from_first
 from threefold.checkpoint.index import require_match
 from threefold.checkpoint.manifest import Checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
@@ -29,7 +29,7 @@ from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_co
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.foreign import FolderFiles
-from threefold.huggingface.files import PREFIX, end_tokens
+from threefold.huggingface.files import end_tokens
 from threefold.inference.inputs import check_layout, find_checkpoint
 from threefold.inference.own_logits import OwnLogits, check_own_model, gives_columns
 from threefold.models.family import make_model, model_plan

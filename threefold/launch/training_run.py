@@ -25,7 +25,7 @@ from threefold.config.resolve import check_settings, on_device
 from threefold.config.schema import check_fault_policies
 from threefold.constants import PARITY_WIDE
 from threefold.data.dataset import open_dataset
-from threefold.doors import hook
+from threefold.doors import added, hook
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
@@ -140,6 +140,7 @@ def _checked(config: Config, progress: Progress) -> _Checked:
     if os.environ.get(PARITY_WIDE):
         config = config_of({**config.sections(), "precision": {"dtype": "fp64"}})
     check_settings(config)
+    _require_resilience(config)
     check_names(config.train.callbacks or ())
     check_fault_policies(config.train.on_nan, config.train.on_spike)
     if config.optimizer.name not in BUILT_IN:
@@ -171,6 +172,19 @@ def _checked(config: Config, progress: Progress) -> _Checked:
             settled = resolve(given, known, samples=samples)
         others.append((each, _Checked(given, on_device(settled, device), known, samples, each.world_size)))
     return _Checked(config, on_device(resolved, device), known, samples, local_world_size, named, tuple(others))
+
+
+def _require_resilience(config: Config) -> None:
+    """Refuse settings that only the attached room `resilience` follows, where it is not there."""
+    train = config.train
+    given = {
+        "train.watch_every": train.watch_every,
+        "train.spike_factor": train.spike_factor,
+        "train.on_nan": train.on_nan != "stop",
+        "data.skip_steps": config.data.skipped.ranges,
+    }
+    if "resilience" not in added("ATTACHMENTS") and (wanted := next((name for name in given if given[name]), None)):
+        raise UserError(f"{wanted} needs threefold.resilience, which is not installed; install it, or leave that out.")
 
 
 @dataclass(frozen=True)

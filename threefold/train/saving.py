@@ -12,7 +12,17 @@ import torch
 from torch import Tensor
 
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
-from threefold.checkpoint.folder import CONFIG, TOKENIZER, code_text, complete, from_first, model_files, prune
+from threefold.checkpoint.folder import (
+    CONFIG,
+    PREFIX,
+    TOKENIZER,
+    carried_by,
+    code_text,
+    complete,
+    from_first,
+    model_files,
+    prune,
+)
 from threefold.checkpoint.manifest import WRITER, AnomalyFacts, Checkpoint, Facts, read_manifest, record_of
 from threefold.checkpoint.mirror import Mirror
 from threefold.checkpoint.remote import RemoteCheckpoints, replace_damaged
@@ -27,7 +37,6 @@ from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import DivergenceError, UserError
 from threefold.files import read_text
-from threefold.huggingface.files import PREFIX, carried_by
 from threefold.models.source import file_source
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.random.rng import STREAMS, is_of_process, stored_as

@@ -1,0 +1,80 @@
+"""The core without attached rooms, and what rooms add to it."""
+
+import subprocess
+import sys
+from pathlib import Path
+from shutil import rmtree
+
+import pytest
+
+from tests.cli.runs import write_config
+from threefold.checkpoint.folder import complete
+from threefold.cli.main import COMMANDS
+from threefold.doors import ROOMS, added, hook, imported
+from threefold.train.callbacks.metrics_reading import read_metrics_file
+
+ALONE = """
+import sys
+from importlib.abc import MetaPathFinder
+
+ROOMS = {rooms!r}
+
+class TakenAway(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[:2] in [["threefold", room] for room in ROOMS]:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, TakenAway())
+sys.argv = ["threefold", *{arguments!r}]
+from threefold.cli import main
+main()
+"""
+
+
+def alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the core, with every attached room taken away."""
+    code = ALONE.format(rooms=[*ROOMS, "compat"], arguments=arguments)
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=600)
+
+
+def test_the_commands_of_the_core_need_no_room(tmp_path: Path) -> None:
+    ended = alone(tmp_path, "--help")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert all(f"\n  {name} " in ended.stdout for name in COMMANDS)
+    assert not any(f"\n  {name} " in ended.stdout for name in added("COMMANDS"))
+
+
+def test_settings_that_a_room_follows_need_the_room(tmp_path: Path, tokens: Path) -> None:
+    config = write_config(tmp_path, tokens)
+    ended = alone(tmp_path, "train", str(config), "--set", "train.watch_every=1")
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "Error: train.watch_every needs threefold.resilience, which is not installed; install it, or leave that out.\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_run_needs_no_room(tmp_path: Path, tokens: Path, threefold) -> None:
+    """It trains, resumes in another layout and computes the losses of a run with all rooms."""
+    config = str(write_config(tmp_path, tokens))
+    layout = ("--set", "parallel.dp=2", "--set", "parallel.tp=2")
+    ended = alone(tmp_path, "train", config, "--run-dir", "alone", *layout)
+    assert ended.returncode == 0, ended.stderr
+    rmtree(complete(tmp_path / "alone")[-1].path)
+    ended = alone(tmp_path, "train", config, "--run-dir", "alone", "--resume", "--set", "parallel.pp=2")
+    assert ended.returncode == 0, ended.stderr
+    assert threefold("train", config, "--run-dir", str(tmp_path / "all"))[0] == 0
+    assert [each.step for each in complete(tmp_path / "alone")] == [2, 4]
+    ran = [read_metrics_file(tmp_path / name / "metrics.jsonl").lines for name in ("alone", "all")]
+    losses = [[record["loss"] for record in records if "loss" in record] for records in ran]
+    assert len(losses[0]) == 4
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["CALLBACKS", "ATTACHMENTS", "HOOKS", "NAMES", "TYPES"])
+def test_what_a_door_declares_is_there(kind: str) -> None:
+    assert all(imported(path) is not None for path in added(kind).values())
+
+
+def test_a_hook_that_no_room_declares_is_none() -> None:
+    assert hook("no_such_hook") is None
