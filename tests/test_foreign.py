@@ -172,16 +172,16 @@ FUNCTIONS: Final = {
     "a config, prompts, data or an output that the user names": """
         api/trainer.py::read_config checkpoint/resume.py::find_warm_start
         cli/config.py::show cli/config.py::diff cli/data.py::show cli/data.py::_show_conversations
-        cli/doctor.py::command cli/eval.py::command cli/eval.py::_write cli/init.py::command cli/inspect.py::command
-        cli/parity.py::run cli/plan.py::command cli/show.py::command cli/terminal.py::read_config
-        cli/terminal.py::require_page inference/inputs.py::read_prompts inference/inputs.py::require_texts
+        cli/init.py::command cli/inspect.py::command terminal.py::read_config terminal.py::require_page
+        inference/commands/eval.py::command inference/commands/eval.py::_write
+        inference/inputs.py::read_prompts inference/inputs.py::require_texts
         report/document.py::write_page train/saving.py::Checkpoints._sidecar_texts
         data/conversations.py::ChatTemplate.read data/tokenizer.py::load_tokenizer data/tokenizer.py::loaded
     """,
     "code that the user names or trusts": """
         checkpoint/folder.py::code_text train/terms.py::checksum_of_code verify/self_check.py::_key
     """,
-    "pages, scripts and styles of the package": "cli/show.py::layout_page report/document.py::make_page",
+    "pages, scripts and styles of the package": "report/document.py::make_page",
     "a new file, in a folder that this save or conversion has made": """
         checkpoint/conversion.py::Shards.__init__ checkpoint/conversion.py::TensorSource.mapped
         checkpoint/conversion.py::_write_run checkpoint/conversion.py::_write_torch
@@ -202,15 +202,16 @@ FUNCTIONS: Final = {
     """,
     "a lock that `run_lock` has looked at": "launch/run_lock.py::require_free",
     "a method of ours of that name": """
-        cli/help.py::_describe checkpoint/remote.py::RemoteCheckpoints._make
+        command_line.py::_describe checkpoint/remote.py::RemoteCheckpoints._make
         checkpoint/remote.py::RemoteCheckpoints._remove checkpoint/remote.py::RemoteCheckpoints.incomplete
-        checkpoint/remote.py::RemoteCheckpoints.require_writable huggingface/files.py::texts_of
+        checkpoint/remote.py::RemoteCheckpoints.require_writable checkpoint/remote.py::RemoteCheckpoints.upload
+        huggingface/files.py::texts_of
         huggingface/files.py::end_tokens huggingface/files.py::imported_config huggingface/import_hf.py::import_model
         huggingface/source.py::check_import train/callbacks/console.py::StepLog.before_fit
         train/callbacks/metrics.py::RunFile.before_fit train/callbacks/optional.py::Table._begin
     """,
     "standard streams, /dev/null, /dev/shm and /proc": """
-        cli/terminal.py::guard_streams launch/device.py::gpu_count launch/environment.py::_environment_of
+        terminal.py::guard_streams launch/device.py::gpu_count launch/environment.py::_environment_of
         launch/environment.py::chosen_threads launch/output.py::_append launch/output.py::logged_and_shown
         launch/process.py::StopSignals.noted.end_on_second launch/process.py::_fields
         launch/process.py::_tasks_of_user launch/process.py::identify_process launch/process.py::process_state
