@@ -1,4 +1,4 @@
-"""Allocator and writeback settings for training on a CPU, low-priority threads, scratch folders, cores and memory."""
+"""Allocator and writeback settings for training on a CPU, low-priority threads, scratch folders, and what a host has."""
 
 import ctypes
 import errno
@@ -9,6 +9,7 @@ import os
 import platform
 import queue
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -310,3 +311,17 @@ def _cores_of(group: Path) -> float:
     else:
         quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
     return int(quota) / max(int(period), 1)  # a quota of "max" or -1 is none
+
+
+def interface_address(name: str) -> str:
+    """Return a network interface's IPv4 address (SIOCGIFADDR), or else its IPv6 address from /proc; "" for none."""
+    with suppress(OSError):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            answer = fcntl.ioctl(asking.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))
+        return socket.inet_ntoa(answer[20:24])
+    with suppress(OSError):
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, *_, own = line.split()
+            if own == name:
+                return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
+    return ""

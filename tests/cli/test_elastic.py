@@ -4,15 +4,12 @@ The hosts are network namespaces, or loopback alone where those are not allowed.
 """
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -30,92 +27,8 @@ from tests.cli.runs import (
     undisturbed,
     wait_for,
 )
+from tests.support.hosts import Host, NotAllowed, two_hosts
 from tests.support.processes import assert_gone, free_port
-
-DEADLINE = 60.0
-"""Seconds until a killed process has ended."""
-
-
-class NotAllowed(Exception):
-    """This user may not create network namespaces."""
-
-
-@dataclass(frozen=True)
-class Host:
-    """Network namespace that acts as a host.
-
-    Attributes:
-        name: name of the namespace.
-        address: address of its end of the link to the other host.
-        interface: interface that has the address.
-    """
-
-    name: str
-    address: str
-    interface: str
-
-    def command(self, *arguments: str) -> list[str]:
-        """Return a command that runs on this host and ends with the process that starts it."""
-        own = ("unshare", "--pid", "--fork", "--kill-child", "--mount-proc")
-        return ["ip", "netns", "exec", self.name, *own, *arguments]
-
-    def processes(self) -> list[int]:
-        """Return the ids, as seen outside, of all processes on this host."""
-        return [int(word) for word in _ip("netns", "pids", self.name).split()]
-
-    def kill(self) -> None:
-        """Kill all processes of this host at once; return when none is left."""
-        deadline = time.monotonic() + DEADLINE
-        while found := self.processes():
-            assert time.monotonic() < deadline, f"processes {found} of {self.name} do not end"
-            for pid in found:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-
-    def disconnect(self) -> None:
-        """Take the link down: nothing arrives from this host any more, not even a closed connection."""
-        _ip("-n", self.name, "link", "set", self.interface, "down")
-
-
-@contextmanager
-def two_hosts() -> Iterator[tuple[Host, Host]]:
-    """Yield two hosts; end them with all their processes on exit.
-
-    Raises:
-        NotAllowed: this user may not create them here.
-    """
-    hosts = tuple(Host(f"threefold-{os.getpid()}-{n}", f"10.213.0.{n + 1}", f"link{n}") for n in range(2))
-    if not all(map(shutil.which, ("ip", "unshare"))):
-        raise NotAllowed("ip and unshare are not installed")
-    made = []
-    try:
-        try:
-            for host in hosts:
-                _ip("netns", "add", host.name)
-                made.append(host)
-            first, second = hosts
-            ends = ("type", "veth", "peer", "name", second.interface, "netns", second.name)
-            _ip("link", "add", first.interface, "netns", first.name, *ends)
-            for host in hosts:
-                _ip("-n", host.name, "address", "add", f"{host.address}/30", "dev", host.interface)
-                for interface in ("lo", host.interface):
-                    _ip("-n", host.name, "link", "set", interface, "up")
-                subprocess.run(host.command("true"), check=True, capture_output=True, timeout=DEADLINE)
-        except subprocess.CalledProcessError as error:
-            raise NotAllowed(f"{error}: {error.stderr}") from None
-        yield first, second
-    finally:
-        for host in made:
-            host.kill()
-            _ip("netns", "delete", host.name)
-
-
-def _ip(*arguments: str) -> str:
-    ended = subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=DEADLINE)
-    return ended.stdout
-
 
 RENDEZVOUS = "last_call_timeout=4,keep_alive_interval=2,keep_alive_max_attempt=4"
 """Seconds: short enough for a test, long enough for two agents that other processes keep from running."""
@@ -146,9 +59,7 @@ def agent(node: int, host: Host | None, keeper: tuple[str, int], arguments: Sequ
     meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", "{}:{}".format(*keeper), "--rdzv-id", "two-hosts")
     more = ("--rdzv-conf", f"is_host={int(node == 0)},{RENDEZVOUS}")
     module = (sys.executable, "-m", "torch.distributed.run", *options, *meeting, *more, *arguments)
-    if host is None:
-        return start(module)
-    return start(host.command(*module), env={**os.environ, "GLOO_SOCKET_IFNAME": host.interface})
+    return start(host.command(*module) if host else module)
 
 
 def parent_of(pid: int) -> int:

@@ -9,12 +9,15 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from tests.support import ready
+from tests.support.command import Command
 from tests.support.processes import free_port
 from tests.support.ready import ReadyProcess
 from threefold.errors import UserError
-from threefold.launch.environment import LaunchedRank, find_launched_rank, meet
+from threefold.launch import environment
+from threefold.launch.environment import LaunchedRank, find_launched_rank, meet, reach_other_hosts
 from threefold.launch.output import log_file
 
 SCRIPT = "import threefold as t3\nprint('alone', flush=True)\nt3.{call}\n"
@@ -151,20 +154,75 @@ def test_a_rank_outside_of_its_world_is_refused(config_file: Path) -> None:
     )
 
 
-def test_leftover_variables_are_named_where_the_layout_has_another_number_of_ranks(config_file: Path) -> None:
-    ended = ready.run(train(config_file, "parallel.dp=1"), env=leftover(1, free_port()), timeout=100)
-    assert (ended.returncode, ended.stderr) == (
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 of 2 without a rank 0, which waits for nobody to tell."""
+    monkeypatch.setattr(environment, "NOTICE", 0.0)
+    for name, value in leftover(1, free_port()).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("alone")
+def test_leftover_variables_are_named_where_the_layout_has_another_number_of_ranks(
+    config_file: Path, threefold: Command
+) -> None:
+    ended = threefold(*train(config_file, "parallel.dp=1")[3:])
+    assert (ended.status, ended.error) == (
         2,
         "Error: The layout dp 1 · tp 1 · pp 1 needs 1 rank but the world has 2 (RANK=1 and WORLD_SIZE=2 are set, which "
         "`env -u RANK -u WORLD_SIZE COMMAND` is without); set parallel.dp to 2 or start 1 rank.\n",
     )
 
 
-def test_a_mistake_is_told_where_rank_zero_is_not_there_to_tell(config_file: Path) -> None:
-    ended = ready.run(train(config_file, "train.max_stepps=1"), env=leftover(1, free_port()), timeout=100)
-    assert ended.returncode == 2
-    assert ended.stderr.startswith("Error: ")
-    assert "max_stepps" in ended.stderr
+@pytest.mark.usefixtures("alone")
+def test_a_mistake_is_told_where_rank_zero_is_not_there_to_tell(config_file: Path, threefold: Command) -> None:
+    ended = threefold(*train(config_file, "train.max_stepps=1")[3:])
+    assert ended.status == 2
+    assert ended.error.startswith("Error: ")
+    assert "max_stepps" in ended.error
+
+
+def test_a_rank_that_cannot_start_tells_those_that_wait_for_it(tmp_path: Path) -> None:
+    """Though it comes first, when nobody listens yet."""
+    path, port = tmp_path / "refused.py", free_port()
+    path.write_text(
+        "from threefold.launch.environment import tell_waiting_ranks\n"
+        "print(flush=True)\ntell_waiting_ranks('No data.')\n"
+    )
+    with ReadyProcess([sys.executable, str(path)], env=leftover(1, port)) as refused:
+        assert refused.stdout is not None
+        refused.stdout.readline()
+        with pytest.raises(UserError, match=r"^Not all ranks can start, as rank 1 \(.+\) has ended: No data\.$"):
+            meet(place(0, port), timeout=20)
+
+
+@pytest.mark.parametrize(
+    ("keys", "told"),
+    [
+        ({"world": "3"}, r"rank 1 \(.+\) is one of 2 ranks there and others are of 3, as with another number of nodes"),
+        ({"come": 1, "come/1": 1}, "another process is rank 1 there, as of another run with this address and port"),
+    ],
+)
+def test_others_of_another_world_are_told(keys: dict[str, int | str], told: str) -> None:
+    """They would wait for each other, or go on without a rank."""
+    store = HashStore()
+    for key, value in keys.items():
+        _ = store.add(key, value) if isinstance(value, int) else store.set(key, value)
+    with pytest.raises(UserError, match=told):
+        environment._wait_for_others(environment._Wait(place(1, 1), timeout=0.1), store)
+    assert store.add("come", 0) == keys.get("come", 0)  # so that those of one world are counted right
+
+
+def test_gloo_listens_where_the_rendezvous_is_if_the_name_of_the_host_is_of_no_use(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "chosen")
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    reach_other_hosts("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "chosen"
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    reach_other_hosts("127.0.0.1")
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from threefold.errors import UserError
-from threefold.launch.run_lock import LOCK_FILE, Holder, run_lock
+from threefold.launch.run_lock import LOCK_FILE, Holder, require_folder, run_lock
 
 HOLD = """
 import sys
@@ -63,6 +63,11 @@ def test_held_lock_is_refused_by_the_name_of_its_holder(tmp_path: Path) -> None:
         assert holder is not None
         assert holder.pid == os.getpid()
     assert Holder.read(tmp_path / "run" / LOCK_FILE) is None
+
+
+def test_a_name_that_no_log_can_hold_is_refused_before_the_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="whose bytes are not UTF-8, in which the run's log names its folder; choose"):
+        require_folder(tmp_path / os.fsdecode(b"x\xff"))
 
 
 def test_lock_of_a_killed_process_is_free(tmp_path: Path) -> None:

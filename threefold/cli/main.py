@@ -116,7 +116,7 @@ def _let_threads_sleep() -> None:
 
 def _tell(error: Exception) -> int:
     """Print an expected error on one line, and return the exit status."""
-    from threefold.launch.environment import leave_to_first_rank
+    from threefold.launch.environment import leave_to_first_rank, tell_waiting_ranks
     from threefold.launch.failure import RankFailed, explain_limit, formatted
 
     told = str(error)
@@ -139,6 +139,8 @@ def _tell(error: Exception) -> int:
         return FAILED
     with suppress(OSError):  # standard error may be closed or full, too
         typer.echo(f"Error: {on_one_line(told)}{'' if told.endswith(('.', '!', '?')) else '.'}", err=True)
+    if status == MISUSED:
+        tell_waiting_ranks(told)
     return status
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.host import interface_address
 from threefold.launch.hang_watch import PATIENCE, named_ranks
 
 if TYPE_CHECKING:
@@ -118,6 +119,34 @@ def leave_to_first_rank() -> None:
     time.sleep(5.0)  # while rank 0 prints an error that all ranks have
     if launched.local_rank:
         sys.exit(2)
+
+
+def tell_waiting_ranks(error: str) -> None:
+    """Tell ranks that wait at the rendezvous for this one that it has ended with an error of its own.
+
+    Only this node may have it, as with a config that differs; the others would wait until their limit. One that does
+    not listen yet, as it imports torch, has `NOTICE` seconds to do so.
+    """
+    with suppress(Exception):  # this process ends with its own error in any case
+        launched = find_launched_rank()
+        if launched is None or launched.world_size == 1 or (launched.rank == 0 and not launched.hosted):
+            return
+        place, deadline = (launched.host, launched.port), time.monotonic() + NOTICE
+        while True:
+            try:
+                socket.create_connection(place, _PROBE).close()
+                break
+            except OSError:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(_SLICE)
+        import torch.distributed as dist
+
+        with held_back_errors():
+            options: dict[str, Any] = {"wait_for_workers": False}
+            found = dist.TCPStore(*place, launched.world_size, False, timedelta(seconds=_PROBE), **options)
+            store = _store_of(launched, found)
+            store.set(_ENDED, f"rank {launched.rank} ({socket.gethostname()}) has ended: {error.removesuffix('.')}")
 
 
 def _torchrun(environment: Mapping[str, str]) -> LaunchedRank | None:
@@ -224,6 +253,7 @@ NOTICE: Final = 5.0
 """Seconds of waiting after which a rank prints what it waits for."""
 _SLICE: Final = 0.2  # seconds between two checks
 _PROBE: Final = 5.0  # seconds within which a host must answer
+_ENDED: Final = "ended"  # key of a store: why a rank will not come
 
 
 def meet(launched: LaunchedRank, timeout: float = 0.0) -> "Store":
@@ -232,15 +262,43 @@ def meet(launched: LaunchedRank, timeout: float = 0.0) -> "Store":
     A launcher may keep its store when it restarts ranks. They have `PATIENCE` times `timeout` (`train.timeout`) to
     arrive, or `LONGEST_WAIT` if that is 0; then a `UserError` is raised.
     """
-    import torch.distributed as dist
-
     wait = _Wait(launched, timeout)
     found: Any = _come(wait)
     found.set_timeout(timedelta(seconds=LONGEST_WAIT))
-    store = dist.PrefixStore(f"threefold/{launched.attempt}", found)
+    store = _store_of(launched, found)
     if launched.world_size > 1:
         _wait_for_others(wait, store)
+        reach_other_hosts(launched.host)
     return store
+
+
+def reach_other_hosts(host: str) -> None:
+    """Make gloo listen on the interface that reaches `host`, where this host's own name has no address to reach it at.
+
+    By default gloo listens on the address of the host's name, and on loopback if there is none. Debian gives the name a
+    loopback address, which other hosts cannot reach either. torch 2.13 passes no options to gloo, so only the
+    environment variable sets this; one that the user has set stays.
+    """
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with suppress(OSError):
+        own = {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
+        if any(not each.startswith("127.") and each != "::1" for each in own):
+            return
+    with suppress(OSError):
+        family, kind, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as asking:
+            asking.connect(place)  # sends nothing
+            address = asking.getsockname()[0]
+        if name := next((each for _, each in socket.if_nameindex() if interface_address(each) == address), ""):
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _store_of(launched: LaunchedRank, found: "Store") -> "Store":
+    """Return the part of a launcher's store that belongs to this attempt."""
+    import torch.distributed as dist
+
+    return dist.PrefixStore(f"threefold/{launched.attempt}", found)
 
 
 class _Wait:
@@ -329,21 +387,32 @@ def _wait_for_others(wait: _Wait, store: "Store") -> None:
 
     def absent() -> str:
         with held_back_errors():
-            ranks = [each for each in range(size) if not store.check([f"come/{each}"])]
+            ranks = [each for each in range(size) if store.add(f"come/{each}", 0) <= meeting]
         return f"{named_ranks(ranks)} {'has' if len(ranks) == 1 else 'have'} not come"
 
     pause, longest = 0.005, max(_SLICE, size / 2000)  # so many checks of the store a second, by all ranks together
     try:
         with held_back_errors():
-            store.set(f"come/{rank}", "")
+            if (known := store.compare_set("world", "", str(size)).decode()) != str(size):
+                what = f"rank {rank} ({socket.gethostname()}) is one of {size:,} ranks there and others are of {known}"
+                store.set(_ENDED, what)
+                raise wait.error(f"{what}, as with another number of nodes")
+            came = store.add(f"come/{rank}", 1)
+            if came > store.add("come", 0) // size + 1:
+                store.add(f"come/{rank}", -1)
+                raise wait.error(f"another process is rank {rank} there, as of another run with this address and port")
             number = store.add("come", 1)
-            everyone = f"come/all/{(number - 1) // size}"  # a launcher's store may have been used before
+            meeting = (number - 1) // size  # a launcher's store may have been used before
+            everyone = f"come/all/{meeting}"
             if number % size == 0:
                 store.set(everyone, "")
         while True:
             with held_back_errors():
                 if store.check([everyone]):
                     return
+                ended = store.get(_ENDED).decode() if store.check([_ENDED]) else ""
+            if ended:
+                raise UserError(f"Not all ranks can start, as {ended}.")
             wait.look(absent, pause)
             pause = min(2 * pause, longest)
     except RuntimeError as error:  # the process that listens there has ended

@@ -4,7 +4,6 @@ import mmap
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -26,7 +25,7 @@ from threefold.launch.failure import Failure, cause, formatted, from_exception, 
 from threefold.launch.hang_watch import LOOK, HangWatch, Stopwatch, beating
 from threefold.launch.output import log_file
 from threefold.launch.process import NUMBERS, StopSignals, raise_on_second, require_room
-from threefold.launch.worker import Job, RankInfo, Worker, never, stay_on_loopback, work
+from threefold.launch.worker import Job, RankInfo, Worker, listen_on_loopback, never, stay_on_loopback, work
 from threefold.train.callbacks.base import CallbackFailed
 
 StartMethod = Literal["fork", "spawn"]
@@ -36,7 +35,6 @@ Again = Callable[[Failure], tuple[tuple[Any, ...], int] | None]
 """Function called with the cause of a failure when all ranks have ended. It returns the worker's arguments and the
 number of ranks of the next attempt, or None to end without an error, or raises the error that ends the run."""
 
-LOOPBACK = "127.0.0.1"
 OTHER_FAILURES = 0.5
 """Seconds to wait after the first failure for failures of other ranks, one of which may be the cause."""
 
@@ -117,19 +115,19 @@ def collect_local(
                 with suppress(ProcessLookupError):
                     os.kill(rank.process.pid or 0, signal.SIGTERM)
 
-    with socket.create_server((LOOPBACK, 0), backlog=1024) as listener, processes.shared_objects(), _ended() as ranks:
-        port = listener.getsockname()[1]
+    with listen_on_loopback() as listener, processes.shared_objects(), _ended() as ranks:
+        host, port = listener.getsockname()[:2]
         for number in range(world_size):
             info = RankInfo(number, world_size, number, world_size, job.device, backend=job.backend)
             receiver, sender = context.Pipe(duplex=False)
-            main_args = (job, info, port, sender, os.getpid(), memory, signals is not None)
+            main_args = (job, info, (host, port), sender, os.getpid(), memory, signals is not None)
             process = context.Process(target=_main, args=main_args, name=f"rank {number}")
             with processes.signals_blocked():  # or a signal could come between its start and its entry in the list
                 process.start()
                 ranks.append(_Rank(process, receiver))
             sender.close()
         handle = os.dup(listener.fileno())
-        store = dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
+        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
         look = None
         if memory is not None and job.debug_rank is None:  # ranks wait for a debugged one as long as it takes
             look = _hang_finder(job, _pages(memory), [rank.process.pid or 0 for rank in ranks])
@@ -139,10 +137,12 @@ def collect_local(
     return failures, [results.get(rank) for rank in range(world_size)]
 
 
-def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, memory: Any, stops: bool) -> None:
+def _main(
+    job: Job, info: RankInfo, place: tuple[str, int], report: Connection, parent: int, memory: Any, stops: bool
+) -> None:
     """Run the job in a rank's process.
 
-    The store of all ranks is at `port`, heartbeat pages are in `memory`, shared with the process `parent`; None where
+    The store of all ranks is at `place`, heartbeat pages are in `memory`, shared with the process `parent`; None where
     nobody reads them. The worker itself ends on a signal if `stops`.
     """
     processes.die_with_parent(parent)
@@ -163,10 +163,10 @@ def _main(job: Job, info: RankInfo, port: int, report: Connection, parent: int, 
             import torch.distributed as dist
 
             stay_on_loopback()
-            # Each rank looks up 127.0.0.1 when it connects to the store. Without a network that takes 10 s, and of 64
+            # Each rank looks up the address when it connects to the store. Without a network that takes 10 s, and of 64
             # ranks at once some wait 5 s for a lost answer. torch 2.13 cannot skip the look-up, so only this helps.
             os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-            store = dist.TCPStore(LOOPBACK, port, is_master=False, wait_for_workers=False)
+            store = dist.TCPStore(*place, is_master=False, wait_for_workers=False)
             result = work(job, replace(info, asked=asked, heartbeat=heartbeat), store)
         report.send(result)
     except BaseException as raised:

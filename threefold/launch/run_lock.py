@@ -106,6 +106,7 @@ def require_folder(run_dir: Path) -> None:
     require_local(run_dir, "--run-dir")
     name = f"--run-dir is {shown(run_dir)}"
     try:
+        os.fspath(run_dir).encode()
         found = os.stat(run_dir)
     except (FileNotFoundError, NotADirectoryError) as error:  # the latter is reported when the folder is created
         if isinstance(error, FileNotFoundError) and run_dir.is_symlink():
@@ -113,6 +114,10 @@ def require_folder(run_dir: Path) -> None:
         return
     except OSError as error:
         raise UserError(f"{name}, which cannot be a folder: {error.strerror}.") from None
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{name}, whose bytes are not UTF-8, in which the run's log names its folder; choose another name."
+        ) from None
     except ValueError:
         raise UserError(f"{name}, which holds a NUL character; name a folder.") from None
     if not stat.S_ISDIR(found.st_mode):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.rank_state import Activity, RunSection
+from threefold.errors import UserError
 from threefold.host import usable_cores
 from threefold.launch.device import Backend, gpu_count
 from threefold.launch.environment import chosen_threads
@@ -148,9 +149,33 @@ def stay_on_loopback() -> None:
     By default gloo listens on the address that the host name resolves to, which other hosts may reach. torch 2.13
     passes no options to gloo, so only the environment variable sets this.
     """
+    listen_on_loopback().close()  # gloo's own error is a traceback
     loopback = [name for _, name in socket.if_nameindex() if re.fullmatch(r"lo\d*", name)]
     if loopback:
         os.environ["GLOO_SOCKET_IFNAME"] = loopback[0]
+
+
+def listen_on_loopback() -> socket.socket:
+    """Return a socket that listens at a free port of this host's loopback address, of IPv6 if there is no other.
+
+    Raises a `UserError` if nothing can connect there, as where the interface is down.
+    """
+    failures = []
+    for family, address in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        listener = None
+        try:
+            listener = socket.create_server((address, 0), family=family, backlog=1024)
+            with socket.create_connection(listener.getsockname()[:2], 5.0):
+                listener.accept()[0].close()
+            return listener
+        except OSError as error:
+            failures.append(f"{address}: {(os.strerror(error.errno) if error.errno else str(error)).lower()}")
+            if listener is not None:
+                listener.close()
+    raise UserError(
+        f"The ranks of a run meet on the loopback interface of their host, where nothing can connect "
+        f"({'; '.join(failures)}); take the interface up with `ip link set lo up`."
+    )
 
 
 def wait_for_all() -> None:

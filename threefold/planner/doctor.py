@@ -20,7 +20,7 @@ from typing import Any, Final, Literal, get_args
 from threefold.comm.layout import AXES
 from threefold.errors import UserError
 from threefold.files import format_bytes, shown
-from threefold.host import cpu_quota, memory, usable_cores
+from threefold.host import cpu_quota, interface_address, memory, usable_cores
 from threefold.models.block import describe_model
 from threefold.planner import measuring
 from threefold.planner.cost import block_seconds, cost_block
@@ -424,23 +424,8 @@ def interfaces() -> list[Interface]:
         speed = 0
         with suppress(ValueError):
             speed = max(0, int(_text(_NETWORK / name / "speed")))
-        found.append(Interface(name, _address(name), speed))
+        found.append(Interface(name, interface_address(name), speed))
     return found
-
-
-def _address(name: str) -> str:
-    """Return an interface's IPv4 address (SIOCGIFADDR), or else its IPv6 address from /proc."""
-    with suppress(ImportError, OSError):
-        import fcntl
-
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            answer = fcntl.ioctl(asking.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))
-        return socket.inet_ntoa(answer[20:24])
-    for line in _text("/proc/net/if_inet6").splitlines():
-        digits, *_, own = line.split()
-        if own == name:
-            return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
-    return ""
 
 
 def between_hosts(found: list[Interface]) -> Interface | None:
