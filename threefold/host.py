@@ -1,4 +1,4 @@
-"""Allocator and writeback settings for training on a CPU, low-priority threads, scratch folders, and what a host has."""
+"""Allocator and writeback settings for training on a CPU, low-priority threads, scratch folders, facts of the host."""
 
 import ctypes
 import errno
