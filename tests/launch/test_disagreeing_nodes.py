@@ -126,9 +126,16 @@ class Nodes:
 
     hosts: tuple[Host, Host] | None
 
-    def end(self, file: Path, *settings: str, launcher: bool = False, other: Path | None = None) -> tuple[int, str]:
-        """Train on both, the second one with further settings, or another config; return the number of nodes that
-        failed, and what both printed.
+    def end(
+        self,
+        file: Path,
+        *settings: str,
+        launcher: bool = False,
+        other: Path | None = None,
+        folders: tuple[str, str] = ("run", "run"),
+    ) -> tuple[int, str]:
+        """Train on both, the second one with further settings, another config, or another run folder; return the
+        number of nodes that failed, and what both printed.
 
         `launcher` has torchrun start the rank of each; otherwise its variables are set, which takes less time.
         """
@@ -140,7 +147,7 @@ class Nodes:
                 "train",
                 str((other or file) if node else file),
                 "--run-dir",
-                str(file.parent / "run"),
+                str(file.parent / folders[node]),
             ]
             train += [word for setting in more for word in ("--set", setting)]
             variables = {"RANK": node, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
@@ -206,6 +213,20 @@ def test_each_setting_differs_on_one_of_two_nodes(file: Path, nodes: Nodes, key:
     assert failed == 2, text
     assert key in text or (key.startswith("parallel.") and "The layout" in text), text
     assert not (file.parent / "run" / "metrics.jsonl").exists()
+
+
+@pytest.mark.slow
+def test_two_nodes_that_do_not_share_the_folder_do_not_train(file: Path, nodes: Nodes) -> None:
+    failed, text = nodes.end(file, folders=("here", "there"))
+    assert failed == 2
+    names = ("node0", "node1") if nodes.hosts else (gethostname(),) * 2
+    sentence = (
+        f"--run-dir is {file.parent / 'here'} of host {names[0]} on rank 0, but another folder, {file.parent / 'there'} "
+        f"of host {names[1]}, on rank 1; all ranks write the checkpoints there, so name a folder that all hosts share."
+    )
+    assert text.count(sentence) == 1, text
+    assert not list(file.parent.glob("*/metrics.jsonl"))
+    assert not list(file.parent.glob("*/.shared-*"))
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ class RemoteCheckpoints:
             self._flush(place, [MANIFEST])
             if replaces:
                 self._replace(place, there, sizes)
-            elif self._files.exists(there + _NEW):
+            else:
                 self._remove(there + _NEW)
 
     def prune(self, keep: int, keep_every: int | None, newest: int) -> None:

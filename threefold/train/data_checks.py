@@ -1,14 +1,19 @@
-"""Data checks: same samples within a replica, different ones across replicas, unchanged token files."""
+"""Checks of what ranks share: the run's folder, samples within a replica and not across them, unchanged token files."""
 
 import os
+import secrets
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
+from socket import gethostname
 from typing import Any, Final
 
+from threefold.checkpoint.folder import from_first
 from threefold.checkpoint.manifest import Checkpoint
 from threefold.checkpoint.resume import other_text
 from threefold.comm.layout import Layout
@@ -22,6 +27,7 @@ from threefold.data.formats.own_data import OwnData, named
 from threefold.data.loader import Batch, fingerprint
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.foreign import FolderFiles, write_own
 from threefold.train.callbacks.base import Callback, say
 from threefold.train.callbacks.records import EvaluationRecord
 
@@ -43,6 +49,44 @@ def require_same_own_data(dataset: Dataset, mesh: Mesh) -> None:
         if isinstance(data, OwnData):
             for part in data.parts.values():
                 require_one_data_set(part, mesh, f"{named(data.path)}, which")
+
+
+def require_shared_folder(run_dir: Path, mesh: Mesh, looks: bool = True) -> None:
+    """Check that all hosts share the run's folder, into which all ranks write checkpoints. Collective over the world.
+
+    `looks` tells whether this rank looks there for its host. Raises a `UserError` on every rank that names the hosts.
+    """
+    world, here = mesh.world, (gethostname(), os.path.realpath(run_dir))
+    if world.size == 1:
+        return
+
+    def begin() -> tuple[str, tuple[str, str]]:
+        name = f".shared-{secrets.token_hex(8)}"
+        try:
+            write_own(run_dir / name, "")
+        except OSError as error:
+            raise UserError(f"Cannot write to --run-dir {shown(run_dir)}: {error.strerror}.") from None
+        return name, here
+
+    name, first = from_first(world, begin)
+    until, lacks = time.monotonic() + _SLOW_FOLDER, looks
+    while lacks and (lacks := not FolderFiles(run_dir).holds(name)) and time.monotonic() < until:
+        time.sleep(0.1)
+    others = [(rank, *place) for rank, place in enumerate(world.gather_objects(here if lacks else None)) if place]
+    if world.is_first:
+        with suppress(OSError):
+            (run_dir / name).unlink()
+    if others:
+        rank, host, folder = others[0]
+        raise UserError(
+            f"--run-dir is {shown(first[1])} of host {shown(first[0])} on rank 0, but another folder, "
+            f"{shown(folder)} of host {shown(host)}, on rank {rank:,}; all ranks write the checkpoints there, so name "
+            "a folder that all hosts share."
+        )
+
+
+_SLOW_FOLDER: Final = 3.0
+"""Seconds until a file that another host has made is there, on a shared file system."""
 
 
 class DataCheck(Callback):

@@ -38,7 +38,13 @@ from threefold.train.attachment import HeldStates, attachments, held_states
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext, say
 from threefold.train.callbacks.registry import import_always, make_callbacks
-from threefold.train.data_checks import DataCheck, TokenCheck, agree_on_micro_batch, require_same_own_data
+from threefold.train.data_checks import (
+    DataCheck,
+    TokenCheck,
+    agree_on_micro_batch,
+    require_same_own_data,
+    require_shared_folder,
+)
 from threefold.train.loop import TrainingLoop
 from threefold.train.optim import learning_rate
 from threefold.train.optimizers import update_rule
@@ -107,6 +113,7 @@ def train(
     start_from = Start(config, run_dir, resume, mesh.world, held, attempt)  # before any rank changes the folder
     if mesh.rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
+    require_shared_folder(run_dir, mesh, reads)
     if verify is not None and not attempt.number:
         mesh.heartbeat.activity(Activity.MODEL)
         verify(config, run_dir, source, mesh)

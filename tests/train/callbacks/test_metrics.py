@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,13 @@ DAMAGE = {
 }
 
 
+def lacking(path: Path, steps: str, start: int) -> str:
+    return (
+        f"Warning: {path} has no line of {steps}, though the run resumes after step {start}: the file was cut, or "
+        "these were made in another folder; training goes on, and curve and report are without them."
+    )
+
+
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
 def test_every_good_line_around_a_damaged_one_is_kept(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], damage: bytes
@@ -52,7 +60,10 @@ def test_every_good_line_around_a_damaged_one_is_kept(
     callback.before_fit(4)
     callback.close()
     assert shown(path) == [(1, "loss"), (2, "loss"), (2, "valid"), (4, "loss")]
-    assert capsys.readouterr().out.splitlines() == [f"Warning: {path} has line 4 damaged; the other lines are kept."]
+    assert capsys.readouterr().out.splitlines() == [
+        f"Warning: {path} has line 4 damaged; the other lines are kept.",
+        lacking(path, "step 3", 4),
+    ]
     assert len(path.read_bytes().splitlines()) == 4
 
 
@@ -68,7 +79,7 @@ def test_one_warning_for_all(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("torn", [b'{"step": 3, "lo', b"\0\0\0", line(3)[:-1]], ids=["cut", "nul", "no end"])
-def test_a_torn_last_line_is_repaired_silently(tmp_path: Path, capsys: pytest.CaptureFixture[str], torn: bytes) -> None:
+def test_a_torn_last_line_is_repaired(tmp_path: Path, capsys: pytest.CaptureFixture[str], torn: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(line(1) + line(2) + torn)
     callback = MetricsFile(path)
@@ -77,7 +88,31 @@ def test_a_torn_last_line_is_repaired_silently(tmp_path: Path, capsys: pytest.Ca
     callback.close()
     kept = [1, 2, 3, 4] if torn.endswith(b"}") else [1, 2, 4]
     assert (read_metrics_file(path).damaged, [found["step"] for found in read_metrics(path)]) == ((), kept)
-    assert capsys.readouterr().out == ""
+    assert capsys.readouterr().out == ("" if 3 in kept else lacking(path, "step 3", 3) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("kept", "steps"),
+    [
+        (range(1, 14), None),
+        ((*range(1, 5), 10, 11, 12, 13), "steps 5 to 9"),
+        (range(1, 6), "steps 6 to 12"),
+        (range(9, 13), "steps 1 to 8"),
+        ((), "steps 1 to 12"),
+        (range(1, 13, 2), "steps 2, 4, 6, 8, 10 and 1 more"),
+    ],
+)
+def test_steps_that_a_cut_file_lacks_are_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: Sequence[int], steps: str | None
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    if kept:
+        path.write_bytes(b"".join(line(step) for step in kept))
+    callback = MetricsFile(path)
+    callback.before_fit(12)
+    callback.close()
+    assert capsys.readouterr().out.splitlines() == ([] if steps is None else [lacking(path, steps, 12)])
+    assert [found["step"] for found in read_metrics(path)] == [step for step in kept if step <= 12]
 
 
 def test_a_whole_line_after_half_of_one_is_kept(tmp_path: Path) -> None:

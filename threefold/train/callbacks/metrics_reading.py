@@ -56,6 +56,23 @@ class Metrics:
         ]
         return f"Warning: {path} has {' and '.join(parts)}; the other lines are kept." if parts else None
 
+    def gap(self, path: Path, last: int) -> str | None:
+        """Return a sentence about the steps up to `last` that have no line; None if there are none."""
+        known, ranges = {line["step"] for line in self.lines if "loss" in line}, list[list[int]]()
+        for step in range(1, last + 1):
+            if step not in known and ranges and ranges[-1][1] == step - 1:
+                ranges[-1][1] = step
+            elif step not in known:
+                ranges.append([step, step])
+        if not ranges:
+            return None
+        names = first_of([f"{first} to {end}" if first < end else str(first) for first, end in ranges], _NAMED_LINES)
+        steps = "step" if len(ranges) == 1 and ranges[0][0] == ranges[0][1] else "steps"
+        return (
+            f"Warning: {path} has no line of {steps} {names}, though the run resumes after step {last:,}: the file was "
+            "cut, or these were made in another folder; training goes on, and curve and report are without them."
+        )
+
 
 def read_metrics_file(path: Path) -> Metrics:
     """Read all valid lines of a metrics file; none if it does not exist, OSError if it may not be read."""
@@ -104,10 +121,14 @@ def parse_line(content: bytes) -> tuple[dict[str, Any] | None, bool]:
 
 
 def drop_lines_after(path: Path, last: int) -> None:
-    """Rewrite the file with its good lines up to step `last`; atomic, so a kill leaves the old file or the new one."""
+    """Rewrite the file with its good lines up to step `last`, and tell which of these steps have none.
+
+    It is atomic, so a kill leaves the old file or the new one.
+    """
     found = read_metrics_file(path)
-    if warning := found.warning(path):
-        say(warning)
+    for warning in (found.warning(path), found.gap(path, last)):
+        if warning is not None:
+            say(warning)
     fresh = path.with_name(path.name + ".tmp")
     try:
         lines = sorted((*found.lines, *found.goodput), key=lambda line: int(line["step"]))
