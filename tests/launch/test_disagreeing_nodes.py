@@ -220,9 +220,10 @@ def test_two_nodes_that_do_not_share_the_folder_do_not_train(file: Path, nodes: 
     failed, text = nodes.end(file, folders=("here", "there"))
     assert failed == 2
     names = ("node0", "node1") if nodes.hosts else (gethostname(),) * 2
+    here, there = file.parent / "here", file.parent / "there"
     sentence = (
-        f"--run-dir is {file.parent / 'here'} of host {names[0]} on rank 0, but another folder, {file.parent / 'there'} "
-        f"of host {names[1]}, on rank 1; all ranks write the checkpoints there, so name a folder that all hosts share."
+        f"--run-dir is {here} of host {names[0]} on rank 0, but another folder, {there} of host {names[1]}, on rank 1; "
+        "all ranks write the checkpoints there, so name a folder that all hosts share."
     )
     assert text.count(sentence) == 1, text
     assert not list(file.parent.glob("*/metrics.jsonl"))
