@@ -123,8 +123,9 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path: Path) -> Non
         assert problem(own_file, tmp_path / name) == said
     assert not own_file(tmp_path / "zero").is_symlink()
     (tmp_path / "null").symlink_to("/dev/null")  # as of a user who wants no such file
-    write_own(tmp_path / "null", "ours")
+    write_own(own_file(tmp_path / "null"), "ours")
     assert (tmp_path / "null").is_symlink()
+    assert not FolderFiles(tmp_path).holds("null")
 
 
 OPENING: Final = {

@@ -38,10 +38,14 @@ class FolderFiles:
     """
 
     folder: Path
+    sizes: Mapping[str, int] | None = None
+    """Sizes of the files that the manifest names, where it has been read already."""
 
     @cached_property
     def listed(self) -> Mapping[str, int] | None:
         """Sizes of the files that the manifest of a checkpoint names; None in other folders."""
+        if self.sizes is not None:
+            return self.sizes
         with suppress(UserError, AttributeError, KeyError, TypeError):
             document = parse_json(text_of(self.folder / MANIFEST, self._read(MANIFEST, LARGEST_TEXT)), MANIFEST)
             sizes = {name: held["bytes"] for name, held in document["files"].items()}
@@ -51,14 +55,18 @@ class FolderFiles:
 
     def holds(self, name: str) -> bool:
         """Return whether the folder has an entry of this name, in a checkpoint one that its manifest names."""
-        return self._is_listed(name) and os.path.lexists(self.folder / name)
+        path = self.folder / name
+        return self._is_listed(name) and os.path.lexists(path) and not _is_sink(path)
 
     def path(self, name: str) -> Path:
         """Return the path of a file, links resolved, for a library that opens it; OSError if it may not be read."""
         path = self._place(name)
-        if problem := no_file(os.stat(path).st_mode):
-            raise OSError(errno.EINVAL, problem)
+        self._size(path)
         return path
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes; raise OSError if it may not be read."""
+        return self._size(self._place(name))
 
     def opened(self, name: str) -> io.FileIO:
         """Open a file for reading, unbuffered; raise OSError, whose `strerror` is a clause, if it may not be read."""
@@ -85,6 +93,12 @@ class FolderFiles:
     def json(self, name: str) -> Any:
         """Return the value in a JSON file; raise UserError as `text` does, or if it is not JSON."""
         return parse_json(self.text(name), shown(self.folder / name))
+
+    def _size(self, place: Path) -> int:
+        found = os.stat(place)
+        if problem := no_file(found.st_mode):
+            raise OSError(errno.EINVAL, problem)
+        return found.st_size
 
     def _place(self, name: str) -> Path:
         if not is_plain_name(name):
@@ -131,10 +145,8 @@ def own_file(path: Path) -> Path:
 
     Raises OSError if a folder, a pipe or a device has its name, for which a writer might wait forever.
     """
-    with suppress(OSError):
-        found = os.stat(path)
-        if stat.S_ISCHR(found.st_mode) and found.st_rdev in _SINKS:
-            return Path(os.path.realpath(path))
+    if _is_sink(path):
+        return path
     with suppress(FileNotFoundError):
         mode = os.lstat(path).st_mode
         if stat.S_ISLNK(mode):
@@ -146,10 +158,17 @@ def own_file(path: Path) -> Path:
     return path
 
 
+def _is_sink(path: Path) -> bool:
+    with suppress(OSError):
+        found = os.stat(path)
+        return stat.S_ISCHR(found.st_mode) and found.st_rdev in _SINKS
+    return False
+
+
 def open_own(path: Path, flags: int = os.O_TRUNC) -> int:
     """Open an `own_file` to write, with flags such as O_APPEND, and return its descriptor."""
-    flags |= os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-    return os.open(own_file(path), flags, 0o666)
+    flags |= os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
+    return os.open(own_file(path), flags if _is_sink(path) else flags | os.O_NOFOLLOW, 0o666)
 
 
 def write_own(path: Path, content: str | bytes, *, durable: bool = False) -> None:

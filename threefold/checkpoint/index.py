@@ -1,7 +1,6 @@
 """Index of a checkpoint's tensors (tensors.json): its writer, its reader, and whether the tensors match a model."""
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
@@ -78,7 +77,8 @@ def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileReco
 
 def read_index(folder: Path) -> dict[str, StoredTensor]:
     """Read the tensors of a checkpoint by name; DamagedCheckpoint if their chunks are not whole or not in its files."""
-    document = _document(folder)
+    files = FolderFiles(folder)
+    document = _document(files)
     try:
         tensors = {
             name: StoredTensor(_sizes(entry["shape"]), DTYPES[entry["dtype"]], tuple(map(_chunk, entry["chunks"])))
@@ -89,7 +89,6 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     ends: dict[str, int] = {}
     for chunk in (chunk for each in tensors.values() for chunk in each.chunks):
         ends[chunk.file] = max(ends.get(chunk.file, 0), chunk.position + chunk.bytes)
-    files = FolderFiles(folder)
     sizes = {name: _size(files, name) for name in ends}
     for name, tensor in tensors.items():
         if any(chunk.position + chunk.bytes > sizes[chunk.file] for chunk in tensor.chunks):
@@ -107,16 +106,19 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
 def read_data_files(folder: Path) -> dict[str, FileRecord]:
     """Read the size and checksum of each tensor file; raise DamagedCheckpoint if the index is damaged."""
     try:
-        return {name: FileRecord(held["bytes"], held["checksum"]) for name, held in _document(folder)["files"].items()}
+        return {
+            name: FileRecord(held["bytes"], held["checksum"])
+            for name, held in _document(FolderFiles(folder))["files"].items()
+        }
     except (KeyError, TypeError, AttributeError):
         raise DamagedCheckpoint(folder, f"its {INDEX} does not say which files hold the tensors") from None
 
 
-def _document(folder: Path) -> dict[str, Any]:
-    path = folder / INDEX
+def _document(files: FolderFiles) -> dict[str, Any]:
+    folder = files.folder
     try:
-        text = FolderFiles(folder).text(INDEX, limit=2 << 30)  # enough for some ten million chunks
-        document = parse_json(text, str(path)) if (intact := is_intact(text)) else None
+        text = files.text(INDEX, limit=2 << 30)  # enough for some ten million chunks
+        document = parse_json(text, str(folder / INDEX)) if (intact := is_intact(text)) else None
     except UserError as error:
         raise DamagedCheckpoint(folder, str(error).removesuffix(".")) from None
     if not intact:
@@ -128,7 +130,7 @@ def _document(folder: Path) -> dict[str, Any]:
 
 def _size(files: FolderFiles, name: str) -> int:
     try:
-        return os.stat(files.path(name)).st_size
+        return files.size(name)
     except OSError as error:
         raise DamagedCheckpoint(files.folder, f"its {shown(name)} cannot be read ({error.strerror})") from None
 

@@ -7,7 +7,6 @@ it; their layout is read from `config.yaml`.
 import dataclasses
 import errno
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -106,10 +105,10 @@ class Checkpoint:
         return self.path.parent.parent
 
     def check_sizes(self) -> None:
-        found = FolderFiles(self.path)
+        found = FolderFiles(self.path, {name: file.bytes for name, file in self.files.items()})
         for name, file in self.files.items():
             try:
-                size = os.stat(found.path(name)).st_size
+                size = found.size(name)
             except OSError as error:
                 reason = "leads out of its folder" if error.errno == errno.ELOOP else "is missing or no file"
                 raise DamagedCheckpoint(self.path, f"its {shown(name)} {reason}") from None
@@ -120,7 +119,7 @@ class Checkpoint:
 
     def check_content(self, name: str) -> None:
         try:
-            with FolderFiles(self.path).opened(name) as file:
+            with FolderFiles(self.path, {name: self.files[name].bytes}).opened(name) as file:
                 found = checksum_of_file(file)
             if found != self.files[name].checksum:
                 raise DamagedCheckpoint(self.path, f"its {shown(name)} {CHANGED}")
