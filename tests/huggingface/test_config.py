@@ -8,7 +8,7 @@ import torch
 from threefold.config import ModelConfig
 from threefold.errors import UserError
 from threefold.huggingface.files import choose_type, left_out, read_model, write_model
-from threefold.models.family import huggingface_types
+from threefold.huggingface.mapping import huggingface_types
 from threefold.models.gpt import GPTConfig
 from threefold.models.llama import LlamaConfig
 

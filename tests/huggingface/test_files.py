@@ -22,10 +22,10 @@ from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.files import choose_type, split
 from threefold.huggingface.import_hf import Import, import_model
+from threefold.huggingface.mapping import SourceRows, WeightMap
 from threefold.launch.training_run import prepare_training
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt import GPTConfig
-from threefold.models.huggingface import SourceRows, WeightMap
 from threefold.models.llama import LlamaConfig
 
 INDEX = "model.safetensors.index.json"

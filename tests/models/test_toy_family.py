@@ -29,8 +29,8 @@ from torch import nn
 from threefold.config.model import ModelConfig
 from threefold.models.plan import decoder_plan
 from threefold.models.family import Family
-from threefold.models.huggingface import HuggingFaceType, TensorNames
-from threefold.models.huggingface import SourceRows, interleaved
+from threefold.huggingface.mapping import HuggingFaceType, TensorNames
+from threefold.huggingface.mapping import SourceRows, interleaved
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, Decoder, Embedding, Head, Linear
 from threefold.models.sharding import AttentionCore, Column, Replicated, Row, Unit, Vocab, VocabLoss

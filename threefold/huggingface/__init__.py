@@ -1,4 +1,4 @@
 """Import and export of Hugging Face models, tensor by tensor.
 
-Each family's config.json keys and tensor names are in threefold/models/FAMILY/huggingface.py.
+Each family's config.json keys and tensor names are in threefold/huggingface/FAMILY.py.
 """

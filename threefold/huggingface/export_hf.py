@@ -22,8 +22,8 @@ from threefold.foreign import write_own
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import choose_type, imported_config, left_out, split, write_model, write_texts
+from threefold.huggingface.mapping import WeightMap
 from threefold.huggingface.source import choose_exported
-from threefold.models.huggingface import WeightMap
 from threefold.models.source import file_source
 from threefold.output import Progress, check_replaceable, staged_directory
 

@@ -19,9 +19,8 @@ from threefold.config import ModelConfig
 from threefold.data.tokenizer import loaded
 from threefold.errors import UserError
 from threefold.foreign import FolderFiles, write_own
+from threefold.huggingface.mapping import ConfigJson, HuggingFaceType, WeightMap, huggingface_types, shortened
 from threefold.huggingface.source import CONFIG, read_json
-from threefold.models.family import huggingface_types
-from threefold.models.huggingface import ConfigJson, HuggingFaceType, WeightMap, shortened
 
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"

@@ -33,9 +33,9 @@ from threefold.huggingface.files import (
     read_model,
     texts_of,
 )
+from threefold.huggingface.mapping import HuggingFaceType, SourceRows, WeightMap
 from threefold.huggingface.source import list_imported, read_json
 from threefold.models.family import make_model, model_plan
-from threefold.models.huggingface import HuggingFaceType, SourceRows, WeightMap
 from threefold.models.sharding import ModelPlan
 from threefold.output import Progress, check_replaceable, staged_directory, write_durably
 

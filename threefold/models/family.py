@@ -11,7 +11,6 @@ from threefold.config.model import FAMILIES, ModelConfig
 from threefold.config.section import PathText
 
 if TYPE_CHECKING:
-    from threefold.models.huggingface import HuggingFaceType
     from threefold.models.layers.decoder import Decoder
     from threefold.models.sharding import ModelPlan
 
@@ -27,7 +26,7 @@ class Family:
     config: type[ModelConfig]  # class of its `model` section
     model: str  # class or function from a resolved config to the single-device model
     plan: str  # function from a resolved config and the tokens of a sample to the `ModelPlan`
-    huggingface: str | None = None  # tuple of its `HuggingFaceType`s; a model is exported as the first that fits
+    huggingface: str | None = None  # tuple of `huggingface.mapping.HuggingFaceType`s; exported as the first that fits
     # Function from a resolved config and the name of a layer to the `Shapes` of its parameters, without torch; None if
     # they have to be read from the model on the meta device.
     shapes: str | None = None
@@ -44,10 +43,6 @@ class Family:
         """Return the shapes of a layer's parameters, without torch; None if the family does not declare them."""
         return None if self.shapes is None else resolve_name(self.shapes)(config, layer)
 
-    def huggingface_types(self) -> "tuple[HuggingFaceType, ...]":
-        """Return the kinds of Hugging Face models that the family can be imported from and exported to."""
-        return resolve_name(self.huggingface) if self.huggingface else ()
-
 
 def family_of(config: ModelConfig) -> Family:
     return FAMILIES.load(config.architecture)
@@ -61,12 +56,6 @@ def make_model(config: ModelConfig) -> "Decoder":
 def model_plan(config: ModelConfig, sequence_length: int) -> "ModelPlan":
     """Return the sharding plan of a resolved config; the tokens of a sample determine the cost of attention."""
     return family_of(config).make_plan(config, sequence_length)
-
-
-def huggingface_types() -> "dict[str, HuggingFaceType]":
-    """Return the types that can be imported and exported, of all families, by Hugging Face's `model_type`."""
-    families: list[Family] = [FAMILIES.load(name) for name in FAMILIES.names()]
-    return {kind.name: kind for family in families for kind in family.huggingface_types()}
 
 
 class OwnConfig(ModelConfig):

@@ -33,6 +33,6 @@ FAMILY = Family(
     config=GPTConfig,
     model="threefold.models.gpt.model:GPT",
     plan="threefold.models.gpt.sharding:gpt_plan",
-    huggingface="threefold.models.gpt.huggingface:TYPES",
+    huggingface="threefold.huggingface.gpt:TYPES",
     shapes="threefold.models.gpt.sharding:layer_shapes",
 )

@@ -74,6 +74,6 @@ FAMILY = Family(
     config=LlamaConfig,
     model="threefold.models.llama.model:Llama",
     plan="threefold.models.llama.sharding:llama_plan",
-    huggingface="threefold.models.llama.huggingface:TYPES",
+    huggingface="threefold.huggingface.llama:TYPES",
     shapes="threefold.models.llama.sharding:layer_shapes",
 )

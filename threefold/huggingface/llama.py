@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
-from threefold.models import huggingface as hf
+from threefold.huggingface import mapping as hf
 from threefold.models.llama import LlamaConfig
 
 _MOST_EXPERTS: Final = 65_536

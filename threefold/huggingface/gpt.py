@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from typing import Any, Final
 
-from threefold.models import huggingface as hf
+from threefold.huggingface import mapping as hf
 from threefold.models.gpt import GPTConfig
 
 _NAMES: Final = hf.TensorNames(

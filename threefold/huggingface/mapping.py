@@ -8,9 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import log
+from pkgutil import resolve_name
 from typing import Any, Final
 
 from threefold.config import ModelConfig
+from threefold.config.model import FAMILIES
 from threefold.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters, by name
@@ -340,3 +342,10 @@ class HuggingFaceType(ABC):
             else:
                 maps += self.rearranged(name, in_block, block, model, shapes, present)
         return maps
+
+
+def huggingface_types() -> dict[str, HuggingFaceType]:
+    """Return the types that can be imported and exported, of all families, by Hugging Face's `model_type`."""
+    families = [FAMILIES.load(name) for name in FAMILIES.names()]
+    types = (resolve_name(family.huggingface) for family in families if family.huggingface)
+    return {kind.name: kind for kinds in types for kind in kinds}
