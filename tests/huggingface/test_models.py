@@ -15,13 +15,13 @@ from tests.support.sweep import sweep
 from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import newest, stored_config
 from threefold.huggingface import files as weights
+from threefold.huggingface import gpt
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.generate import GenerationRequest, Sampling, complete
 from threefold.inference.model import Trained
 from threefold.models.family import make_model, model_plan
 from threefold.models.gpt import Activation
-from threefold.models.gpt import huggingface as gpt
 from threefold.ops.kernels import ACTIVATIONS
 
 same_bits = partial(torch.testing.assert_close, rtol=0, atol=0)
