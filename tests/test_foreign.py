@@ -205,7 +205,7 @@ FUNCTIONS: Final = {
     "a method of ours of that name": """
         command_line.py::_describe checkpoint/remote.py::RemoteCheckpoints._make
         checkpoint/remote.py::RemoteCheckpoints._remove checkpoint/remote.py::RemoteCheckpoints.incomplete
-        checkpoint/remote.py::RemoteCheckpoints.require_writable checkpoint/remote.py::RemoteCheckpoints.upload
+        checkpoint/remote.py::RemoteCheckpoints.require_writable
         huggingface/files.py::texts_of
         huggingface/files.py::end_tokens huggingface/files.py::imported_config huggingface/import_hf.py::import_model
         huggingface/source.py::check_import train/callbacks/console.py::StepLog.before_fit
