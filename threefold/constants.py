@@ -13,3 +13,8 @@ COMPILED: Final = 0
 LOGITS_OF_A_CHUNK: Final = 1 << 28
 """Logits that the loss processes at a time on a GPU: one gibibyte in fp32. Chunks of few columns are slow, as each adds
 to the gradients of all tokens."""
+LONGEST_DOCUMENT: Final = 1 << 26
+"""Characters that a line of JSON, or a rendered conversation, may have: a small compressed file can hold a line of any
+length, which takes ten times its size in memory."""
+MOST_IDS: Final = 2**31 - 1
+"""Limit on the size of a vocabulary: token files have ids of 32 bits."""

@@ -150,6 +150,36 @@ def read_json(path: Path, called: str = "", limit: int = LARGEST_TEXT, finite: b
     return parse_json(read_text(path, called, limit), f"{called}{shown(path)}", finite)
 
 
+DEEPEST: Final = 100
+"""Levels of lists and objects in JSON: what reads the values goes down one call, or several, for each."""
+
+
+def load_json(text: str | bytes, constant: Callable[[str], Any] | None = None) -> Any:
+    """Return the value of a JSON text. Raises ValueError if it is invalid, or nested deeper than `DEEPEST`.
+
+    `constant` gives the values of NaN and infinities, which JSON lacks; without it they are floats.
+    """
+    try:
+        value = json.loads(text, parse_constant=constant)
+    except RecursionError:
+        raise ValueError(_TOO_DEEP) from None
+    opening = ("[", "{") if isinstance(text, str) else (b"[", b"{")
+    if sum(map(text.count, opening)) > DEEPEST:  # type: ignore[arg-type]
+        level = [value]
+        for _ in range(DEEPEST):
+            level = [each for one in level if isinstance(one, dict | list) for each in _members(one)]
+        if any(isinstance(each, dict | list) for each in level):
+            raise ValueError(_TOO_DEEP)
+    return value
+
+
+_TOO_DEEP: Final = "its JSON is nested too deeply"
+
+
+def _members(value: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return value.values() if isinstance(value, dict) else value
+
+
 def parse_json(text: str, where: str, finite: bool = True) -> Any:
     """Parse a JSON text named `where` in messages; NaN and infinities, which JSON lacks, are refused if `finite`."""
 
@@ -157,14 +187,12 @@ def parse_json(text: str, where: str, finite: bool = True) -> Any:
         raise ValueError(f"{name} is not a JSON number")
 
     try:
-        return json.loads(text, parse_constant=refuse if finite else None)
+        return load_json(text, refuse if finite else None)
     except json.JSONDecodeError as error:
         raise UserError(
             f"Cannot read {where}: it is not JSON ({error.msg}, line {error.lineno} column {error.colno})."
         ) from None
-    except RecursionError:
-        raise UserError(f"Cannot read {where}: its JSON is nested too deeply.") from None
-    except ValueError as error:  # a number of more digits than Python reads; NaN
+    except ValueError as error:  # a number of more digits than Python reads; NaN; endless nesting
         raise UserError(f"Cannot read {where}: {error}.") from None
 
 

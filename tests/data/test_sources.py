@@ -151,7 +151,7 @@ def test_a_line_that_only_compression_makes_small_is_refused(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A line of 600 MB in half a megabyte is not read to its end, also where only the first line is wanted."""
-    monkeypatch.setattr(sources, "_LONGEST_DOCUMENT", 1 << 16)
+    monkeypatch.setattr(sources, "LONGEST_DOCUMENT", 1 << 16)
     long = '{"text": "' + "a" * (1 << 22) + '"}\n'
     path = stored(tmp_path, name, '{"text": "short"}\n' + long)
     assert path.stat().st_size < 1 << 15
@@ -159,3 +159,15 @@ def test_a_line_that_only_compression_makes_small_is_refused(
         documents(path)
     with pytest.raises(UserError, match=rf"{name}:1 has more than 65,536 characters"):
         sources.holds_chat(stored(tmp_path, f"b{name}", long), "text")
+
+
+@pytest.mark.parametrize("depth", [90, 450, 100_000])
+def test_conversations_that_are_nested_deeply_are_read_or_refused(tmp_path: Path, depth: int) -> None:
+    """What reads a message goes down two calls for each of its levels."""
+    message = '{"role": "assistant", "content": "b", "deep": ' + "[" * depth + "]" * depth + "}"
+    path = stored(tmp_path, "a.jsonl", '{"messages": [{"role": "user", "content": "a"}, ' + message + "]}\n")
+    if depth == 90:
+        assert len(documents(path)) == 1
+        return
+    with pytest.raises(UserError, match=r"a\.jsonl:1 is not JSON \(its JSON is nested too deeply\)"):
+        documents(path)

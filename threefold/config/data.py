@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from threefold.config.section import MOST_IDS, MOST_STEPS, MOST_TOKENS, PathText, Section, Text, derived
+from threefold.config.section import MOST_STEPS, MOST_TOKENS, PathText, Section, Text, derived
+from threefold.constants import MOST_IDS
 
 _RANGE = re.compile(r"(\d{1,15}) ?- ?(\d{1,15})|(\d{1,15})")
 _WRITTEN = "a list of steps and ranges of steps from 1 on, such as [120, 300-320]"

@@ -10,7 +10,8 @@ from pydantic import ConfigDict, Field, PrivateAttr, model_validator
 from pydantic.fields import FieldInfo
 
 from threefold.config.presets import PRESETS, PresetName
-from threefold.config.section import MOST_IDS, MOST_TOKENS, NameIn, Section, derived, nearest_divisor
+from threefold.config.section import MOST_TOKENS, NameIn, Section, derived, nearest_divisor
+from threefold.constants import MOST_IDS
 from threefold.errors import UserError
 from threefold.files import require_local, shown
 from threefold.plugins import Registry

@@ -17,7 +17,6 @@ from threefold.config.model import MOST_LAYERS, ModelConfig, model_settings
 from threefold.config.optimizer import OptimizerConfig
 from threefold.config.schedules import SCHEDULES, Schedule, find_schedule, schedule_name
 from threefold.config.section import (
-    MOST_IDS,
     MOST_RANKS,
     MOST_SECONDS,
     MOST_SEQUENCES,
@@ -28,6 +27,7 @@ from threefold.config.section import (
     Section,
     derived,
 )
+from threefold.constants import MOST_IDS
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import Registry

@@ -28,7 +28,6 @@ MOST_STEPS: Final = 10**12
 MOST_SECONDS: Final = 10**9
 MOST_SEQUENCES: Final = 10**9  # limit on the sequences of a step
 MOST_TOKENS: Final = 10**8  # limit on the tokens of a sequence
-MOST_IDS: Final = 2**31 - 1  # limit on the size of a vocabulary
 _SMALLEST, _LARGEST = 1.17550e-38, 3.40282e38  # of the normal numbers of fp32, rounded inwards
 _LONGEST_PATH, _LONGEST_NAME = 4095, 255  # bytes, on Linux
 

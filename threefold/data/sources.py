@@ -12,10 +12,12 @@ from typing import Any, Final
 
 import zstandard
 
+from threefold.constants import LONGEST_DOCUMENT
 from threefold.data.conversations import Chat, Document, chat_of, is_chat, utf8
 from threefold.data.corpus import META_FILE, TOKENS_FILE
 from threefold.data.tokenizer import END_OF_DOCUMENT
 from threefold.errors import UserError
+from threefold.files import load_json
 
 _KINDS: Final = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
 _KNOWN: Final = ".jsonl, .json, .txt, one of these and .gz or .zst, or .parquet"
@@ -25,9 +27,6 @@ _KNOWN: Final = ".jsonl, .json, .txt, one of these and .gz or .zst, or .parquet"
 _TEXT_DOCUMENT: Final = 65_536
 _READ_LINE_LIMIT: Final = 4 * _TEXT_DOCUMENT
 _CHUNK: Final = 1 << 18
-_LONGEST_DOCUMENT: Final = 1 << 26
-"""Characters that a line of JSON, or a document of parquet, may have: a small compressed file can hold a line of any
-length, which takes ten times its size in memory."""
 _ZSTD_INPUT: Final = 1 << 12
 """Bytes that are decompressed at once; their content has at most 128 MiB."""
 
@@ -64,8 +63,8 @@ def holds_chat(path: Path, key: str) -> bool:
     with _explained(path), path.open("rb") as raw:
         first = next((line for line in _lines(_decompressed(raw, path), path) if line.strip()), "null")
     try:
-        return is_chat(json.loads(first), key)
-    except (ValueError, RecursionError):
+        return is_chat(load_json(first), key)
+    except ValueError:
         return False  # the reader of all lines reports it
 
 
@@ -109,8 +108,8 @@ class SourceReader:
                 if not line.strip():
                     continue
                 try:
-                    value = json.loads(line)
-                except (ValueError, RecursionError) as error:
+                    value = load_json(line)
+                except ValueError as error:
                     reason = getattr(error, "msg", str(error))
                     raise UserError(
                         f"{self.path}:{number} is not JSON ({reason}); every line must be one JSON object"
@@ -250,14 +249,14 @@ def _decompressed(raw: io.BufferedReader, path: Path) -> io.TextIOWrapper:
 
 def _lines(stream: io.TextIOWrapper, path: Path) -> Iterator[str]:
     """Yield the lines of JSON; raise a `UserError` for one that is too long, before it is read to its end."""
-    for number, line in enumerate(iter(lambda: stream.readline(_LONGEST_DOCUMENT + 1), ""), start=1):
+    for number, line in enumerate(iter(lambda: stream.readline(LONGEST_DOCUMENT + 1), ""), start=1):
         yield _checked(line, f"{path}:{number}")
 
 
 def _checked(document: str, where: str) -> str:
-    if len(document) > _LONGEST_DOCUMENT:
+    if len(document) > LONGEST_DOCUMENT:
         raise UserError(
-            f"{where} has more than {_LONGEST_DOCUMENT:,} characters, and a document may have as many; cut it into "
+            f"{where} has more than {LONGEST_DOCUMENT:,} characters, and a document may have as many; cut it into "
             "several, one a line"
         )
     return document

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from threefold.checksums import checksum, seal
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import load_json, shown
 from threefold.parity.facts import FORMAT, VERSION, read_facts
 from threefold.parity.placement import Piece, Placement
 from threefold.parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Kept, keep, kept_size, length
@@ -325,7 +325,7 @@ class Record:
             if checksum(path) != self.ranks[rank]["checksums"][step]:
                 raise ValueError(path)
             with safe_open(path, "pt") as file:
-                index = json.loads((file.metadata() or {})["index"])
+                index = load_json((file.metadata() or {})["index"])
                 values = file.get_tensor("values")
             entries = [IndexEntry.from_json(line) for line in index]
             if values.dim() != 1 or not values.is_floating_point():
@@ -381,7 +381,7 @@ def read_weights(folder: Path) -> Callable[[str], Tensor]:
                 facts = file.metadata() or {}
             if int(facts["world_size"]) != len(files):
                 raise KeyError("world_size")
-            for key, (name, shape, start, size) in enumerate(json.loads(facts["index"])):
+            for key, (name, shape, start, size) in enumerate(load_json(facts["index"])):
                 piece = Piece(tuple(start), tuple(start), tuple(size))
                 parts.setdefault(name, []).append((path, str(key), tuple(shape), piece))
     except (SafetensorError, OSError, KeyError, ValueError, TypeError):

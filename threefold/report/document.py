@@ -3,7 +3,6 @@
 `RunReport` writes its page, which has the document inside, as RUN/report.html at the end of a run.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ from threefold.files import (
     format_bytes,
     how_often,
     json_in_script,
+    load_json,
     shown,
 )
 from threefold.foreign import FolderFiles, write_own
@@ -291,9 +291,9 @@ def _samples(folder: Path) -> tuple[list[dict[str, Any]], list[str]]:
     found, damaged = [], 0
     for text in lines:
         try:
-            line = json.loads(text)
+            line = load_json(text)
             found.append({"step": int(line["step"]), "prompt": str(line["prompt"]), "text": str(line["text"])})
-        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+        except (ValueError, KeyError, TypeError, OverflowError):
             damaged += bool(text.strip())
     told = [f"{path} has {damaged:,} damaged line{'s' if damaged > 1 else ''}; the others are used."] if damaged else []
     return found[-50:], told

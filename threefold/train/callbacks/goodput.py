@@ -15,6 +15,7 @@ from typing import Any, Final, Self
 
 from threefold.checksums import is_intact, seal_text
 from threefold.errors import UserError
+from threefold.files import load_json
 from threefold.foreign import FolderFiles, open_own
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext, say
@@ -71,7 +72,7 @@ class Goodput:
             text = FolderFiles(path.parent).text(path.name, limit=1 << 16).rstrip() + "\n"
             if not is_intact(text):
                 return None
-            held = json.loads(text)
+            held = load_json(text)
             values = {each.name: held[each.name] for each in fields(cls)}
             return cls(**values) if all(type(value) in (int, float) for value in values.values()) else None
         except (UserError, ValueError, KeyError, TypeError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from threefold.files import first_of
+from threefold.files import first_of, load_json
 from threefold.foreign import FolderFiles, lines_of, open_own
 from threefold.output import sync
 from threefold.train.callbacks.base import say
@@ -147,8 +147,8 @@ def _object(content: bytes) -> dict[str, Any] | None:
     """Parse a line; None unless it is a valid step, evaluation or goodput."""
     try:
         # older versions wrote NaN for a loss that was not finite
-        line = json.loads(content.decode("utf-8"), parse_constant=lambda _: None)
-    except (ValueError, RecursionError):
+        line = load_json(content.decode("utf-8"), lambda _: None)
+    except ValueError:
         return None
     if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 0:
         return None
