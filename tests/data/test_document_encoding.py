@@ -178,7 +178,7 @@ def test_a_template_that_refuses_is_told_with_the_line(files: dict[str, Path], t
     with pytest.raises(UserError, match=r"c.jsonl:7: message 2 is rendered differently by .* when the conversation"):
         unstable.encode(Chat("c.jsonl:7", tuple(conversations("chatml")[1])))
     with pytest.raises(UserError, match=r"is not a chat template that can be used \(unexpected 'end of template'"):
-        encoder(files["chatml"], template=ChatTemplate("{% for"))
+        encoder(files["chatml"], template=ChatTemplate("{% for")).encode(Chat("c.jsonl:7", (user, answer)))
     with pytest.raises(
         UserError, match=r"c.jsonl:7 is a conversation, which needs a chat template, and the tokenizer has none"
     ):

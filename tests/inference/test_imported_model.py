@@ -125,6 +125,21 @@ def test_a_trained_model_reads_as_its_data_was(trained: Trained) -> None:
         assert model.documents(other).text.rule == TextRule(other, (1,))
 
 
+def test_tokens_beyond_the_embedding_are_refused_before_the_model_reads_them(trained: Trained, tmp_path: Path) -> None:
+    """As a checkpoint of somebody else may have them, whose files fit their checksums."""
+    for facts in ({"eod": 301}, {"eod": 1 << 40}, {"beginning": (1, 1 << 40), "special_tokens": "parse"}):
+        with pytest.raises(
+            UserError, match=r"was trained with token [0-9,]+ around texts and the model's embedding has"
+        ):
+            trained_on(trained, **facts).documents()
+    (tmp_path / "tokenizer.json").write_text(
+        Tokenizer(models.WordLevel({f"w{number}": number for number in range(302)}, unk_token="w0")).to_str()
+    )
+    other = Trained(replace(trained.checkpoint, path=tmp_path), trained.config)
+    with pytest.raises(UserError, match=r"has token ids up to 301 and the model's embedding has 301 rows; put the mod"):
+        other.documents()
+
+
 def test_what_comes_after_a_text_is_no_beginning(source: Path) -> None:
     tokenizer = Tokenizer.from_file(str(source / "tokenizer.json"))
     for template, beginning in (("$A </s>", ()), ("<s> <s> $A </s>", (1, 1)), ("$A", ())):

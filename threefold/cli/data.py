@@ -265,4 +265,6 @@ def _decode(corpus: "Corpus", tokens: list[int]) -> str:
     """Decode tokens, including special ones; without a tokenizer, return their ids."""
     if corpus.tokenizer is None:
         return " ".join(map(str, tokens))
-    return str(corpus.tokenizer.decode(tokens, skip_special_tokens=False))
+    from threefold.data.tokenizer import decoded
+
+    return decoded(corpus.tokenizer, tokens)

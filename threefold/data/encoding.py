@@ -9,19 +9,18 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from threefold.data.chat_renderer import ChatRenderer, Prefix
 from threefold.data.conversations import ASSISTANT, Chat, ChatTemplate, Completion, Document, Message
-from threefold.data.tokenizer import TextEncoder, TextRule, loaded
+from threefold.data.tokenizer import TextEncoder, TextRule, decoded, encoding_of, loaded
 from threefold.errors import UserError
-
-if TYPE_CHECKING:
-    from threefold.data.chat_renderer import ChatRenderer
 
 _OPEN, _CLOSE = "\uf8f0", "\uf8f1"
 """Private-use characters that enclose special tokens spelled by a message while a template renders it."""
@@ -54,12 +53,13 @@ class DocumentEncoder:
         self.text, self.eod = text, eod
         self._renderer: ChatRenderer | None = None
         if template is not None:
-            from threefold.data import chat_renderer  # imports Jinja, which few runs need
-
-            self._renderer = chat_renderer.ChatRenderer(template)
+            self._renderer = ChatRenderer(template)
         added = text.tokenizer.get_added_tokens_decoder()
         self._specials = {token: one.content for token, one in added.items() if one.special}
-        self._spelled = re.compile("|".join(map(re.escape, sorted(self._specials.values(), key=len, reverse=True))))
+
+    @cached_property
+    def _spelled(self) -> re.Pattern[str]:
+        return re.compile("|".join(map(re.escape, sorted(self._specials.values(), key=len, reverse=True))))
 
     def encode(self, document: Document) -> EncodedDocument:
         """Encode a document. Raises UserError if a conversation has no template or its answers cannot be located."""
@@ -70,10 +70,10 @@ class DocumentEncoder:
             ids = self.text.encode(document) + end
             return EncodedDocument(ids, [True] * len(ids))
         prompt, whole = len(document.prompt), document.prompt + document.completion
-        encoding = self.text.tokenizer.encode(whole, add_special_tokens=False)
+        encoding = encoding_of(self.text.tokenizer, whole)
         ids = self.text.begun(encoding.ids)
         spans = [(0, 0)] * (len(ids) - len(encoding.ids)) + encoding.offsets
-        return EncodedDocument(ids + end, _within(spans, [(prompt, len(whole))]) + [True] * len(end))
+        return EncodedDocument(ids + end, _Spans(spans).within([(prompt, len(whole))]) + [True] * len(end))
 
     def prompt(self, messages: Sequence[Message], where: str) -> list[int]:
         """Encode a conversation for the assistant to continue. Raises like `encode`."""
@@ -92,50 +92,56 @@ class DocumentEncoder:
 
     def _encode_chat(self, chat: Chat) -> EncodedDocument:
         renderer, messages = self._required(chat.where), self._marked(chat.messages)
-        rendered = renderer.render(messages, chat.where, chat.tools)
+        prefixes, answers = list[Prefix](), list[int]()
+        if renderer.template.marks_answers:
+            prefixes += [Prefix(chat.first, (True,))] if chat.first else []
+        else:
+            every = range(chat.first, len(messages))
+            answers += [number for number in every if messages[number]["role"] == ASSISTANT]
+            # A template may close a complete conversation (Phi's <|endoftext|>) but not one that continues.
+            ends = (False, True)
+            prefixes += [each for number in answers for each in (Prefix(number, (True,)), Prefix(number + 1, ends))]
+        rendered = renderer.render(messages, chat.where, chat.tools, prefixes=prefixes)
         ids, spans = self._tokens(rendered.text)
+        ordered, lengths = _Spans(spans), iter(rendered.lengths)
 
-        def length(number: int, given: int, prompts: tuple[bool, ...], least: int = -1) -> int:
-            """Return the length of the text of the first `given` messages, to locate the answer in one of them."""
-            texts = [renderer.render(messages[:given], chat.where, chat.tools, prompted).text for prompted in prompts]
-            common = os.path.commonprefix(texts)  # noqa: RUF071 (of characters)
-            if not rendered.text.startswith(common) or len(common) <= least:
+        def length(number: int, least: int = -1) -> int:
+            """Return the length of the next prefix, to locate the answer in a message."""
+            if (found := next(lengths)) <= least:
                 raise UserError(
                     f"{chat.where}: message {number + 1} is rendered differently by {renderer.template.origin} when "
                     "the conversation continues, so its answer cannot be located in it; mark what the assistant "
                     "writes with {% generation %} and {% endgeneration %} in the template."
                 )
-            return len(common)
+            return found
 
         if renderer.template.marks_answers:
-            first = length(chat.first, chat.first, (True,)) if chat.first else 0
-            counted = _within(spans, [(start, end) for start, end in rendered.generated if first <= start < end])
+            first = length(chat.first) if chat.first else 0
+            counted = ordered.within((start, end) for start, end in rendered.generated if first <= start < end)
         else:
             counted = [False] * len(ids)
-            for number in range(chat.first, len(messages)):
-                if messages[number]["role"] == ASSISTANT:
-                    start = length(number, number, (True,))
-                    # A template may close a complete conversation (Phi's <|endoftext|>) but not one that continues.
-                    end = length(number, number + 1, (False, True), start)
-                    for place in self._turn(ids, spans, start, end):
-                        counted[place] = True
+            for number in answers:
+                start = length(number)
+                for place in self._turn(ids, ordered, start, length(number, start)):
+                    counted[place] = True
         if not any(counted):
             raise UserError(
                 f"{chat.where} has no token of an answer, so there is nothing to learn; leave the line out."
             )
         return EncodedDocument(ids, counted)
 
-    def _turn(self, ids: list[int], spans: list[Span], start: int, end: int) -> list[int]:
+    def _turn(self, ids: list[int], spans: "_Spans", start: int, end: int) -> list[int]:
         """Return the tokens that overlap an answer and end in it, without whitespace after its last special token."""
-        inside = [place for place, (first, last) in enumerate(spans) if start < last <= end and first < last]
+        first, last = np.searchsorted(spans.ends, (start, end), side="right").tolist()
+        inside = [place for place in range(first, last) if spans.starts[place] < spans.ends[place]]
         special = [place for place in inside if ids[place] in self._specials]
         if not special:
             return inside
         after = [ids[place] for place in inside if place > special[-1]]
-        is_space = not self.text.tokenizer.decode(after, skip_special_tokens=False).strip() if after else True
+        is_space = not decoded(self.text.tokenizer, after).strip() if after else True
         return [place for place in inside if place <= special[-1]] if is_space else inside
 
-    def _required(self, where: str) -> "ChatRenderer":
+    def _required(self, where: str) -> ChatRenderer:
         if self._renderer is None:
             raise UserError(
                 f"{where} is a conversation, which needs a chat template, and the tokenizer has none; put its "
@@ -171,7 +177,7 @@ class DocumentEncoder:
             for piece, begin, is_spelled in [*pieces, (rendered[end:], end, False)]:
                 if piece:
                     tokenizer.encode_special_tokens = is_spelled
-                    encoding = tokenizer.encode(piece, add_special_tokens=False)
+                    encoding = encoding_of(tokenizer, piece)
                     ids += encoding.ids
                     spans += [(first + begin, last + begin) for first, last in encoding.offsets]
         finally:
@@ -179,14 +185,19 @@ class DocumentEncoder:
         return ids, spans
 
 
-def _within(spans: list[Span], wanted: list[Span]) -> list[bool]:
-    """Return for each token whether it overlaps one of the `wanted` spans, or lies between two that do."""
-    counted = [False] * len(spans)
-    for start, end in wanted:
-        inside = [place for place, (first, last) in enumerate(spans) if first < end and start < last]
-        for place in range(inside[0], inside[-1] + 1) if inside else ():
-            counted[place] = True
-    return counted
+class _Spans:
+    """Spans of text, one per token, that are found by their place in it: starts and ends never decrease."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+        self.starts, self.ends = np.minimum.accumulate(starts[::-1])[::-1], np.maximum.accumulate(ends)
+
+    def within(self, wanted: Iterable[Span]) -> list[bool]:
+        """Return for each token whether it overlaps one of the `wanted` spans, or lies between two that do."""
+        counted = np.zeros(len(self.starts), dtype=bool)
+        for start, end in wanted:
+            counted[np.searchsorted(self.ends, start, side="right") : np.searchsorted(self.starts, end)] = True
+        return list(counted.tolist())
 
 
 @dataclass(frozen=True)
@@ -253,7 +264,7 @@ def encode_documents(documents: Iterable[Document], encoding: EncodingSpec, work
 
 
 def _batch_encoder(encoding: EncodingSpec) -> Callable[[list[Document]], EncodedBatch]:
-    text = TextEncoder(loaded(encoding.tokenizer, "the tokenizer"), encoding.rule)
+    text = TextEncoder(loaded(encoding.tokenizer, "the tokenizer", is_tried=True), encoding.rule)
     encoder = DocumentEncoder(text, encoding.eod, encoding.template)
 
     def encode(batch: list[Document]) -> EncodedBatch:

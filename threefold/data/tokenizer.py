@@ -2,19 +2,26 @@
 
 A tokenizer.json may hold the state of the program that wrote it: padding and truncation, which `transformers` stores
 after a padded call and ignores when it reads, and dropout of merges. `loaded` is the one door through which a
-tokenizer comes in, without this state, so that the tokens of a text depend on the text alone.
+tokenizer comes in, without this state, so that the tokens of a text depend on the text alone. A child process tries it
+first (`tokenizer_trial`), because a tokenizer of somebody else may never end, take all memory or end its process.
 """
 
+import hashlib
+import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+import tokenizers
+from platformdirs import user_cache_path
+from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from threefold.data.limited import LimitedProcess, Limits, Refused, reason_of
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import of_user, read_text, shown
 
 SpecialTokens = Literal["parse", "text"]
 """`parse`: text that spells a special token becomes that token, as in transformers. `text`: it is ordinary text."""
@@ -60,7 +67,9 @@ class TextEncoder:
     def encode(self, text: str) -> list[int]:
         """Encode a text; the beginning is added unless the text itself spells it."""
         # A single text, because a batch would be spread over threads; "fast" skips the offsets.
-        return self.begun(self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
+        with _explained():
+            ids = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return self.begun(ids)
 
     def begun(self, ids: list[int]) -> list[int]:
         """Return the tokens of a text with the beginning, unless they have it."""
@@ -106,24 +115,90 @@ def load_tokenizer(path: Path, named: str = "--tokenizer") -> Tokenizer:
     """Load the tokenizer.json at `path`. Raises UserError, naming the option `named`, if it is missing or invalid."""
     if not path.is_file():
         raise UserError(f"{named} {path} does not exist; give a tokenizer.json")
-    return loaded(path, f"{named} {path}")
+    return loaded(read_text(path, f"{named} "), f"{named} {path}")
 
 
-def loaded(stored: Path | str, named: str, remedy: str = "") -> Tokenizer:
-    """Load a tokenizer.json from its path or from its text, without what it stores beyond the tokens of a text.
+LIMITS: Final = Limits(seconds=20, waited=120, memory=4 << 30)
+"""Limits of trying a tokenizer. One of 262,000 tokens takes 0.4 GB and a second."""
 
-    Raises UserError, which begins with `named`, if it is invalid.
+
+def loaded(stored: str, named: str, remedy: str = "", is_tried: bool = False, limits: Limits = LIMITS) -> Tokenizer:
+    """Load the text of a tokenizer.json, without what it stores beyond the tokens of a text.
+
+    What a child process has not tried before within limits, on this machine or, if `is_tried`, for this process, it
+    tries first. Raises UserError, which begins with `named`, if the tokenizer is invalid or fails.
     """
+    if not is_tried:
+        _require_tried(stored, named, remedy, limits)
     try:
-        tokenizer = Tokenizer.from_str(stored) if isinstance(stored, str) else Tokenizer.from_file(str(stored))
+        return opened(stored)
+    except Refused as refused:
+        raise UserError(f"{named} is not a tokenizer.json that can be read ({refused}){remedy}") from None
+
+
+def opened(stored: str) -> Tokenizer:
+    """Make the tokenizer as `loaded` does, without a trial. Raises Refused if it is invalid."""
+    try:
+        tokenizer = Tokenizer.from_str(stored)
     except Exception as error:  # the library raises a bare Exception
-        reason = shown(str(error))
-        raise UserError(f"{named} is not a tokenizer.json that can be read ({reason}){remedy}") from None
+        raise Refused(shown(str(error))) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if isinstance(tokenizer.model, models.BPE):
         tokenizer.model.dropout = None
     return tokenizer
+
+
+def _require_tried(stored: str, named: str, remedy: str, limits: Limits) -> None:
+    """Have a child process try a tokenizer, unless the user's cache says that it has been tried."""
+    version = f"1, with tokenizers {tokenizers.__version__}\n"  # 2 where the trial finds more
+    name = hashlib.sha256(version.encode() + stored.encode("utf-8", "replace")).hexdigest()[:32]
+    cache = of_user(lambda: user_cache_path("threefold", appauthor=False))
+    mark = None if cache is None else cache / "tokenizers" / name
+    if mark is not None and os.path.isfile(mark):
+        return
+    try:
+        with LimitedProcess("threefold.data.tokenizer_trial:Trial", limits=limits) as child:
+            child.ask(stored)
+    except Refused as refused:
+        reason, problem = str(refused), "is not a tokenizer.json that can be used"
+        if reason.startswith(UNREADABLE):
+            reason, problem = reason.removeprefix(UNREADABLE), "is not a tokenizer.json that can be read"
+        raise UserError(f"{named} {problem} ({reason}){remedy}") from None
+    with suppress(OSError):
+        if mark is not None:
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+
+
+UNREADABLE: Final = "unreadable: "
+"""Prefix of the reason why a trial could not even make a tokenizer."""
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Raise UserError for a failure of a tokenizer that its trial has not found."""
+    try:
+        yield
+    except BaseException as error:  # a panic of the library is no Exception
+        is_failure = isinstance(error, Exception) and not isinstance(error, MemoryError)
+        if not is_failure and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(
+            f"The tokenizer fails on a text ({reason_of(error)}); fetch its tokenizer.json again, or use another one."
+        ) from None
+
+
+def encoding_of(tokenizer: Tokenizer, text: str) -> Encoding:
+    """Encode a text, without special tokens around it, as tokens and their offsets."""
+    with _explained():
+        return tokenizer.encode(text, add_special_tokens=False)
+
+
+def decoded(tokenizer: Tokenizer, tokens: Sequence[int], skip_special_tokens: bool = False) -> str:
+    """Return the text of tokens."""
+    with _explained():
+        return str(tokenizer.decode(tokens, skip_special_tokens=skip_special_tokens))
 
 
 def end_of_document(tokenizer: Tokenizer, name: str | None) -> int:

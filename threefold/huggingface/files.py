@@ -155,13 +155,13 @@ def texts_of(source: Path) -> dict[str, str]:
     return texts
 
 
-def _tokenizer(text: str, path: Path) -> Tokenizer:
-    return loaded(text, str(path), "; fetch it again.")
+def _tokenizer(text: str, path: Path, is_tried: bool = False) -> Tokenizer:
+    return loaded(text, str(path), "; fetch it again.", is_tried)
 
 
 def check_tokenizer(text: str, path: Path, rows: int) -> None:
-    """Check that each token of the tokenizer.json `text` has one of the embedding's rows; UserError if not."""
-    ids = _tokenizer(text, path).get_vocab(with_added_tokens=True).values()
+    """Check that each token of a tokenizer.json from `texts_of` has one of the embedding's rows; UserError if not."""
+    ids = _tokenizer(text, path, is_tried=True).get_vocab(with_added_tokens=True).values()
     largest = max(ids, default=-1)
     if largest >= rows:
         raise UserError(

@@ -93,7 +93,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
         check_tokenizer(texts[TOKENIZER], request.source / TOKENIZER, config.model.vocab_size or 0)
     eod = next(iter(end_tokens(request.source)), None)
     if eod is None and TOKENIZER in texts:
-        eod = find_end(loaded(texts[TOKENIZER], str(request.source / TOKENIZER)))
+        eod = find_end(loaded(texts[TOKENIZER], str(request.source / TOKENIZER), is_tried=True))
     tensors = _streamed(weights, model_plan(config.model, 1), files, progress)
     total = sum(tensor.nbytes for tensor in tensors.values())
     progress.phase("Importing", total)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from threefold.data.conversations import Chat
-from threefold.data.tokenizer import SpecialTokens
+from threefold.data.tokenizer import SpecialTokens, decoded
 from threefold.errors import DivergenceError, UserError
 from threefold.inference.inputs import Prompt, require_text
 from threefold.inference.model import Cache, Model, Trained, caching
@@ -202,7 +202,7 @@ class _Text:
         """Return the text that a token adds, which is empty while a character is incomplete; None ends the text."""
         if token is not None:
             self._tokens.append(token)
-        text = str(self._tokenizer.decode(self._tokens, skip_special_tokens=self._skipped))
+        text = decoded(self._tokenizer, self._tokens, self._skipped)
         if token is not None and text.endswith("\ufffd"):
             return ""
         piece, self._emitted = text[len(self._emitted) :], text

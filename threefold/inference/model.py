@@ -78,6 +78,12 @@ class Trained:
         rule = facts.rule or TextRule.of(tokenizer)
         if special_tokens is not None:
             rule = replace(rule, special_tokens=special_tokens)
+        for token in (*rule.beginning, *(() if facts.eod is None else (facts.eod,))):
+            if token >= self.config.model.vocab_size:
+                raise UserError(
+                    f"{self.checkpoint.path} was trained with token {token:,} around texts and the model's embedding "
+                    f"has {self.config.model.vocab_size:,} rows; give an intact checkpoint of the run."
+                )
         template = ChatTemplate.beside(self.checkpoint.path / TOKENIZER)
         return DocumentEncoder(TextEncoder(tokenizer, rule), facts.eod, template)
 
@@ -99,7 +105,14 @@ class Trained:
                 f"{folder} was trained on {', '.join(self.config.data.corpora)} without a tokenizer, so output cannot "
                 "be decoded; resume with --resume and data.tokenizer set to its tokenizer.json."
             )
-        return loaded(FolderFiles(folder).text(TOKENIZER), f"the tokenizer {folder / TOKENIZER}")
+        tokenizer = loaded(FolderFiles(folder).text(TOKENIZER), f"the tokenizer {folder / TOKENIZER}")
+        rows = self.config.model.vocab_size
+        if rows is not None and (count := id_count(tokenizer)) > rows:
+            raise UserError(
+                f"the tokenizer {folder / TOKENIZER} has token ids up to {count - 1:,} and the model's embedding has "
+                f"{rows:,} rows; put the model's own tokenizer there, with ids up to {rows - 1:,}."
+            )
+        return tokenizer
 
     def load(self, mesh: Mesh | None = None, dtype: str = "fp32") -> "Model":
         """Load this rank's shards of the weights, in any layout and dtype. Collective over the mesh.

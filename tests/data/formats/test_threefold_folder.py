@@ -65,6 +65,11 @@ def set_fact(path: Path, **facts: object) -> None:
         (lambda folder: set_fact(folder / META_FILE, dtype="float"), "is damaged"),
         (lambda folder: set_fact(folder / META_FILE, tokens="many"), "is damaged"),
         (lambda folder: set_fact(folder / META_FILE, sources=None), "is damaged"),
+        (
+            lambda folder: set_fact(folder / META_FILE, vocab_size=1 << 40, eod=1 << 39),
+            "its vocab_size is 1099511627776",
+        ),
+        (lambda folder: set_fact(folder / META_FILE, beginning=[1 << 40]), r"its beginning is \[1099511627776\]"),
         (lambda folder: set_fact(folder / META_FILE, surprise=1), "is damaged"),
         (lambda folder: set_fact(folder / META_FILE, version=3), "has version 3 .* reads versions 1 and 2"),
         (lambda folder: set_fact(folder / META_FILE, format="other"), "describes no token files"),

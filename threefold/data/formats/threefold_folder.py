@@ -21,6 +21,7 @@ import numpy as np
 from pydantic import Field
 
 from threefold.checksums import checksum, checksums, seal, unseal
+from threefold.constants import MOST_IDS
 from threefold.data.conversations import ChatTemplate
 from threefold.data.corpus import (
     DOCUMENT_DTYPE,
@@ -47,6 +48,7 @@ _PREPARE_AGAIN: Final = "prepare the data again"
 
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
 Positive = Annotated[int, Field(gt=0, lt=1 << 60)]
+VocabSize = Annotated[int, Field(gt=0, le=MOST_IDS)]
 
 CHECKED: Final = frozenset({TOKENS_FILE, DOCUMENTS_FILE, TOKENIZER_FILE})  # files whose checksums meta.json always has
 CHAT_FILES: Final = frozenset({LOSS_MASK_FILE, "chat_template.jinja", "tokenizer_config.json"})
@@ -69,7 +71,7 @@ class Meta:
     """Facts about a folder of token files."""
 
     dtype: Literal["uint16", "int32"]
-    vocab_size: Positive
+    vocab_size: VocabSize
     eod: Count
     tokens: Positive  # including end-of-document tokens
     documents: Positive
@@ -126,6 +128,8 @@ class Meta:
             if (version == VERSION) != ("checksums" in facts):
                 raise WrongFact("checksums", facts, "missing" if version == VERSION else "unexpected_keyword_argument")
             meta = parse_facts(cls, facts)
+            if any(token >= meta.vocab_size for token in meta.beginning):
+                raise WrongFact("beginning", facts)
             if version == VERSION and not CHECKED <= meta.checksums.keys() <= CHECKED | CHAT_FILES:
                 raise WrongFact("checksums", facts)
         except WrongFact as wrong:
