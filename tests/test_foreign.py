@@ -177,7 +177,7 @@ FUNCTIONS: Final = {
         inference/commands/eval.py::command inference/commands/eval.py::_write
         inference/inputs.py::read_prompts inference/inputs.py::require_texts
         report/document.py::write_page train/saving.py::Checkpoints._sidecar_texts
-        data/conversations.py::ChatTemplate.read data/tokenizer.py::load_tokenizer data/tokenizer.py::loaded
+        data/conversations.py::ChatTemplate.read data/tokenizer.py::load_tokenizer
     """,
     "code that the user names or trusts": """
         checkpoint/folder.py::code_text train/terms.py::checksum_of_code verify/self_check.py::_key
@@ -218,6 +218,7 @@ FUNCTIONS: Final = {
         launch/process.py::_tasks_of_user launch/process.py::identify_process launch/process.py::process_state
         launch/process.py::worked_seconds resilience/memory_copy.py::MemoryCopy.__init__
     """,
+    "the user's cache": "data/tokenizer.py::_require_tried",
     "a picture in a new file of `own_file`": "train/callbacks/loss_curve.py::draw",
 }
 """Other functions that call such a function or method, by what they open."""
