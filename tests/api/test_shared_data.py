@@ -156,8 +156,37 @@ def test_a_data_set_that_shards_itself_is_refused(pool: WorkerPool, kind: str) -
     assert found == [f"{named} has another first sample on rank 1 than on rank 0{ending}"] * 2
     found = pool.run(2, loader_of, kind, "uneven", "")
     assert found == [f"{named} has 24 samples on rank 0 and 23 samples on rank 1{ending}"] * 2
-    for augmented in ("", "global", "own"):  # what is drawn at random is no other data set
+    for augmented in ("", "global"):  # what is drawn at random is no other data set
         assert pool.run(2, loader_of, kind, "", augmented) == ["", ""]
+    named = named.removesuffix(",")
+    for refused in pool.run(2, loader_of, kind, "", "own"):
+        assert refused.startswith(
+            f"{named}, whose samples draw from own, a numpy.Generator that it keeps, so that each"
+        )
+
+
+def drawn_by_prepare(workers: int, shuffle: bool) -> list[list[float]]:
+    """All rows of two passes, by number, as the replicas have them; other draws of the ranks come between."""
+    mesh = t3.init_mesh()
+    torch.manual_seed(5)
+    loader = t3.prepare(DataLoader(Rows(augmented="global"), 8, shuffle=shuffle, num_workers=workers), mesh=mesh)
+    found = list[list[float]]()
+    for _ in range(2):
+        for batch in loader:
+            names = [int(name.split()[1]) for name in batch["name"]]
+            found += [[number, *row.tolist()] for number, row in zip(names, batch["x"], strict=True)]
+            if mesh.rank:
+                torch.rand(3)
+    return found
+
+
+def test_what_a_data_set_draws_is_the_same_for_every_number_of_replicas_and_workers(pool: WorkerPool) -> None:
+    for shuffle in (False, True):
+        (alone,) = pool.run(1, drawn_by_prepare, 0, shuffle)
+        assert len({tuple(row) for row in alone}) == 48, "each pass has draws of its own"
+        for ranks, workers in ((2, 0), (3, 0), (2, 1)):
+            parts = pool.run(ranks, drawn_by_prepare, workers, shuffle)
+            assert sorted(row for part in parts for row in part) == sorted(alone), (ranks, workers, shuffle)
 
 
 def streamed(sharded: bool, workers: int) -> tuple[str, int]:

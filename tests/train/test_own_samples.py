@@ -20,7 +20,7 @@ from threefold.data.formats.own_data import NestedSamples
 from threefold.data.loader import Loader, Share
 from threefold.data.map_dataset import DistributedDataLoader
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
+from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.plugins import import_file
 from threefold.train.callbacks.optional import CSVLog, EpochRecord
 from threefold.train.callbacks.records import StepRecord
@@ -219,3 +219,71 @@ def test_the_table_gets_a_column_for_each_term(small_run: Run, tmp_path: Path) -
     log.close()
     rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
     assert [(row["step"], row["term/a"], row["term/b"]) for row in rows] == [("1", "", ""), ("2", "0.25", "1.0")]
+
+
+DRAWN = """
+import random
+
+import numpy as np
+import torch
+
+
+class Drawn:
+    def __init__(self):
+        self.base = torch.randint(0, 97, (60, 17))
+
+    def __len__(self):
+        return 60
+
+    def __getitem__(self, number):
+        ids = self.base[number].clone()
+        if self.draws(number):
+            ids[np.random.randint(17)] = random.randrange(97)
+            ids[torch.randint(17, ())] = torch.randint(97, ())
+        return ids
+
+    def draws(self, number):
+        return True
+
+
+class Seldom(Drawn):
+    def draws(self, number):
+        return number % 23 == 5
+
+
+class Own(Drawn):
+    def __init__(self):
+        super().__init__()
+        self.own = random.Random(0)
+
+    def draws(self, number):
+        return number % 23 == 5 and self.own.random() < 2
+"""
+
+
+@pytest.mark.parametrize("name", ["Drawn", "Seldom"])
+def test_samples_that_are_drawn_are_the_same_in_every_layout_and_resumed(
+    name: str, pool: WorkerPool, small_run: Run, tmp_path: Path
+) -> None:
+    """Over the end of an epoch; `Seldom` draws first in a batch that is read in the background."""
+    run = _drawn(small_run, tmp_path, name)
+    pool.run(1, train_rank, run.but(steps=9), tmp_path / "alone")
+    alone = losses_of(tmp_path / "alone")
+    pool.run(2, train_rank, run.but(dp=2, steps=5), tmp_path / "more")
+    pool.run(2, train_rank, run.but(tp=2, steps=9), tmp_path / "more", True)
+    assert same(losses_of(tmp_path / "more"), alone, "fp64")
+
+
+def test_a_data_set_that_draws_from_its_own_generator_is_refused_by_a_run(
+    pool: WorkerPool, small_run: Run, tmp_path: Path
+) -> None:
+    with pytest.raises(
+        WorkerError, match=r"drawn\.py:Own, whose samples draw from own, a random\.Random that it keeps"
+    ):
+        pool.run(1, train_rank, _drawn(small_run, tmp_path, "Own").but(steps=9), tmp_path / "run")
+
+
+def _drawn(run: Run, folder: Path, name: str) -> Run:
+    (folder / "drawn.py").write_text(DRAWN)
+    data = {"path": f"{folder / 'drawn.py'}:{name}", "split": "8,2", "sequence_length": 16}
+    return run.but(dtype="fp64", sections=(("data", data),), set=(("model.vocab_size", 97), ("train.eval_every", 4)))

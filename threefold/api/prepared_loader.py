@@ -7,11 +7,13 @@ from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Generator, Tensor, default_generator
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 from threefold.comm.mesh import Mesh
-from threefold.data.agreement import fingerprint_of, require_one_data_set, require_one_stream
+from threefold.data.agreement import require_one_data_set, require_one_stream
+from threefold.data.fingerprint import fingerprint_of
+from threefold.data.keyed_reading import KeyedReader, sentences_of_workers
 from threefold.errors import UserError
 
 
@@ -66,6 +68,7 @@ class BatchRows(NamedTuple):
     total: int
     last: bool = False
     content: int = 0  # fingerprint of the whole batch, of the first one of an iterable data set
+    key: int = 0  # of what the samples of a map-style data set draw at random
 
 
 @dataclass
@@ -88,6 +91,9 @@ class PreparedLoader:
     divided as evenly as possible, in order. If a batch has fewer rows than there are replicas, like the last of an
     epoch, some replicas get a filler row, so that all run the model equally often; `backward` and `gather_for_metrics`
     ignore it.
+
+    What a map-style data set draws from the global generators of torch, NumPy and random follows from the pass and the
+    sample, in any layout and with any workers; one that keeps a generator or a counter of its own is refused.
 
     An `IterableDataset` is read by every rank, which keeps its own rows; it must yield the same on all ranks. Ranks
     compare the first batch, and the length and the first sample of a map-style data set.
@@ -123,7 +129,7 @@ class PreparedLoader:
             assert loader.batch_sampler is not None  # checked
             require_one_data_set(loader.dataset, mesh, "The data set of the DataLoader")
             parts = _DatasetOfParts(loader.dataset)
-            options["sampler"] = _PartSampler(loader.batch_sampler, mesh)
+            options["sampler"] = _PartSampler(loader.batch_sampler, mesh, loader.generator)
         collate: Any = partial(_collated, loader.collate_fn)
         self._inner: DataLoader = DataLoader(parts, batch_size=None, collate_fn=collate, **options)
 
@@ -132,7 +138,7 @@ class PreparedLoader:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        device, arriving = self.mesh.device, iter(self._inner)
+        device, arriving = self.mesh.device, self._arriving()
         ahead = next(arriving, None)
         if not self._is_compared:
             self._is_compared = True
@@ -148,6 +154,10 @@ class PreparedLoader:
         finally:
             for current in self.currents:
                 current.rows = None
+
+    def _arriving(self) -> Iterator[tuple[BatchRows, Any]]:
+        with sentences_of_workers():
+            yield from self._inner
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet, as during copying
@@ -204,30 +214,35 @@ _Part = tuple[BatchRows, Sequence[Any]]
 """A replica's part of a batch: indices into the dataset, or the items themselves."""
 
 
-def _part(batch: Sequence[Any], index: int, replicas: int, content: int = 0) -> _Part:
+def _part(batch: Sequence[Any], index: int, replicas: int, content: int = 0, key: int = 0) -> _Part:
     total = len(batch)
     own = batch[total * index // replicas : total * (index + 1) // replicas]
-    return BatchRows(len(own), total, content=content), own or batch[:1]
+    return BatchRows(len(own), total, content=content, key=key), own or batch[:1]
 
 
 class _PartSampler:
-    """Sampler of this replica's part of each batch that the sampler of rank 0 draws."""
+    """Sampler of this replica's part of each batch that the sampler of rank 0 draws.
 
-    def __init__(self, batches: Iterable[Sequence[Any]], mesh: Mesh) -> None:
-        self._batches, self._mesh = batches, mesh
+    Where rank 0's `generator` (None for torch's global one) is at the beginning of a pass, which decides the order of a
+    shuffled pass, also decides what its samples draw at random.
+    """
+
+    def __init__(self, batches: Iterable[Sequence[Any]], mesh: Mesh, generator: Generator | None) -> None:
+        self._batches, self._mesh, self._generator = batches, mesh, generator or default_generator
 
     def __len__(self) -> int:
         return len(self._batches)  # type: ignore[arg-type]  # needed only where the loader has a length
 
     def __iter__(self) -> Iterator[_Part]:
         mesh = self._mesh
+        key = fingerprint_of(self._generator.get_state())
         source = iter(self._batches) if mesh.rank == 0 else iter(())
         while True:
             drawn = [list(batch) for batch in islice(source, _BATCHES_AT_ONCE)]
-            drawn = mesh.world.gather_objects(drawn)[0]
+            key, drawn = mesh.world.gather_objects((key, drawn))[0]
             for batch in drawn:
                 if batch:
-                    yield _part(batch, mesh.dp.index, mesh.dp.size)
+                    yield _part(batch, mesh.dp.index, mesh.dp.size, key=key)
             if len(drawn) < _BATCHES_AT_ONCE:
                 return
 
@@ -236,12 +251,11 @@ class _DatasetOfParts(Dataset[_Part]):
     """Dataset indexed by a replica's part of a batch."""
 
     def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
+        self.reader = KeyedReader(dataset, "The data set of the DataLoader")
 
     def __getitem__(self, part: _Part) -> _Part:
         rows, indices = part
-        many = getattr(self.dataset, "__getitems__", None)
-        return rows, many(list(indices)) if many else [self.dataset[index] for index in indices]
+        return rows, self.reader.read(indices, [rows.key] * len(indices))
 
 
 class _StreamOfParts(IterableDataset[_Part]):

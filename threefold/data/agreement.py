@@ -4,19 +4,14 @@ A data set that gives each rank its own part, as many do under other systems, wo
 of all ranks would give the ranks of one replica different rows. Both train without an error, on other numbers.
 """
 
-import hashlib
-import random
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
+from threefold.data.fingerprint import fingerprint_of
+from threefold.data.keyed_reading import KeyedReader, changing
 from threefold.errors import UserError
 
 
@@ -28,56 +23,34 @@ def numbers_of_ranks(axis: Axis, device: torch.device, *numbers: int) -> list[li
     return found
 
 
-def fingerprint_of(value: Any) -> int:
-    """Return a 63-bit content hash (BLAKE2b) of a nesting of tensors, arrays, numbers and texts."""
-    digest = hashlib.blake2b(digest_size=8)
-    _add(value, digest)
-    return int.from_bytes(digest.digest(), "little") >> 1
-
-
-def _add(value: Any, digest: Any) -> None:
-    digest.update(type(value).__name__.encode())
-    if isinstance(value, Tensor):
-        digest.update(f"{value.dtype}{[*value.shape]}".encode())
-        if value.layout == torch.strided and not value.is_nested:
-            flat = value.detach().cpu().contiguous().flatten()
-            digest.update(flat.view(torch.uint8).numpy().data)
-    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
-        digest.update(f"{value.dtype}{[*value.shape]}".encode() + value.tobytes())
-    elif isinstance(value, Mapping):
-        for key, each in value.items():
-            digest.update(repr(key).encode())
-            _add(each, digest)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            _add(each, digest)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            _add(getattr(value, field.name), digest)
-    elif isinstance(value, str | bytes | int | float | complex | np.generic | None):
-        digest.update(repr(value).encode())
-
-
 _UNKNOWN: Final = -1
 """Number in place of a length or a fingerprint that a data set does not have: it cannot be read, or changes."""
 
 
-def require_one_data_set(dataset: Any, mesh: Mesh, named: str) -> None:
-    """Check that a map-style data set is the same on every rank, by its length and its first sample.
+def require_one_data_set(dataset: Any, mesh: Mesh | None, named: str) -> None:
+    """Check that a map-style data set is the same on every rank, and at each reading, by its length and first sample.
 
-    `named` names it in messages. The sample is read twice, with the same random numbers on all ranks; if the two
-    differ, the data set draws from a generator of its own, and its samples are not compared. Collective over the world.
+    `named` names it in messages. The sample is read twice, with the same random numbers on all ranks. Collective over
+    the world.
     """
-    if mesh.world.size == 1:
-        return
-    size = first = _UNKNOWN
-    with suppress(Exception):  # reading it for a batch reports that, with the sample's number
+    size, first, changes = _UNKNOWN, _UNKNOWN, None
+    begin = named.removesuffix(", which").removesuffix(",")
+    try:
         size = len(dataset)
         if size:
-            twice = {_seeded_fingerprint(dataset, 0) for _ in range(2)}
-            first = twice.pop() if len(twice) == 1 else _UNKNOWN
-    found = numbers_of_ranks(mesh.world, mesh.device, size, first)
-    sizes, samples = ([each[column] for each in found] for column in range(2))
+            first = KeyedReader(dataset, begin).require_constant(0)
+    except UserError as error:
+        changes = error
+    except Exception:  # reading it for a batch reports that, with the sample's number
+        pass
+    if mesh is None or mesh.world.size == 1:
+        if changes is not None:
+            raise changes
+        return
+    found = numbers_of_ranks(mesh.world, mesh.device, size, first, changes is not None)
+    sizes, samples, changed = ([each[column] for each in found] for column in range(3))
+    if any(changed):
+        raise changes or changing(f"{begin}, whose sample 0")
     if (rank := _other(sizes)) is not None:
         differs = f"{_count(sizes[0])} on rank 0 and {_count(sizes[rank])} on rank {rank}"
     elif (rank := _other(samples)) is not None:
@@ -134,23 +107,3 @@ def _other(values: list[int]) -> int | None:
     if values[0] == _UNKNOWN:
         return None
     return next((rank for rank, value in enumerate(values) if value not in (values[0], _UNKNOWN)), None)
-
-
-def _seeded_fingerprint(dataset: Any, index: int) -> int:
-    with _seeded(0):
-        return fingerprint_of(dataset[index])
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed the global generators, and restore their states at the end."""
-    before = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            random.seed(seed)
-            np.random.seed(seed)
-            yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])

@@ -4,10 +4,11 @@ The samples of a step follow from the seed and the samples consumed before it. S
 """
 
 import hashlib
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from threefold.constants import IGNORE_INDEX
 from threefold.data.formats.own_data import NestedSamples
+from threefold.data.keyed_reading import pass_key, positions
 from threefold.data.samples import ConsumedSamples, MixturePart, Samples
 from threefold.random import Int64Array
 
@@ -85,7 +87,8 @@ class Loader:
         self.separate_documents, self.pinned = separate_documents, pinned
         self.consumed = ConsumedSamples(share.global_batch_size)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="threefold-data")
-        self._ahead: dict[int, Future[Any]] = {}
+        self._ahead: dict[int, Callable[[], Any]] = {}
+        self._has_drawn = self._may_read_ahead = False  # of a user's samples, the first of which are read under keys
 
     @property
     def is_nested(self) -> bool:
@@ -96,8 +99,35 @@ class Loader:
         """Return the training batch of `step` (from 0), and prefetch that of `following`, by default the next."""
         following = step + 1 if following is None else following
         ahead = self._ahead.pop(step, None)
-        batch = self._read_train(step) if ahead is None else ahead.result()
-        self._ahead = {following: self._reader.submit(self._read_train, following)}
+        batch = self._now(partial(self._read_train, step)) if ahead is None else ahead()
+        self._ahead = {following: self._in_background(partial(self._read_train, following))}
+        return batch
+
+    def _in_background(self, read: Callable[[bool], Any]) -> Callable[[], Any]:
+        """Start reading a batch; return a function that waits for it.
+
+        While the main thread computes, which may draw random numbers itself, a user's samples are not read under keys.
+        Where a global generator moves meanwhile, the batch is read again by the main thread, and so are all later ones.
+        """
+        if self.train.draws is None:
+            return self._reader.submit(read, False).result
+        if not self._may_read_ahead:
+            return lambda: self._now(read)
+        reading = self._reader.submit(_undrawn, partial(read, False))
+
+        def wait() -> Any:
+            if (batch := reading.result()) is not None:
+                return batch
+            self._has_drawn = True
+            return self._now(read)
+
+        return wait
+
+    def _now(self, read: Callable[[bool], Any]) -> Any:
+        batch = read(self.train.draws is not None)
+        parts = (self.train, self.heldout)
+        self._has_drawn = self._has_drawn or any(part is not None and part.draws for part in parts)
+        self._may_read_ahead = not self._has_drawn
         return batch
 
     def sample_indices(self, step: int) -> Int64Array:
@@ -150,11 +180,11 @@ class Loader:
         """
         samples = self._heldout_samples() if of is None else of
         count = self.eval_batch_count(limit, samples)
-        ahead = self._reader.submit(self._read_heldout, samples, 0)
+        ahead = self._in_background(partial(self._read_heldout, samples, 0))
         for i in range(count):
-            batch = ahead.result()
+            batch = ahead()
             if i + 1 < count:
-                ahead = self._reader.submit(self._read_heldout, samples, i + 1)
+                ahead = self._in_background(partial(self._read_heldout, samples, i + 1))
             yield batch
 
     def eval_batch_count(self, limit: int | None = None, of: Samples | None = None) -> int:
@@ -166,20 +196,31 @@ class Loader:
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
-    def _read_train(self, step: int) -> Any:
-        return self._make_batch(self.train, self.sample_indices(step))
+    def _read_train(self, step: int, keyed: bool = False) -> Any:
+        passes = self.train.passes(self.consumed.before(step) + self.share.rows)
+        return self._make_batch(self.train, self.sample_indices(step), self._keys(passes) if keyed else None)
 
-    def _read_heldout(self, samples: Samples, number: int) -> Any:
+    def _read_heldout(self, samples: Samples, number: int, keyed: bool) -> Any:
         indices = number * self.share.global_batch_size + self.share.rows
+        keys = self._keys(np.zeros_like(indices)) if keyed else None
         if isinstance(samples, NestedSamples):
-            return samples.batch(indices % len(samples))
+            return samples.batch(indices % len(samples), keys)
         past_end = indices >= len(samples)
-        return self._make_batch(samples, np.where(past_end, 0, indices), past_end)
+        return self._make_batch(samples, np.where(past_end, 0, indices), keys, past_end)
 
-    def _make_batch(self, samples: Samples, indices: Int64Array, ignored: NDArray[np.bool_] | None = None) -> Any:
+    def _keys(self, passes: Int64Array) -> Int64Array:
+        return np.array([pass_key(self.seed, number) for number in passes.tolist()])
+
+    def _make_batch(
+        self,
+        samples: Samples,
+        indices: Int64Array,
+        keys: Int64Array | None,
+        ignored: NDArray[np.bool_] | None = None,
+    ) -> Any:
         if isinstance(samples, NestedSamples):
-            return samples.batch(indices)
-        tokens, labels = (np.ascontiguousarray(part) for part in samples.labelled(indices))
+            return samples.batch(indices, keys)
+        tokens, labels = (np.ascontiguousarray(part) for part in samples.labelled(indices, keys))
         if ignored is not None:
             labels[ignored] = IGNORE_INDEX
         documents = samples.documents(indices) if self.separate_documents else None
@@ -192,3 +233,10 @@ class Loader:
         if self.heldout is None:
             raise ValueError("this loader was made without held-out samples")
         return self.heldout
+
+
+def _undrawn(read: Callable[[], Any]) -> Any:
+    """Read a batch; None if a global generator moves meanwhile, which may have decided what was read."""
+    before = positions()
+    batch = read()
+    return batch if positions() == before else None

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Generator
-from torch.utils.data import DataLoader, IterableDataset, Sampler
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from threefold.data.agreement import require_one_data_set
+from threefold.data.keyed_reading import KeyedReader, pass_key, sentences_of_workers
 from threefold.data.loader import Share
 from threefold.errors import UserError
 from threefold.random import KeyedPermutation
@@ -25,7 +26,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     Iterating yields the batches left in the current epoch, from `start` samples on; call `advance` after a global batch
     is used. A replica has `global_batch_size / dp` indices in each batch. Making it is collective over the mesh, whose
-    ranks must have the same data set: each compares its length and its first sample.
+    ranks must have the same data set: each compares its length and its first sample. What a data set draws at random
+    follows from the seed in a `DistributedDataLoader` only.
 
     Args:
         dataset: map-style dataset, with `__len__` and `__getitem__`.
@@ -41,8 +43,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
         start: samples of the epoch used before the next batch.
 
     Raises:
-        UserError: the dataset is not map-style, has too few samples or is another on another rank, or the batch does
-            not divide by dp.
+        UserError: the dataset is not map-style, has too few samples, is another on another rank or at another reading,
+            or the batch does not divide by dp.
 
     Example:
         >>> sampler = threefold.GlobalBatchSampler(dataset, global_batch_size=64, mesh=mesh, seed=0)
@@ -70,8 +72,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise UserError(f"dataset is a {kind} but must be of map style; give one with __len__ and __getitem__.")
-        if mesh is not None:
-            require_one_data_set(dataset, mesh, f"dataset, a {kind},")
+        require_one_data_set(dataset, mesh, f"dataset, a {kind},")
         if not len(dataset):
             raise UserError(f"dataset is a {kind} without a sample; give one with at least 1.")
         self.samples = len(dataset)
@@ -163,8 +164,9 @@ class DistributedDataLoader:
     """Batches of this rank from any map-style dataset, in an order that does not depend on the layout.
 
     `for batch in loader` yields the batches left in the current epoch; the next loop has the next epoch. A loop that is
-    left early is continued by the next one. What the dataset itself draws at random, such as an augmentation, depends
-    on torch's generators and the worker, not on `seed`. Making it is collective over the mesh.
+    left early is continued by the next one. What the dataset draws from the global generators of torch, NumPy and
+    random, such as an augmentation, follows from `seed`, the epoch and the sample; a dataset that keeps a generator or
+    a counter of its own is refused. Making it is collective over the mesh.
 
     Args:
         dataset: map-style dataset, with `__len__` and `__getitem__`.
@@ -209,8 +211,8 @@ class DistributedDataLoader:
             dataset, global_batch_size, mesh, seed=seed, shuffle=shuffle, drop_last=drop_last
         )
         self._loader: DataLoader[Any] = DataLoader(
-            dataset,
-            batch_sampler=self.sampler,
+            _KeyedDataset(dataset),
+            batch_sampler=_KeyedBatches(self.sampler),
             num_workers=num_workers,
             collate_fn=collate_fn,
             generator=Generator(),  # otherwise each epoch draws from torch's default generator
@@ -238,9 +240,10 @@ class DistributedDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         self.sampler.begin_next_epoch()
-        for batch in self._loader:
-            self.sampler.advance()  # before the batch is used, so that a checkpoint after the step counts it
-            yield batch
+        with sentences_of_workers():
+            for batch in self._loader:
+                self.sampler.advance()  # before the batch is used, so that a checkpoint after the step counts it
+                yield batch
         self.sampler.begin_next_epoch()
 
     def set_epoch(self, epoch: int) -> None:
@@ -258,3 +261,34 @@ class DistributedDataLoader:
             UserError: as in `GlobalBatchSampler.load_state_dict`.
         """
         self.sampler.load_state_dict(state)
+
+
+class _KeyedBatches(Sampler[list[tuple[int, int]]]):
+    """Batches of a sampler, with the key of the epoch beside each index."""
+
+    def __init__(self, sampler: GlobalBatchSampler) -> None:
+        self._sampler = sampler
+
+    def __len__(self) -> int:
+        return len(self._sampler)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        key = pass_key(self._sampler.seed, self._sampler.epoch)
+        return ([(index, key) for index in batch] for batch in self._sampler)
+
+
+class _KeyedDataset(Dataset[Any]):
+    """Data set whose samples are read under keys, by pairs of an index and a key."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.reader = KeyedReader(dataset, f"dataset, a {type(dataset).__name__}")
+
+    def __len__(self) -> int:
+        return len(self.reader.dataset)
+
+    def __getitem__(self, place: tuple[int, int]) -> Any:
+        return self.__getitems__([place])[0]
+
+    def __getitems__(self, places: list[tuple[int, int]]) -> list[Any]:
+        numbers, keys = zip(*places, strict=True)
+        return self.reader.read(numbers, keys)

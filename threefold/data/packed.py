@@ -67,7 +67,7 @@ class PackedSamples(Samples):
         self.files.check_samples(windows, places, indices, self.name)
         return windows
 
-    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+    def labelled(self, indices: Int64Array, keys: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
         windows = self.read(indices)
         tokens, labels = windows[:, :-1], windows[:, 1:].copy()
         labels[self._ends(indices, tokens)] = IGNORE_INDEX
@@ -191,7 +191,7 @@ class PackedConversations(Samples):
         )
         return (packed, cut) if self.longer else (packed,)
 
-    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+    def labelled(self, indices: Int64Array, keys: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
         shape = (len(indices), self.sequence_length + 1)
         windows, counted = np.full(shape, self.corpus.eod or 0, np.int64), np.zeros(shape, np.bool_)
         for row, index in enumerate(indices.tolist()):
@@ -282,7 +282,7 @@ class PaddedSamples(Samples):
     def __len__(self) -> int:
         return self.lines.length
 
-    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+    def labelled(self, indices: Int64Array, keys: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
         lines = self.lines(indices)
         starts, ends = self.encoded.documents[lines], self.encoded.documents[lines + 1]
         places = starts[:, None] + np.arange(self.sequence_length + 1)

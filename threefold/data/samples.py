@@ -91,9 +91,17 @@ class Samples:
     def __len__(self) -> int:
         raise NotImplementedError
 
-    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return inputs and labels of samples, int64 [rows, S] each; ignored labels are -100."""
+    def labelled(self, indices: Int64Array, keys: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
+        """Return inputs and labels of samples, int64 [rows, S] each; ignored labels are -100.
+
+        `keys` decide what a user's samples draw at random, by row; None if they draw nothing.
+        """
         raise NotImplementedError
+
+    @property
+    def draws(self) -> bool | None:
+        """Whether samples that were read under keys have drawn random numbers; None if no code of the user reads."""
+        return None
 
     def documents(self, indices: Int64Array) -> Int64Array:
         """Return the document of each input token, for the attention mask: int64 [rows, S], non-decreasing in a row."""
@@ -106,6 +114,10 @@ class Samples:
     def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
         """Return the n-th sample of a run for each n in `counters`: the sampler, a function of (seed, n) alone."""
         return samples_at(counters, len(self), seed)
+
+    def passes(self, counters: Int64Array) -> Int64Array:
+        """Return how often its data set had been read whole before each n-th sample of a run."""
+        return counters // len(self)
 
     def positions(self, indices: Int64Array) -> Int64Array | None:
         """Return the position of each input token, int64 [rows, S], if positions restart with each document."""
@@ -217,9 +229,28 @@ class MixedSamples(Samples):
             indices[here] = start + part.samples.ordered(own_counters[here], seed)
         return indices
 
-    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
-        both = self._gathered(indices, lambda samples, own: np.stack(samples.labelled(own)), 1)
+    def passes(self, counters: Int64Array) -> Int64Array:
+        corpora, own_counters = self.blend(counters)
+        return own_counters // np.array([len(part.samples) for part in self.parts])[corpora]
+
+    def labelled(self, indices: Int64Array, keys: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
+        corpora = np.searchsorted(self._starts, indices, side="right") - 1
+        both: Int64Array | None = None
+        for corpus in np.unique(corpora).tolist():
+            here = corpora == corpus
+            own = self.parts[corpus].samples.labelled(
+                indices[here] - self._starts[corpus], None if keys is None else keys[here]
+            )
+            if both is None:
+                both = np.empty((2, len(indices), own[0].shape[1]), np.int64)
+            both[:, here] = own
+        assert both is not None  # there is a row
         return both[0], both[1]
+
+    @property
+    def draws(self) -> bool | None:
+        known = [draws for part in self.parts if (draws := part.samples.draws) is not None]
+        return any(known) if known else None
 
     def documents(self, indices: Int64Array) -> Int64Array:
         return self._gathered(indices, lambda samples, own: samples.documents(own))
@@ -254,12 +285,10 @@ class MixedSamples(Samples):
         ]
         return divided, np.argsort(np.argsort(corpora, kind="stable"), kind="stable")
 
-    def _gathered(
-        self, indices: Int64Array, read: Callable[[Samples, Int64Array], Int64Array], dim: int = 0
-    ) -> Int64Array:
-        """Return the results of `read` for the samples of each corpus, in the order of `indices` along `dim`."""
+    def _gathered(self, indices: Int64Array, read: Callable[[Samples, Int64Array], Int64Array]) -> Int64Array:
+        """Return the results of `read` for the samples of each corpus, in the order of `indices`."""
         divided, back = self._divided(indices)
-        return np.concatenate([read(samples, own) for samples, own in divided], dim).take(back, dim)
+        return np.concatenate([read(samples, own) for samples, own in divided])[back]
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:

@@ -338,6 +338,14 @@ def generators_preserved(device: torch.device | str = "cpu") -> Iterator[None]:
             np.random.set_state(numpy)
 
 
+@contextmanager
+def fixed_generators(purpose: str) -> Iterator[None]:
+    """Give the block generators of its own, in the same state in each process; those of the process go on after it."""
+    with generators_preserved():
+        seed_generators(stream_key(purpose))
+        yield
+
+
 def seed_generators(seed: int, device: torch.device | str = "cpu") -> None:
     """Seed the generators of this process, including those of the CPU and `device`, with 63 bits."""
     torch.default_generator.manual_seed(seed)

@@ -20,9 +20,10 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.resolve import is_derived, with_micro_batch
-from threefold.data.agreement import fingerprint_of, numbers_of_ranks, require_one_data_set
+from threefold.data.agreement import numbers_of_ranks, require_one_data_set
 from threefold.data.corpus import Content, Corpus, checksum_of_tokens
 from threefold.data.dataset import Dataset
+from threefold.data.fingerprint import fingerprint_of
 from threefold.data.formats.own_data import OwnData, named
 from threefold.data.loader import Batch, fingerprint
 from threefold.errors import UserError

@@ -1,10 +1,10 @@
 """Samples from a user's own map-style dataset: tokens, or for an own model any nesting of tensors and numbers."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from threefold.errors import UserError
 from threefold.files import describe_error, first_of, shown
 from threefold.plugins import is_import_path, load_path
 from threefold.random import Int64Array
+
+if TYPE_CHECKING:
+    from threefold.data.keyed_reading import KeyedReader
 
 
 def named(path: str) -> str:
@@ -91,8 +94,8 @@ class OwnData:
             unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
             raise UserError(f"{named(self.path)}, whose {name} part is empty: {remedy}{unevaluated}.")
         if self.is_nested:
-            return NestedSamples(self.path, part, chosen.astype(np.int64))
-        return OwnSamples(self, part, chosen.astype(np.int64), sequence_length)
+            return NestedSamples(self.path, chosen.astype(np.int64), Reading(part, self.path, _UNREADABLE))
+        return OwnSamples(self, chosen.astype(np.int64), sequence_length, Reading(part, self.path, _NOT_TOKENS))
 
 
 def is_nested(path: str) -> bool:
@@ -109,9 +112,12 @@ def is_nested(path: str) -> bool:
 
 def _first(parts: Mapping[str, Any]) -> Any:
     """Return the first sample of the datasets; None if there is none, or if reading fails, which is reported later."""
+    from threefold.random.rng import fixed_generators
+
     part = next((part for part in parts.values() if len(part)), None)
     try:
-        return None if part is None else part[0]
+        with fixed_generators("first sample"):
+            return None if part is None else part[0]
     except Exception:
         return None
 
@@ -125,26 +131,65 @@ def _unknown_keys(sample: Any) -> str:
     return f"{keys} beside 'tokens' and 'labels'" if others else ""
 
 
+_UNREADABLE: Final = "{} cannot be read ({}); correct its __getitem__."
+_NOT_TOKENS: Final = (
+    "{} cannot be read as tokens and labels ({}); return a pair of equally long sequences of ids, or one sequence."
+)
+"""Messages about a sample and the error of reading it."""
+
+
+class Reading:
+    """Reader of a user's data set under keys (`KeyedReader`); `problem` is the message about a sample that fails."""
+
+    def __init__(self, part: Any, path: str, problem: str) -> None:
+        self.part, self.path, self._problem = part, path, problem
+        self._reader: KeyedReader | None = None
+
+    @property
+    def draws(self) -> bool:
+        return self._reader is not None and self._reader.draws
+
+    def samples(self, numbers: Sequence[int], keys: Int64Array | None) -> list[Any]:
+        if self._reader is None:
+            from threefold.data.keyed_reading import KeyedReader  # imports torch, as below
+
+            self._reader = KeyedReader(self.part, named(self.path))
+        reader = self._reader
+        try:
+            return reader.read_plain(numbers) if keys is None else reader.read(numbers, keys.tolist())
+        except UserError:
+            raise
+        except Exception as error:
+            begin = f"{named(self.path)}, whose sample {reader.at:,}"
+            raise UserError(self._problem.format(begin, describe_error(error))) from error
+
+
 @dataclass(frozen=True, eq=False)
 class OwnSamples(Samples):
     """Samples of one split of a dataset, each padded to `sequence_length` tokens."""
 
     data: OwnData
-    part: Any
-    chosen: Int64Array  # [samples], their indices in `part`
+    chosen: Int64Array  # [samples], their numbers in the data set
     sequence_length: int
+    reading: "Reading"
     _lengths: dict[int, int] = field(default_factory=dict)
     """Lengths of the samples that `labelled` read last."""
 
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def labelled(self, indices: Int64Array) -> tuple[Int64Array, Int64Array]:
+    @property
+    def draws(self) -> bool:
+        return self.reading.draws
+
+    def labelled(self, indices: Int64Array, keys: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
         tokens = np.zeros((len(indices), self.sequence_length), np.int64)
         labels = np.full_like(tokens, IGNORE_INDEX)
         self._lengths.clear()
-        for row, index in enumerate(indices):
-            found, following = self._read(int(self.chosen[index]))
+        numbers = self.chosen[indices].tolist()
+        samples = self.reading.samples(numbers, keys)
+        for row, (index, number, sample) in enumerate(zip(indices, numbers, samples, strict=True)):
+            found, following = self._checked(number, sample)
             self._lengths[int(index)] = len(found)
             tokens[row, : len(found)] = found
             labels[row, : len(following)] = following
@@ -154,20 +199,19 @@ class OwnSamples(Samples):
         return np.zeros((len(indices), self.sequence_length), np.int64)
 
     def padding(self, indices: Int64Array) -> Int64Array:
-        lengths = [self._lengths.get(int(index)) or len(self._read(int(self.chosen[index]))[0]) for index in indices]
-        return self.sequence_length - np.array(lengths, np.int64)
+        known = dict(self._lengths)
+        if missing := [index for index in indices.tolist() if index not in known]:
+            self.labelled(np.array(missing), np.zeros(len(missing), np.int64))
+            known |= self._lengths
+        return self.sequence_length - np.array([known[index] for index in indices.tolist()], np.int64)
 
-    def _read(self, number: int) -> tuple[Int64Array, Int64Array]:
+    def _checked(self, number: int, sample: Any) -> tuple[Int64Array, Int64Array]:
         begin = f"{named(self.data.path)}, whose sample {number:,}"
         try:
-            sample = self.part[number]
             unknown = _unknown_keys(sample)
             tokens, labels = _pair(sample)
         except Exception as error:
-            raise UserError(
-                f"{begin} cannot be read as tokens and labels ({describe_error(error)}); return a pair of equally long "
-                "sequences of ids, or one sequence."
-            ) from error
+            raise UserError(_NOT_TOKENS.format(begin, describe_error(error))) from error
         if unknown:
             raise UserError(f"{begin} has {unknown}, which the first sample lacks; give all samples the same keys.")
         if not 0 < len(tokens) <= self.sequence_length:
@@ -208,7 +252,14 @@ def _ids(values: Any) -> Int64Array:
 
 @cache
 def _parts(path: str) -> Mapping[str, Any]:
-    """Load the datasets at an import path, once per process."""
+    """Load the datasets at an import path, once per process; what they draw meanwhile is the same in each."""
+    from threefold.random.rng import fixed_generators
+
+    with fixed_generators("data set"):
+        return _made_parts(path)
+
+
+def _made_parts(path: str) -> Mapping[str, Any]:
     found = load_path(path, "data.path")
     if callable(found) and (isinstance(found, type) or not _is_data_set(found)):
         try:
@@ -239,26 +290,25 @@ class NestedSamples(Samples):
     """Samples of one split of a dataset, batched by `batch`, as by `torch.utils.data.DataLoader`."""
 
     path: str
-    part: Any
-    chosen: Int64Array  # [samples], their indices in `part`
+    chosen: Int64Array  # [samples], their numbers in the data set
+    reading: "Reading"
 
     def __len__(self) -> int:
         return len(self.chosen)
 
-    def batch(self, indices: Int64Array) -> Any:
-        """Collate samples into one nesting, in which every leaf is a tensor with a batch dim (dim 0)."""
+    @property
+    def draws(self) -> bool:
+        return self.reading.draws
+
+    def batch(self, indices: Int64Array, keys: Int64Array | None = None) -> Any:
+        """Collate samples into one nesting, in which every leaf is a tensor with a batch dim (dim 0).
+
+        `keys` are as in `Samples.labelled`.
+        """
         from torch.utils.data import default_collate  # imports torch, which errors about a config should not wait for
 
         numbers = [int(number) for number in self.chosen[indices]]
-        samples = []
-        for number in numbers:
-            try:
-                samples.append(self.part[number])
-            except Exception as error:
-                raise UserError(
-                    f"{named(self.path)}, whose sample {number:,} cannot be read ({describe_error(error)}); correct "
-                    "its __getitem__."
-                ) from error
+        samples = self.reading.samples(numbers, keys)
         try:
             for number, sample in zip(numbers[1:], samples[1:], strict=True):
                 _check_keys(sample, samples[0], number, numbers[0])
