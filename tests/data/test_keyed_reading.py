@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import threefold
-from tests.data.test_map_dataset import replica
 from threefold.data.keyed_reading import KeyedReader, own_generators, pass_key, positions
 from threefold.errors import UserError
 
@@ -31,6 +31,11 @@ class Drawn(Dataset):
 class Together(Drawn):
     def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
         return [self[index] for index in indices]
+
+
+def replica(index: int, size: int) -> Any:
+    """All of a mesh that a loader looks at."""
+    return SimpleNamespace(dp=SimpleNamespace(index=index, size=size), world=SimpleNamespace(size=1))
 
 
 def samples(loader: Any, epochs: int = 1) -> dict[tuple[int, int], list[float]]:

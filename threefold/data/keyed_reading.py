@@ -164,11 +164,15 @@ _KINDS: Final = (np.random.Generator, np.random.RandomState, np.random.BitGenera
 
 
 def own_generators(dataset: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the generators that a data set keeps, with their places: in its attributes, those of the data sets and
-    transforms inside it, and the globals of the modules that define them."""
+    """Yield the generators that a data set keeps, with their places.
+
+    They are in its attributes, those of the data sets and transforms inside it, or the globals of their modules.
+    """
     seen, found, left = set[int](), set[int](), _LOOKED_AT
     queue: list[tuple[str, Any]] = [("it", dataset)]
-    globals_ = {id(random._inst), id(np.random.mtrand._rand), id(torch.default_generator)}
+    python: Any = random.random  # methods of the global generators
+    numpy: Any = np.random.rand
+    globals_ = {id(python.__self__), id(numpy.__self__), id(torch.default_generator)}
     modules = set[str]()
     while queue and left:
         name, each = queue.pop(0)
