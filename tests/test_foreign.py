@@ -153,7 +153,7 @@ OPENING: Final = {
         "load_config",
         "read_document",
     ),
-    *("np.load", "np.save", "torch.load", "torch.save", "shutil.copy"),
+    *("put_file", "np.load", "np.save", "torch.load", "torch.save", "shutil.copy"),
 }
 """Functions and methods that open a file by its path, or ask about one."""
 DOOR: Final = {"FolderFiles", "path", "own_file", "open_own"}

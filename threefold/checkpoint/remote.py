@@ -30,7 +30,7 @@ from threefold.checkpoint.ownership import OWNER_FILE, Claimant, Owner
 from threefold.checksums import is_intact
 from threefold.errors import UserError
 from threefold.files import first_of, hide_secrets, shown
-from threefold.foreign import own_file
+from threefold.foreign import FolderFiles, own_file
 from threefold.output import sync
 
 if TYPE_CHECKING:
@@ -133,12 +133,13 @@ class RemoteCheckpoints:
             self._remove(place)
             self._make(place)
             sizes = {name: record.bytes for name, record in read_manifest(folder).files.items()}
+            stored = FolderFiles(folder, sizes)
             for name in sizes:
-                self._files.put_file(str(folder / name), f"{place}/{name}")
+                self._files.put_file(str(stored.path(name)), f"{place}/{name}")
             self._require_sizes(place, sizes)
             self._flush(place, sizes)
             self._require_owner()  # again, as copying may have taken hours
-            self._files.put_file(str(folder / MANIFEST), f"{place}/{MANIFEST}")
+            self._files.put_file(str(stored.path(MANIFEST)), f"{place}/{MANIFEST}")
             self._flush(place, [MANIFEST])
             if replaces:
                 self._replace(place, there, sizes)
