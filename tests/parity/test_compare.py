@@ -1,7 +1,7 @@
 """Comparison of training pairs: what the ranks report, gradients that never arrive, and values that are not finite."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from threefold import parity
 from threefold.launch.worker_pool import WorkerPool
 from threefold.parity.compare import Findings, compare
 from threefold.parity.departure import LOSS, NORM
+from threefold.parity.placement import Piece
 from threefold.parity.record import GRADIENT, OUTPUT_GRADIENT, Record
+from threefold.parity.rows import Padding
 from threefold.parity.verdict import Judgement, judge
 
 WIDTH, HEADS, SIZE, WORDS = 12, 4, 5, 23
@@ -268,16 +270,25 @@ def test_the_same_infinities_of_a_mask_are_equal(tmp_path: Path) -> None:
     assert verdict.first.name == "scores", verdict.sentence
 
 
-def padded_run(folder: Path, length: int, marks: str, epoch_steps: int | None = None, change: int = 0) -> None:
+def padded_run(
+    folder: Path,
+    length: int,
+    marks: str,
+    epoch_steps: int | None = None,
+    change: int = 0,
+    repeats: bool = False,
+    mistake: Callable[[Model], object] = lambda model: None,
+) -> None:
     """Train on two samples of 7 and 4 tokens, padded to a length, as batches of other sizes are."""
     torch.manual_seed(3)
     model = Model()
+    mistake(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     recorder = parity.Recorder(model, optimizer, folder=folder, steps=2, epoch_steps=epoch_steps)
     for step in range(2):
         tokens, labels = torch.zeros(2, length, dtype=torch.int64), torch.full((2, length), -100)
         for row, size in enumerate((7, 4)):
-            own = torch.arange(size) * (row + 3) % WORDS + step
+            own = torch.arange(size) * (row + 3) % WORDS + (0 if repeats and row else step)
             own[1] += change
             tokens[row, :size], labels[row, : size - 1] = own, own[1:]
         mask = torch.arange(length)[None] < torch.tensor([7, 4])[:, None]
@@ -303,6 +314,74 @@ def test_samples_are_matched_without_their_padding(marks: str, tmp_path: Path) -
     padded_run(tmp_path / "wrong", 11, marks, change=1)
     verdict, _ = compared(tmp_path / "reference", tmp_path / "wrong")
     assert verdict.sentence.startswith("The runs read different samples at step 1"), verdict.sentence
+
+
+@pytest.mark.parametrize("length", [8, 11])
+def test_samples_that_are_repeated_are_told(length: int, tmp_path: Path) -> None:
+    """As by ranks that fill up the last batch of an epoch."""
+    padded_run(tmp_path / "reference", 8, "mask")
+    padded_run(tmp_path / "repeats", length, "mask", repeats=True)
+    verdict, _ = compared(tmp_path / "reference", tmp_path / "repeats")
+    assert "samples at step 2: they differ: 1 of 2 are repeated from steps before." in verdict.sentence
+
+
+def scaled_at_the_last_token(model: Model) -> None:
+    def hook(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        scale = torch.ones(output.shape[:2])
+        scale[1, 3] = 1.01
+        return output * scale[..., None]
+
+    model.norm.register_forward_hook(hook)
+
+
+def wrong_gradient_at_the_last_token(model: Model) -> None:
+    def hook(module: nn.Module, args: object, output: Tensor) -> None:
+        scale = torch.ones(output.shape[:2])
+        scale[1, 2] = 0.5
+        output.register_hook(lambda gradient: gradient * scale[..., None])
+
+    model.attention.q.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("marks", ["labels", "mask"])
+@pytest.mark.parametrize("length", [7, 11])
+def test_outputs_are_compared_without_their_padding(marks: str, length: int, tmp_path: Path) -> None:
+    """Of the shorter sample, whatever both are padded to; of the longer, at all positions where it has labels."""
+    padded_run(tmp_path / "reference", 8, marks)
+    padded_run(tmp_path / "right", length, marks)
+    verdict, found = compared(tmp_path / "reference", tmp_path / "right")
+    assert verdict.equal, verdict.sentence
+    assert not found.skipped
+    assert not any("not compared everywhere" in note for note in found.notes)
+    if marks == "mask":  # the last token has no label
+        padded_run(tmp_path / "scaled", length, marks, mistake=scaled_at_the_last_token)
+        verdict, found = compared(tmp_path / "reference", tmp_path / "scaled")
+        assert "first the output of norm" in verdict.sentence, verdict.sentence
+        assert "1 of 2 samples" in verdict.sentence
+    padded_run(tmp_path / "backward", length, marks, mistake=wrong_gradient_at_the_last_token)
+    verdict, found = compared(tmp_path / "reference", tmp_path / "backward")
+    assert verdict.first is not None
+    assert (verdict.first.kind, verdict.first.name) == (OUTPUT_GRADIENT, "attention.q"), verdict.sentence
+
+
+def test_positions_of_a_rank_without_padding_are_those_that_are_left(tmp_path: Path) -> None:
+    """As of two ranks of context parallelism, each with a chunk of the front and its mirror image."""
+    rows = torch.arange(2 * 8 * 3.0).view(2, 8, 3)
+    mask = torch.tensor([[1] * 8, [0, 1, 1, 1, 1, 0, 0, 0]])
+    padding, names = Padding(), ("long", "short")
+    padding.note(names, torch.ones(2, 8, dtype=torch.int64), mask)
+    whole = dict(zip(names, rows, strict=True))
+    found = {name: torch.full((int(mask[at].sum()), 3), torch.nan) for at, name in enumerate(names)}
+    for chunks in ((0, 3), (1, 2)):
+        held = torch.cat([rows[:, 2 * number : 2 * number + 2] for number in chunks], 1)
+        pieces = (Piece((0, 2 * at, 0), (0, 2 * number, 0), (2, 2, 3)) for at, number in enumerate(chunks))
+        for part, placement, samples in padding.without(held, parity.Placement((2, 8, 3), tuple(pieces)), names):
+            assert placement.shape[1:] == found[samples[0]].shape
+            for piece in placement.pieces:
+                at = replace(piece, local=(0, *piece.local[1:]), size=(1, *piece.size[1:]))
+                found[samples[0]][piece.box[1:]] = at.of(part)[0]
+    assert torch.equal(found["long"], whole["long"])
+    assert torch.equal(found["short"], whole["short"][1:5])
 
 
 def test_padding_that_no_mask_shows_is_said(tmp_path: Path) -> None:

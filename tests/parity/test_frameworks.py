@@ -224,3 +224,21 @@ def test_a_right_run_is_equal_and_a_wrong_one_named(name: str, tmp_path: Path) -
     wrong = parity("compare", "records/reference", "wrong", "--noise", "records/noise-1", *wide, folder=tmp_path)
     assert wrong.returncode == 1, wrong.stdout + wrong.stderr
     assert case.said in " ".join(wrong.stdout.split()), wrong.stdout
+
+
+@pytest.mark.sweep
+def test_accelerates_padded_batches_are_equal_until_the_last_repeats_samples(tmp_path: Path) -> None:
+    """Of 20 rows, the third batch of 8 has 4, and `even_batches` fills it up with the first ones."""
+    if not has("accelerate"):
+        pytest.skip("accelerate is not installed")
+    script = Path(__file__).parents[1] / "support/padded_accelerate.py"
+    runs = ("--reference", f"python {script} 20", "--candidate")
+    arguments = ("run", *runs, f"torchrun --standalone --nproc-per-node 2 {script} 20", "--noise", "1", "--steps")
+    right = parity(*arguments, "2", folder=tmp_path)
+    assert right.returncode == 0, right.stdout + right.stderr
+    assert "seen of an epoch of 3 steps: 1 to 2, not its last batch" in right.stdout
+    assert "at the positions that are no padding" in right.stdout
+    wrong = parity(*arguments, "3", folder=tmp_path)
+    assert wrong.returncode == 1, wrong.stdout + wrong.stderr
+    assert "The runs read different samples at step 3" in wrong.stdout
+    assert "are repeated from steps before" in wrong.stdout

@@ -1,5 +1,6 @@
 """`threefold parity` on runs of `threefold train`: layouts are equal, and a mistake put into one is named."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -79,6 +80,7 @@ def test_layouts_of_a_run_are_equal(layout: str, folder: Path, tmp_path: Path) -
     assert "Equal up to rounding in 2 steps" in ended.stdout
     assert "2 runs with noise and one in fp64" in ended.stdout
     assert "not compared everywhere" not in ended.stdout
+    assert re.search(r"seen of an epoch of \d+ steps: 1 to 2, not its last batch", ended.stdout)
 
     ours, theirs = (Record(tmp_path / "out" / name) for name in ("reference", "candidate"))
     got, expected = theirs.step(1), ours.step(1)

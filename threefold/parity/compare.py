@@ -192,8 +192,8 @@ def _note(found: Findings, reference: Record, candidate: Record) -> None:
             found.notes.append(f"The runs have different versions of {name}: {ours[name]} and {theirs[name]}.")
     if found.padded:
         found.notes.append(
-            "Samples were matched without their padding, whose length differs between the runs: outputs were compared "
-            "only where it is the same; pad the batches of both to one length to compare all."
+            "Samples were matched without their padding, whose length differs between the runs, and outputs and their "
+            "gradients compared at the positions that are no padding."
         )
     if any(each.kind == SAMPLES for each in found.departures) and not found.padded:
         steps = range(1, found.steps + 1)
@@ -240,14 +240,18 @@ class ReportedStep(StepPair):
         yield from self._counters(found)
 
     def _samples(self) -> Iterator[Departure]:
-        theirs, mine = _samples_of(self.theirs), _samples_of(self.mine)
-        if not theirs or not mine or theirs == mine or _matched_without_padding(self.theirs, self.mine):
+        if _samples_of(self.theirs) == _samples_of(self.mine) or _matched_without_padding(self.theirs, self.mine):
             return
-        strange, lacking = set(mine) - set(theirs), set(theirs) - set(mine)
+        theirs, mine = set(_contents(self.theirs)), set(_contents(self.mine))
+        if not theirs or not mine:
+            return
+        strange, lacking = mine - theirs, theirs - mine
+        others = {at: set(_contents(_numbers(self.reference, at))) for at in range(1, self.reference.steps + 1)}
         shape = f"differ: {len(strange)} of {len(mine)} are not those of the reference"
-        for other in range(1, self.reference.steps + 1):
-            if other != self.step and mine == _samples_of(_numbers(self.reference, other)):
-                shape = f"are those of step {other} of the reference"
+        if strange and strange <= set().union(*(others[at] for at in range(1, self.step))):
+            shape = f"differ: {len(strange)} of {len(mine)} are repeated from steps before"
+        if same := [at for at, samples in others.items() if at != self.step and samples == mine]:
+            shape = f"are those of step {same[-1]} of the reference"
         if not strange:
             shape = f"are fewer: {len(lacking)} of {len(theirs)} are missing"
         yield Departure(self.step, SAMPLES, "", len(strange) / len(mine), 0.0, nan, shape)
@@ -326,17 +330,16 @@ def _samples_of(ranks: list[dict[str, Any]]) -> list[str]:
 
 def _matched_without_padding(theirs: list[dict[str, Any]], mine: list[dict[str, Any]]) -> dict[str, str]:
     """Return the reference's sample for each of the candidate's, if they are the same but for their padding."""
-    samples = _samples_of(theirs), _samples_of(mine)
-    if samples[0] == samples[1]:
+    if _samples_of(theirs) == _samples_of(mine):
         return {}
-    known = [
-        {whole: own for each in ranks for whole, own in each.get("unpadded", {}).items()} for ranks in (theirs, mine)
-    ]
-    of_content = {known[0].get(sample, sample): sample for sample in samples[0]}
-    content = {sample: known[1].get(sample, sample) for sample in samples[1]}
-    if set(content.values()) != set(of_content):
-        return {}
-    return {sample: of_content[own] for sample, own in content.items()}
+    expected, found = _contents(theirs), _contents(mine)
+    return {sample: expected[own] for own, sample in found.items()} if expected.keys() == found.keys() else {}
+
+
+def _contents(ranks: list[dict[str, Any]]) -> dict[str, str]:
+    """Return the samples of a step by their fingerprints without padding."""
+    known = {whole: own for each in ranks for whole, own in each.get("unpadded", {}).items()}
+    return {known.get(sample, sample): sample for sample in _samples_of(ranks)}
 
 
 def _off(got: float, expected: float) -> float:

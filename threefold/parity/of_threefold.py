@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from threefold.config.model import OWN
-from threefold.data.loader import Batch
+from threefold.data.loader import Batch, Loader
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.own_batch import map_tensors
 from threefold.parallel.parameter import Weight, is_split, offset, slice_of
 from threefold.parity.adapters import Adapter, Placed, clean_name
 from threefold.parity.placement import Piece, Placement
-from threefold.parity.recorder import FOLDER, Recorder
+from threefold.parity.recorder import AFTER, FOLDER, Recorder
 from threefold.train.attachment import Attachment
 from threefold.train.callbacks.base import Callback, Guard
 from threefold.train.callbacks.records import StepRecord
@@ -178,7 +178,7 @@ class Recording(Attachment):
     """Recording of a run that `threefold parity run` starts."""
 
     def callbacks(self, saving: SafeSaving) -> Sequence[Callback]:
-        return [ParityRecording(self.engine, self.start.step)] if os.environ.get(FOLDER) else ()
+        return [ParityRecording(self.engine, self.loader, self.start.step)] if os.environ.get(FOLDER) else ()
 
 
 class ParityRecording(Guard):
@@ -187,11 +187,19 @@ class ParityRecording(Guard):
     The run has made this number of `updates` before.
     """
 
-    def __init__(self, engine: Engine, updates: int) -> None:
+    def __init__(self, engine: Engine, loader: Loader, updates: int) -> None:
         self._adapter = ThreefoldAdapter(engine)
         layout = engine.mesh.layout
         axes = {"dp": layout.dp, "tp": layout.tp, "pp": layout.pp, "cp": layout.cp}
-        self._recorder = Recorder(engine.model.stages, None, self._adapter, axes=axes, updates=updates)
+        epoch = None
+        if loader.consumed.has_one_size:
+            steps, rest = divmod(len(loader.train), engine.config.train.global_batch_size)
+            # A batch goes on with the samples of the next epoch, which then begins within a step.
+            is_first = not updates and not int(os.environ.get(AFTER) or 0)
+            epoch = steps + bool(rest) if not rest or is_first else None
+        self._recorder = Recorder(
+            engine.model.stages, None, self._adapter, axes=axes, epoch_steps=epoch, updates=updates
+        )
 
     def before_step(self, step: int, batch: Any) -> None:
         """Pass the samples of this rank's replica to the recorder."""

@@ -37,7 +37,7 @@ from threefold.parity.record import (
     write_facts,
     write_weights,
 )
-from threefold.parity.rows import IGNORED, fingerprints, unpadded_fingerprints
+from threefold.parity.rows import IGNORED, Padding, fingerprints
 from threefold.torch_private.runtime import in_backward_pass
 
 FOLDER, STEPS, AFTER, BYTES, SAVE, LOAD, PERTURB, STOP = (
@@ -128,8 +128,7 @@ class Recorder:
         self._readers: dict[str, list[str]] = {}
         self._current: tuple[str, ...] | None = None
         self._given: list[str] | None = None
-        self._unpadded: dict[str, str] = {}  # fingerprint of a row → that without its padding
-        self._lengths: set[int] = set()
+        self._padding = Padding()
         self._noise = _Noise(_number(PERTURB))
         self._gradient_squares: float | None = None
         self._updates_by_hook = False
@@ -186,8 +185,7 @@ class Recorder:
             return
         given = fingerprints(inputs)
         self._given = (self._given or []) + given
-        self._unpadded |= zip(given, unpadded_fingerprints(inputs, mask, labels), strict=True)
-        self._lengths.add(inputs.shape[-1] if inputs.dim() > 1 else 0)
+        self._padding.note(given, inputs, mask, labels)
         if labels is not None:
             self._numbers["valid_tokens"] += int((local(labels) != IGNORED).sum())
 
@@ -289,9 +287,7 @@ class Recorder:
         if self._given is None:  # an input with a gradient comes from another stage and names no sample
             samples = () if first.requires_grad else tuple(fingerprints(first))
             if samples and not first.is_floating_point():
-                padding = (kwargs.get("attention_mask"), kwargs.get("labels"))
-                self._unpadded |= zip(samples, unpadded_fingerprints(first, *padding), strict=True)
-                self._lengths.add(first.shape[-1])
+                self._padding.note(samples, first, kwargs.get("attention_mask"), kwargs.get("labels"))
         else:
             dim = self._batch_dim if first.is_floating_point() else 0
             count = first.shape[min(dim, first.dim() - 1)]
@@ -361,8 +357,8 @@ class Recorder:
         mine, placement = placed[-1]
         rows = _rows(mine, replace(placement, name=None), len(samples), self._batch_dim)
         called = [each.name or name for name, (_, each) in zip(names, placed, strict=True)]
-        if rows is not None:
-            self._page.add_samples(kind, called, *rows, samples)
+        for part in [] if rows is None else self._padding.without(*rows, samples):
+            self._page.add_samples(kind, called, *part)
         return called
 
     # ---- the end of a step ------------------------------------------------------------------------------------------
@@ -430,10 +426,9 @@ class Recorder:
         if self._awaited:
             self._numbers["unreached"] = sorted({name for names in self._awaited.values() for name in names})
             self._awaited.clear()
-        self._numbers["unpadded"] = {whole: own for whole, own in self._unpadded.items() if whole != own}
-        self._numbers["lengths"] = sorted(self._lengths)
-        self._unpadded.clear()
-        self._lengths.clear()
+        self._numbers["unpadded"] = self._padding.unpadded
+        self._numbers["lengths"] = sorted(self._padding.lengths)
+        self._padding = Padding()
         self._facts["numbers"][str(self._step)] = self._numbers
         self._write_page(self._step)
         self._step += 1
