@@ -174,7 +174,8 @@ FUNCTIONS: Final = {
         api/trainer.py::read_config checkpoint/resume.py::find_warm_start
         cli/config.py::show cli/config.py::diff cli/data.py::show cli/data.py::_show_conversations
         cli/init.py::command cli/inspect.py::command terminal.py::read_config terminal.py::require_page
-        inference/commands/eval.py::command inference/commands/eval.py::_write
+        inference/commands/eval.py::command inference/commands/eval.py::_is_earlier_output
+        inference/commands/eval.py::_write
         inference/inputs.py::read_prompts inference/inputs.py::require_texts
         report/document.py::write_page train/saving.py::Checkpoints._sidecar_texts
         data/conversations.py::ChatTemplate.read data/tokenizer.py::load_tokenizer

@@ -1,5 +1,6 @@
 """Figures of the package in one style, as wide as a page of documentation, and written as PNG or SVG."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -79,10 +80,24 @@ def check_picture(path: Path) -> None:
         raise UserError(f"The picture {shown(path)} cannot be written: that is a folder.")
 
 
+_MARK: Final = "Threefold, with Matplotlib"
+
+
+def require_picture(path: Path) -> None:
+    """Raise a `UserError` as `check_picture`, or for an existing file that is not a picture of this program."""
+    check_picture(path)
+    begins = b""
+    if path.is_file():
+        with suppress(OSError), path.open("rb") as file:
+            begins = file.read(4096)
+    if begins and _MARK.encode() not in begins:
+        raise UserError(f"The picture {shown(path)} exists already and is not of this program; use another name.")
+
+
 def save(figure: "Figure", path: Path) -> None:
     """Write a figure as PNG or SVG, by the suffix of its path; raise a `UserError` if it cannot be written."""
     check_picture(path)
     try:
-        figure.savefig(path, dpi=DPI)
+        figure.savefig(path, dpi=DPI, metadata={"Creator" if path.suffix.lower() == ".svg" else "Software": _MARK})
     except OSError as error:
         raise UserError(f"The picture {shown(path)} cannot be written: {error.strerror or error}.") from None

@@ -76,9 +76,7 @@ def check_replaceable(
     """Raise a `UserError` unless `out` is apart from inputs and missing, empty or an earlier output of this program."""
     check_name(out, place)
     found = _status(out, place)
-    if found is None:
-        return
-    if not stat.S_ISDIR(found.st_mode):
+    if found is not None and not stat.S_ISDIR(found.st_mode):
         raise UserError(f"{place} {shown(out)} is {_kind(found, out)}; give the name of a folder to make")
     for path in inputs:
         real, read = Path(os.path.realpath(out)), Path(os.path.realpath(path))
@@ -87,6 +85,8 @@ def check_replaceable(
             if real in read.parents:
                 problem = f"contains {shown(path)}, which is read"
             raise UserError(f"{place} {shown(out)} {problem}; choose a folder apart from the inputs")
+    if found is None:
+        return
     try:
         entries = sorted(os.listdir(out))
     except OSError as error:

@@ -21,6 +21,7 @@ from threefold.checkpoint.summary import verify_checkpoint
 from threefold.checkpoint.tensors import load_tensors, save_tensors_alone, stored_tensors
 from threefold.errors import UserError
 from threefold.huggingface.source import check_export
+from threefold.launch.training_run import prepare_training
 from threefold.launch.worker_pool import WorkerPool
 
 
@@ -102,14 +103,29 @@ def test_weights_alone_in_another_dtype(threefold: Command, small_run: Run, run:
     assert generated.status == 0, generated.error
 
 
-def test_no_output_is_among_the_checkpoints_of_a_run(run: Path, tmp_path: Path) -> None:
+def test_no_output_is_among_the_checkpoints_of_a_run(small_run: Run, run: Path, tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(run / "checkpoints")
     for out in (run / "checkpoints" / "step_00000099", tmp_path / "link" / "other"):
         with pytest.raises(UserError, match=r"is among the checkpoints of the run .* choose a folder apart"):
             convert(run, out)
         with pytest.raises(UserError, match=r"is among the checkpoints of the run .* choose a folder apart"):
             check_export(run, out, False)
+        with pytest.raises(UserError, match=r"--run-dir .* is among the checkpoints of the run"):
+            prepare_training(small_run.config, out)
         assert not out.exists()
+
+
+@pytest.mark.parametrize("place", ["run/weights", "run", "link/weights", "."])
+def test_no_output_is_contains_or_lies_in_what_is_read(run: Path, tmp_path: Path, place: str) -> None:
+    """Also one that does not exist yet, and through links."""
+    (tmp_path / "link").symlink_to(run)
+    out = tmp_path / place
+    for write in (lambda: convert(run, out), lambda: check_export(run, out, True)):
+        with pytest.raises(
+            UserError, match=r"^--out .* (is inside|contains|is an input|is a folder that other things)"
+        ):
+            write()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "run"]
 
 
 def test_other_values_do_not_keep_the_fingerprint(run: Path, tmp_path: Path) -> None:

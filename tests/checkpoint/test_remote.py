@@ -308,3 +308,15 @@ def test_a_good_copy_replaces_a_damaged_last_checkpoint(trained: Path, tmp_path:
     assert look_at_remote(remote.address, Claimant(run, True, {}), last=5).copy is None
     assert look_at_remote(remote.address, Claimant(run, True, {}), last=4).copy == path_of(run, 4)
     assert content(path_of(run, 4)) == content(path_of(trained, 4))
+
+
+@pytest.mark.parametrize("there", ["other", "other/checkpoints", "link/copies"])
+def test_no_address_is_in_another_run(there: str, trained: Path, tmp_path: Path) -> None:
+    """Whose checkpoints would be taken for copies, and deleted as `checkpoint.keep` says."""
+    other = tmp_path / "other"
+    shutil.copytree(trained / "checkpoints", other / "checkpoints")
+    (other / "config.yaml").write_text("# as a run writes it\n")
+    (tmp_path / "link").symlink_to(other / "checkpoints")
+    with pytest.raises(UserError, match=rf"which is the folder of the run {other} or lies among its checkpoints"):
+        looked(f"file://{tmp_path / there}", tmp_path / "run", True)
+    assert looked(f"file://{other}/copies", tmp_path / "run", True) is None

@@ -172,3 +172,39 @@ def test_a_pair_of_files(threefold: Command, work: Path) -> None:
     assert "p.idx was not written by this program" in refused.error
     assert contents(work) == before
     assert "has no name before .bin" in threefold(*arguments[:-1], work / ".bin").error
+
+
+def test_files_that_are_written_replace_only_such_files(threefold: Command, work: Path) -> None:
+    """Metrics and pictures; the metrics of `eval --json` also in a run's folder."""
+    make_run(threefold, work)
+    run = work / "runs" / "a" / "run"
+    mine, picture = work / "mine.json", work / "mine.png"
+    mine.write_text('{"run": 1}')
+    picture.write_bytes(b"\x89PNG of a camera")
+    (work / "link.json").symlink_to(run / "config.yaml")
+    before = contents(work)
+    for file in (mine, run / "config.yaml", work / "link.json", run / "checkpoints" / "step_00000000" / "config.yaml"):
+        refused = threefold("eval", run, "--data", work / "text.jsonl", "--json", file)
+        assert (refused.status, refused.error.count("\n")) == (2, 1)
+        assert "exists already and is not an output of this command; name another file" in refused.error
+    for draw in (("simulate", "--schedule", "1f1b", "--stages", 2, "--microbatches", 4, "--png"),):
+        refused = threefold(*draw, picture)
+        assert (refused.status, refused.error.count("\n")) == (2, 1)
+        assert "mine.png exists already and is not of this program; use another name" in refused.error
+        assert contents(work) == before
+        for suffix in (".png", ".svg"):
+            for _ in range(2):
+                assert threefold(*draw, work / f"new{suffix}").status == 0
+
+
+def test_an_output_that_lies_in_what_is_read(threefold: Command, work: Path) -> None:
+    """Also one that does not exist yet: reading again would find it."""
+    make_run(threefold, work)
+    (work / "texts").mkdir()
+    shutil.copy(work / "text.jsonl", work / "texts")
+    prepare: Make = lambda work, out: ("data", "prepare", work / "texts", "--vocab-size", 260, "--out", out)  # noqa: E731
+    places = {"convert": "corpora/tokens", "import": "models/hf", "export": "runs/a/run", "prepare": "texts"}
+    for name, make in {**COMMANDS, "prepare": prepare}.items():
+        refused = threefold(*make(work, work / places[name] / "new"))
+        assert (refused.status, refused.error.count("\n")) == (2, 1), refused
+        assert f"is inside {work / places[name]}, which is read; choose a folder apart from the inputs" in refused.error

@@ -16,6 +16,7 @@ from filelock import FileLock
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import (
+    CONFIG,
     FOLDER,
     Damaged,
     check_whole,
@@ -240,7 +241,10 @@ class RemoteCheckpoints:
             self._files.rm_file(probe)
 
     def require_apart(self, run_dir: Path) -> None:
-        """Raise `UserError` if the address is a folder that is, contains or lies in the run's, links resolved."""
+        """Raise `UserError` if the address is a folder that is, contains or lies in the run's, links resolved.
+
+        Nor may it be the folder of another run, or lie among its checkpoints.
+        """
         if not self._is_local:
             return
         there = Path(os.path.realpath(self._root))
@@ -251,6 +255,13 @@ class RemoteCheckpoints:
                 raise UserError(
                     f"checkpoint.remote is {shown(self.address)}, which {what} the run's folder {shown(own)}, where "
                     "copies would replace the checkpoints that they are made of; choose a folder apart from it."
+                )
+        among = [place.parent for place in (there, *there.parents) if place.name == FOLDER]
+        for other in (there, *among):
+            if all(map(FolderFiles(other).holds, (CONFIG, FOLDER))):
+                raise UserError(
+                    f"checkpoint.remote is {shown(self.address)}, which is the folder of the run {shown(other)} or "
+                    "lies among its checkpoints, which copies would replace and delete; choose a folder apart from it."
                 )
 
     @property

@@ -58,12 +58,12 @@ class Named:
     checkpoint: Path | None = None
 
 
-def require_outside_checkpoints(out: Path) -> None:
+def require_outside_checkpoints(out: Path, place: str = "--out") -> None:
     """Raise a `UserError` if an output is among a run's checkpoints, links resolved."""
     for parent in Path(os.path.realpath(out)).parents:
         if parent.name == FOLDER and checkpoint_folders(parent.parent):
             raise UserError(
-                f"--out {shown(out)} is among the checkpoints of the run {shown(parent.parent)}, which would take it "
+                f"{place} {shown(out)} is among the checkpoints of the run {shown(parent.parent)}, which would take it "
                 "for one of its own; choose a folder apart from the run's."
             )
 

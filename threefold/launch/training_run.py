@@ -16,6 +16,7 @@ from threefold.checkpoint.mirror import copy_newest
 from threefold.checkpoint.ownership import OWNER_FILE, Claimant, Owner, terms_of
 from threefold.checkpoint.remote import look_at_remote
 from threefold.checkpoint.resume import Resume, continues, find_resumption, find_warm_start, is_finished
+from threefold.checkpoint.summary import require_outside_checkpoints
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
@@ -328,6 +329,7 @@ def prepare_training(
 
     began = time.time()
     require_folder(run_dir)
+    require_outside_checkpoints(run_dir, "--run-dir")
     folder = run_dir / FOLDER
     if os.path.lexists(folder) and not folder.is_dir():
         what = "a link to something that is not a folder" if folder.is_symlink() else "not a folder"

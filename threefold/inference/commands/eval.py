@@ -4,6 +4,7 @@ import json
 import os
 import secrets
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -75,6 +76,8 @@ def command(
             raise UserError(f"{named} is a folder; name a file, such as {shown(json_file / 'metrics.json')}.")
         if json_file.exists() and data.exists() and json_file.samefile(data):
             raise UserError(f"{named} is the file of --data; name another.")
+        if json_file.is_file() and not _is_earlier_output(json_file):
+            raise UserError(f"{named} exists already and is not an output of this command; name another file.")
     require_texts(data)
     inference = InferenceRun.prepare(run, layout, dtype, device, own, trust_code)  # imports torch
     from threefold.inference.eval_tasks import LastWord, Perplexity
@@ -137,6 +140,14 @@ def measure(
         Console(highlight=False, soft_wrap=True).print(made)
         if file is not None:
             _write(file, about | {metric.name: metric.value for metric in metrics} | {"seconds": seconds})
+
+
+def _is_earlier_output(path: Path) -> bool:
+    """Return whether a file is empty or begins as those that `_write` writes."""
+    begins = b""
+    with suppress(OSError), path.open("rb") as file:
+        begins = file.read(20)
+    return not begins or begins.startswith(b'{\n  "run": ')
 
 
 def _write(path: Path, document: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from threefold.errors import UserError
-from threefold.figures import check_picture
+from threefold.figures import require_picture
 from threefold.files import format_bytes
 from threefold.terminal import ConfigFile, Overrides, TrustCode, print_table, read_without_data
 
@@ -64,7 +64,7 @@ def command(
     chosen = find_system(system) if system is not None else None
     resolved = read_without_data(config, overrides, trust_code=trust_code)
     if png is not None:
-        check_picture(png)
+        require_picture(png)
     found = estimated(resolved, entry, chosen)
     if png is not None:
         from threefold.comm.layout import Layout

@@ -10,7 +10,7 @@ import typer
 from typer import Option
 
 from threefold.errors import UserError
-from threefold.figures import check_picture
+from threefold.figures import require_picture
 from threefold.files import format_bytes, shown
 from threefold.planner.commands.estimate import AsJson, HardwareName, chosen_hardware
 from threefold.terminal import ConfigFile, Overrides, TrustCode, read_config, table, whole_number
@@ -69,7 +69,7 @@ def command(
     if write is not None:
         require_writable(write)
     if png is not None:
-        check_picture(png)
+        require_picture(png)
     require_no_layout(overrides or ())
     given = read_config(config, overrides, trust_code=trust_code)
     request = read_request(given, count, entry, objective, fix or (), tokens, system)

@@ -9,7 +9,7 @@ import typer
 from typer import Option
 
 from threefold.errors import UserError
-from threefold.figures import check_picture
+from threefold.figures import require_picture
 from threefold.files import counted, shown
 from threefold.terminal import print_table, shortened, whole_number
 
@@ -64,7 +64,7 @@ def command(
     if csv is not None:
         check_schedule_path(csv)
     if picture is not None:
-        check_picture(picture)
+        require_picture(picture)
     row = find_planned(schedule)
     pp = _count(stages, "--stages", row.ranks)
     count = _count(micro_batches, "--microbatches", row.micro_batches)
