@@ -9,7 +9,6 @@ import os
 import platform
 import queue
 import shutil
-import socket
 import sys
 import tempfile
 import threading
@@ -315,6 +314,8 @@ def _cores_of(group: Path) -> float:
 
 def interface_address(name: str) -> str:
     """Return a network interface's IPv4 address (SIOCGIFADDR), or else its IPv6 address from /proc; "" for none."""
+    import socket  # not for commands that use no network
+
     with suppress(OSError):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             answer = fcntl.ioctl(asking.fileno(), 0x8915, name.encode()[:15].ljust(256, b"\0"))

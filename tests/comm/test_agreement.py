@@ -13,10 +13,10 @@ from threefold.launch.worker_pool import WorkerPool
 
 
 def told(mine: list[dict[str, str]], kinds: list[str]) -> tuple[str, list[str], list[int]]:
-    """The error and the lines of a rank with facts `mine[rank]`, and the elements of its all-reduces and gathers."""
-    sizes, reduce, gather = list[int](), dist.all_reduce, dist.all_gather
+    """The error and the lines of a rank with facts `mine[rank]`, and the elements of its messages and gathers."""
+    sizes, send, gather = list[int](), dist.send, dist.all_gather
     with (
-        patch.object(dist, "all_reduce", lambda tensor, *args: sizes.append(tensor.numel()) or reduce(tensor, *args)),
+        patch.object(dist, "send", lambda tensor, *args: sizes.append(tensor.numel()) or send(tensor, *args)),
         patch.object(dist, "all_gather", lambda every, one: sizes.append(one.numel()) or gather(every, one)),
     ):
         try:
@@ -26,8 +26,19 @@ def told(mine: list[dict[str, str]], kinds: list[str]) -> tuple[str, list[str], 
     return "", [str(each) for each in lines], sizes
 
 
-def test_equal_facts_cost_one_small_sum(pool: WorkerPool) -> None:
-    assert pool.run(3, told, [{"lr": "0.1", "seed": "3"}] * 3, ["EPYC"] * 3) == [("", [], [4])] * 3
+def test_equal_facts_cost_three_small_messages_at_most(pool: WorkerPool) -> None:
+    """However many ranks there are: one to the rank above, and two to those below."""
+    for ranks in range(1, 9):
+        results = pool.run(ranks, told, [{"lr": "0.1", "seed": "3"}] * ranks, ["EPYC"] * ranks)
+        below = [[each for each in (2 * rank + 1, 2 * rank + 2) if each < ranks] for rank in range(ranks)]
+        assert results == [("", [], [4] * ((rank > 0) + len(below[rank]))) for rank in range(ranks)]
+
+
+def test_a_difference_is_found_wherever_it_is(pool: WorkerPool) -> None:
+    for rank in range(8):
+        facts = [{"lr": "0.2" if each == rank else "0.1"} for each in range(8)]
+        for error, _, _ in pool.run(8, told, facts, ["EPYC"] * 8):
+            assert f"on rank {rank} ({gethostname()})" in error
 
 
 @pytest.mark.parametrize(

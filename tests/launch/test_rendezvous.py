@@ -202,6 +202,7 @@ def test_a_rank_that_cannot_start_tells_those_that_wait_for_it(tmp_path: Path) -
         ({"world": "3"}, r"rank 1 \(.+\) is one of 2 ranks there and others are of 3, as with another number of nodes"),
         ({"come": 1, "come/1": 1}, "another process is rank 1 there, as of another run with this address and port"),
     ],
+    ids=["world", "twice"],
 )
 def test_others_of_another_world_are_told(keys: dict[str, int | str], told: str) -> None:
     """They would wait for each other, or go on without a rank."""

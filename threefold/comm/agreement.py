@@ -53,8 +53,8 @@ class Disagreement:
 def compare(
     decisive: Facts, told: Facts, heartbeat: Heartbeat | None = None
 ) -> tuple[list[Disagreement], list[Disagreement]]:
-    """Compare facts over all ranks. Collective over the process group: an all-reduce of four numbers, and a gather of
-    everything only if something differs.
+    """Compare facts over all ranks. Collective over the process group: four numbers pass a tree of ranks, and a gather
+    of everything follows only if something differs.
 
     Returns:
         the differences of either mapping, the same on every rank; none in a single process.
@@ -68,9 +68,7 @@ def compare(
 
 def _compared(mine: tuple[Facts, Facts]) -> tuple[list[Disagreement], list[Disagreement]]:
     digests = [_digest(facts) for facts in mine]
-    # On the CPU, which every backend supports. The largest number and the smallest one are equal if all are.
-    ends = torch.tensor([*digests, *(-each for each in digests)])
-    dist.all_reduce(ends, dist.ReduceOp.MAX)
+    ends = _largest(torch.tensor([*digests, *(-each for each in digests)]))  # equal to the smallest if all are equal
     highest, lowest = ends[:2], -ends[2:]
     differ = [bool(each) for each in highest != lowest]
     if not any(differ):
@@ -78,6 +76,26 @@ def _compared(mine: tuple[Facts, Facts]) -> tuple[list[Disagreement], list[Disag
     every = _gathered([gethostname(), *(facts if differs else {} for facts, differs in zip(mine, differ, strict=True))])
     hosts = [host for host, _, _ in every]
     return _disagreements(hosts, [each for _, each, _ in every]), _disagreements(hosts, [each for _, _, each in every])
+
+
+def _largest(mine: torch.Tensor) -> torch.Tensor:
+    """Return the elementwise maximum over all ranks, up a binary tree of ranks and down again.
+
+    A rank sends at most three messages in any world, and waits for some 2·log₂ N in turn; those of gloo's all-reduce
+    pass all N ranks one after another. On the CPU, which every backend supports.
+    """
+    rank, size = dist.get_rank(), dist.get_world_size()
+    below = [each for each in (2 * rank + 1, 2 * rank + 2) if each < size]
+    largest, received = mine.clone(), mine.clone()
+    for each in below:
+        dist.recv(received, each)
+        torch.maximum(largest, received, out=largest)
+    if rank:
+        dist.send(largest, (rank - 1) // 2)
+        dist.recv(largest, (rank - 1) // 2)
+    for each in below:
+        dist.send(largest, each)
+    return largest
 
 
 def require_same(facts: Facts, told: Facts, remedy: str, heartbeat: Heartbeat | None = None) -> list[Disagreement]:

@@ -51,8 +51,8 @@ def agree_on_terms(
 ) -> list[str]:
     """Compare everything that decides a run's numbers over all ranks, and return lines about what else differs.
 
-    Collective over the process group: one all-reduce of four numbers if nothing differs. Raises a `UserError` on every
-    rank, which names the first difference with the hosts and ranks.
+    Collective over the process group: four numbers pass a tree of ranks if nothing differs. Raises a `UserError` on
+    every rank, which names the first difference with the hosts and ranks.
     """
     facts = settings_of(config) | code(config, source) | data_of(dataset, parts) | facts_of_process()
     kind = {"the processor": processor(device)}
