@@ -15,6 +15,7 @@ import pytest
 from tests.support.other_systems import npy, write_fleet, write_fleet_npz, write_megatron
 from threefold.data.audit import audit
 from threefold.data.corpus import META_FILE
+from threefold.data.formats.paddlefleetx import read_paddlefleetx
 from threefold.data.formats.registry import open_corpus, read_stored
 from threefold.data.formats.threefold_folder import TokenFiles, file_checksums
 from threefold.errors import UserError
@@ -175,3 +176,15 @@ def test_members_of_an_archive_that_overlap(tmp_path: Path) -> None:
     content[second + 42 : second + 46] = content[first + 42 : first + 46]
     path.write_bytes(content)
     assert "is not where the directory says" in refused(lambda: read_stored(path))
+
+
+def test_an_index_of_another_checksum_is_refused(tmp_path: Path) -> None:
+    """A bound of a document that still rises would move tokens from one document to the next, without a word."""
+    prefix = write_fleet(tmp_path / "text", [[[1, 2], [3]], [[4, 5, 6]], [[7], [8], [9, 10]]])
+    index = tmp_path / "text_idx.npz"
+    content = bytearray(index.read_bytes())
+    place = content.rindex(np.array([0, 2, 3, 6]).tobytes())
+    content[place + 8] = 1  # the first document ends after one sequence
+    index.write_bytes(content)
+    with pytest.raises(UserError, match=r"text_idx\.npz cannot be read: Bad CRC-32 for file 'docs\.npy'"):
+        read_paddlefleetx(prefix)
