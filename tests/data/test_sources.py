@@ -171,3 +171,15 @@ def test_conversations_that_are_nested_deeply_are_read_or_refused(tmp_path: Path
         return
     with pytest.raises(UserError, match=r"a\.jsonl:1 is not JSON \(its JSON is nested too deeply\)"):
         documents(path)
+
+
+def test_a_parquet_file_that_repeats_a_long_text_takes_the_memory_of_a_few(tmp_path: Path) -> None:
+    """It has half a kilobyte, and all its rows together a gigabyte."""
+    parquet, arrow = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow")
+    rows = arrow.DictionaryArray.from_arrays(arrow.array([0] * 1024, arrow.int32()), arrow.array(["a" * (1 << 20)]))
+    path = tmp_path / "a.parquet"
+    parquet.write_table(arrow.table({"text": rows}), path, compression="zstd", store_schema=False)
+    assert path.stat().st_size < 1000
+    read = iter(SourceReader(path, "text", lambda size: None))
+    assert sum(len(next(read)) for _ in range(40)) == 40 << 20
+    assert arrow.default_memory_pool().max_memory() < 300_000_000

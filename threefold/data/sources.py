@@ -27,6 +27,8 @@ _KNOWN: Final = ".jsonl, .json, .txt, one of these and .gz or .zst, or .parquet"
 _TEXT_DOCUMENT: Final = 65_536
 _READ_LINE_LIMIT: Final = 4 * _TEXT_DOCUMENT
 _CHUNK: Final = 1 << 18
+_ROWS: Final = 16
+"""Rows of parquet that are read at once: a file of a kilobyte can name one long text in each of a thousand rows."""
 _ZSTD_INPUT: Final = 1 << 12
 """Bytes that are decompressed at once; their content has at most 128 MiB."""
 
@@ -182,7 +184,7 @@ class SourceReader:
                         f'{self.path} has no text in column "{self._key}" but {kind}; name a column of strings with '
                         "--key"
                     )
-                for batch in file.iter_batches(batch_size=1024, columns=[self._key]):
+                for batch in file.iter_batches(batch_size=_ROWS, columns=[self._key]):
                     for text in batch.column(0).to_pylist():
                         if text is not None:
                             yield _checked(text, f"A document of {self.path}")
