@@ -14,6 +14,7 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, engine_of, losses_of, manifest, same, steps_of, train_rank
 from threefold.checkpoint.folder import path_of
 from threefold.checkpoint.manifest import Facts
+from threefold.checkpoint.remote import RemoteCheckpoints
 from threefold.config import Config
 from threefold.config.data import StepRanges
 from threefold.data.dataset import open_dataset
@@ -21,7 +22,7 @@ from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
-from threefold.train.callbacks.base import BadStep
+from threefold.train.callbacks.base import BadStep, Callback, RunContext
 from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.run import open_loader, open_samples
 
@@ -154,6 +155,44 @@ def test_a_rollback_skips_what_led_to_it(
     words = f"step {step}" if step == 4 else f"steps 4 to {step}"
     assert reasons(tmp_path / "bad")[step].startswith(f"a rollback to step 3 skips {words}: the loss is ")
     assert f"global step {step}, rolled back to step 3: the loss is " in (tmp_path / "bad" / "train.log").read_text()
+
+
+class DamagesTheNewest(Callback):
+    """Flips a bit of the checkpoint of step 3 before step 5, once it has been copied to an address."""
+
+    ranks = "first"
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+
+    def setup(self, run: RunContext) -> None:
+        self.file = path_of(run.run_dir, 3) / "tensors-00000.bin"
+
+    def before_step(self, step: int, batch: Any) -> None:
+        if step == 5:
+            while self.address and RemoteCheckpoints(self.address).steps() != [3]:
+                pass
+            content = bytearray(self.file.read_bytes())
+            content[len(content) // 2] ^= 1
+            self.file.write_bytes(content)
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_a_rollback_to_a_damaged_checkpoint_takes_its_copy(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, has_copy: bool
+) -> None:
+    run = with_settings(small_run.but(steps=STEPS, dp=2), train__on_nan="rollback", checkpoint__every=3)
+    address = f"file://{tmp_path / 'there'}" if has_copy else ""
+    faulty = with_settings(run, checkpoint__remote=address or None)
+    arguments = ([Fault("gradient", "blocks.1.mlp.up", 1, 5)], faulty, tmp_path / "bad", False)
+    if not has_copy:
+        with pytest.raises(WorkerError, match=r"The run cannot go back to .*/step_00000003, which is damaged \("):
+            pool.run(2, train_with, *arguments, [DamagesTheNewest(address)])
+        return
+    printed, _ = pool.run(2, train_with, *arguments, [DamagesTheNewest(address)])
+    assert f"its copy at {address} has replaced it." in printed
+    pool.run(2, train_rank, with_settings(run, data__skip_steps=["4-5"]), tmp_path / "purpose")
+    assert made(tmp_path / "bad") == made(tmp_path / "purpose")
 
 
 @pytest.mark.sweep

@@ -118,7 +118,8 @@ class Claimant:
             return "another run than this one"
         if not is_same and complete(self.run_dir):
             return f"and {shown(self.run_dir)} has the checkpoints of another run"
-        both = sorted(owner.terms.keys() & self.terms.keys())
+        # First train.max_steps, from which others follow.
+        both = sorted(owner.terms.keys() & self.terms.keys(), key=lambda key: (key != "train.max_steps", key))
         if (key := next((key for key in both if owner.terms[key] != self.terms[key]), None)) is not None:
             return f"with {key} {shown(owner.terms[key])} where this run has {shown(self.terms[key])}"
         return None
