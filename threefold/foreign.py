@@ -10,7 +10,6 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
@@ -29,7 +28,6 @@ def is_plain_name(name: Any) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
-@dataclass(frozen=True)
 class FolderFiles:
     """Files of a run, a checkpoint or a model folder, to be read by their names.
 
@@ -37,15 +35,15 @@ class FolderFiles:
     its blobs) and, in a checkpoint, is named in the manifest with its size. The folder itself may be a link.
     """
 
-    folder: Path
-    sizes: Mapping[str, int] | None = None
-    """Sizes of the files that the manifest names, where it has been read already."""
+    def __init__(self, folder: Path, sizes: Mapping[str, int] | None = None) -> None:
+        """`sizes` are those of the files that the manifest names, where it has been read already."""
+        self.folder, self._sizes = folder, sizes
 
     @cached_property
     def listed(self) -> Mapping[str, int] | None:
         """Sizes of the files that the manifest of a checkpoint names; None in other folders."""
-        if self.sizes is not None:
-            return self.sizes
+        if self._sizes is not None:
+            return self._sizes
         with suppress(UserError, AttributeError, KeyError, TypeError):
             document = parse_json(text_of(self.folder / MANIFEST, self._read(MANIFEST, LARGEST_TEXT)), MANIFEST)
             sizes = {name: held["bytes"] for name, held in document["files"].items()}
