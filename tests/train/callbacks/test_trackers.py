@@ -3,8 +3,11 @@
 import json
 import struct
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from threading import Thread
+from typing import Any, ClassVar
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -157,6 +160,64 @@ def test_trackers_are_tried_before_ranks_start(
         try_trackers([entry])
     assert "\n" not in str(told.value)
     try_trackers([{"name": "mlflow", "tracking_uri": UNREACHABLE}, "csv_log", {"name": "wandb", "mode": "offline"}])
+
+
+class Server(BaseHTTPRequestHandler):
+    """What MLflow asks a tracking server for, at the beginning of a run and for each step."""
+
+    answers: ClassVar[dict[str, Any]] = {
+        "get-by-name": {"experiment": {"experiment_id": "7", "name": "threefold"}},
+        "create": {"run": {"info": {"run_id": "abc", "run_uuid": "abc", "experiment_id": "7", "status": "RUNNING"}}},
+    }
+    asked: ClassVar[list[str]] = []
+
+    def do_GET(self) -> None:
+        what = urlsplit(self.path).path.rpartition("/")[2]
+        self.asked.append(what)
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        content = json.dumps(self.answers.get(what, {})).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(content)
+
+    do_POST = do_GET
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+def test_a_server_that_vanishes_ends_no_run(
+    tmp_path: Path, small_run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In the middle of a run; MLflow by itself would try again for minutes, in which no step is made."""
+    variables = pytest.importorskip("mlflow.environment_variables")
+    for name in ("MLFLOW_HTTP_REQUEST_TIMEOUT", "MLFLOW_HTTP_REQUEST_MAX_RETRIES"):
+        monkeypatch.setenv(name, "0")  # to be restored
+        monkeypatch.delenv(name)
+    Server.asked.clear()
+    mesh: Any = None
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        callback = MLflowRun(tracking_uri=f"http://127.0.0.1:{server.server_port}")
+        callback.setup(RunContext(small_run.config, tmp_path / "named", mesh))
+        callback.after_step(record(1, loss=2.5))
+        assert Server.asked == ["get-by-name", "create", "log-batch", "log-batch"]
+        patience = (variables.MLFLOW_HTTP_REQUEST_TIMEOUT, variables.MLFLOW_HTTP_REQUEST_MAX_RETRIES)
+        assert [each.get() for each in patience] == [10, 1]
+        assert not capsys.readouterr().out
+        server.shutdown()
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    for number in (2, 3):
+        callback.after_step(record(number, loss=2.5))
+    callback.after_fit()
+    callback.close()
+    told = capsys.readouterr().out
+    assert told.count("Warning: MLflow cannot log") == told.count("training continues without it") == 1
+    assert len(Server.asked) == 4
+    callback.setup(RunContext(small_run.config, tmp_path / "named", mesh))
+    assert patience[1].get() == 0, "what the user has set is kept"
 
 
 def fail(*args: Any, **options: Any) -> Any:

@@ -4,6 +4,7 @@ import csv
 import inspect
 import io
 import json
+import os
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -347,14 +348,17 @@ class PhaseTimers(Callback):
 
 _MODES: Final = ("online", "offline", "disabled", "shared")
 """Modes of `wandb.init`."""
+_PATIENCE_WITH_MLFLOW: Final = {"MLFLOW_HTTP_REQUEST_TIMEOUT": "10", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1"}
+"""Seconds and retries of a request, for which the training waits; by default MLflow tries for minutes."""
 _LONGEST_PARAMETER = 500  # maximum number of characters of a parameter's value in every version of MLflow
 
 
 class MLflowRun(Tracker):
     """Log steps, evaluations and the config to MLflow; `pip install threefold[mlflow]`.
 
-    A failure is reported once, and training continues without MLflow. What can be tried without a server is tried
-    before any rank starts. A resumed run becomes a new MLflow run unless `run_id` is given.
+    A failure is reported once, and training continues without MLflow, after 10 seconds and one further try if a server
+    does not answer (`MLFLOW_HTTP_REQUEST_TIMEOUT`, `MLFLOW_HTTP_REQUEST_MAX_RETRIES`). What can be tried without a
+    server is tried before any rank starts. A resumed run becomes a new MLflow run unless `run_id` is given.
 
     Args:
         experiment: MLflow experiment; created if it does not exist.
@@ -401,6 +405,8 @@ class MLflowRun(Tracker):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
+        for name, value in _PATIENCE_WITH_MLFLOW.items():
+            os.environ.setdefault(name, value)  # it takes these settings in no other way, at each request
         self.connection = MlflowClient(tracking_uri=self.tracking_uri)
         if self.run_id is None:
             found = self.connection.get_experiment_by_name(self.experiment)
