@@ -250,6 +250,17 @@ def test_hooks_that_the_check_calls_too_are_told(pool, tmp_path: Path) -> None:
     assert said not in printed
 
 
+def test_what_hooks_change_is_checked(pool, tmp_path: Path) -> None:
+    """One process without them would compute another model than the run."""
+    file, text = tmp_path / "mine.py", Path(own_state_models.__file__).read_text()
+    norm = "        self.norm = nn.LayerNorm(WIDTH)\n"
+    hook = "        self.norm.register_forward_hook(lambda module, args, output: 1.5 * output + 0.25 * args[0])\n"
+    file.write_text(text.replace(norm, norm + hook, 1))
+    printed, _ = pool.run(2, checked_rank, of_file("plain", file, steps=1, dp=2), tmp_path / "run")
+    assert "against one process: " in printed
+    assert " are equal" in printed
+
+
 def test_a_global_batch_that_is_too_large_is_said_to_be_untried(pool, tmp_path: Path) -> None:
     run = run_of("large batches", **DEPARTING["large batches"], steps=1)
     [printed, _] = pool.run(2, bounded_rank, run, tmp_path / "run", "MOST_POSITIONS", 100)
