@@ -196,10 +196,16 @@ def test_a_limit_on_processes_is_named(folder: Path, limit: int, words: str) -> 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("prlimit"), reason="needs prlimit")
-def test_a_limit_on_the_address_space_is_named(folder: Path) -> None:
-    """In which torch is not imported."""
-    line = error_of(folder, "prlimit", "--as=400000000")
-    assert line.startswith("Error: The address space of a process, which RLIMIT_AS (ulimit -v) limits to 0.40 GB here,")
+@pytest.mark.parametrize("limit", ["0.40", "0.60", "1.00"])
+def test_a_limit_on_the_address_space_is_named(folder: Path, limit: str) -> None:
+    """In which the import of torch fails, or the C library aborts in it or in a rank; without torch, commands work."""
+    before = ("prlimit", f"--as={round(float(limit) * 1e9)}")
+    line = error_of(folder, *before)
+    begin = (
+        f"Error: The address space of a process, which RLIMIT_AS (ulimit -v) limits to {limit} GB here, is not enough"
+    )
+    assert line.startswith(f"{begin}: torch cannot be used in it; a rank of a small model takes 1.3 to 2 GB, so raise")
+    assert call(folder, "config", "show", "c.yaml", before=before).returncode == 0
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.popen_fork  # another user may be unable to read it later
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,7 @@ import pytest
 
 from threefold.errors import UserError
 from threefold.launch import failure, local, process
-from threefold.launch.failure import explain_limit, from_exception
+from threefold.launch.failure import explain_limit, from_exception, from_exit_code
 from threefold.launch.process import lasting_imports, require_room, shared_objects
 
 MANY = 10_000
@@ -171,7 +172,7 @@ def test_a_limited_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     for error in errors:
         assert explain_limit(error) == (
             "the address space of a process, which RLIMIT_AS (ulimit -v) limits to 0.50 GB here, is not enough: none "
-            "is left; a rank of a small model takes 2 GB, so raise the limit, as with `ulimit -v unlimited`"
+            "is left; a rank of a small model takes 1.3 to 2 GB, so raise the limit, as with `ulimit -v unlimited`"
         )
 
 
@@ -187,3 +188,14 @@ def test_heartbeats_need_no_file_where_ranks_are_forked(monkeypatch: pytest.Monk
         assert shared.nbytes == 10_000
     with pytest.raises(UserError, match=r"need a file in /dev/shm or TMPDIR, and there can be none \(Read"):
         local._shared_bytes(multiprocessing.get_context("spawn"), 10_000)
+
+
+def test_an_abort_under_a_limit_on_the_address_space_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native code aborts where it cannot allocate memory for a thread; without a limit, nothing is guessed."""
+    assert "RLIMIT_AS" not in from_exit_code(1, -signal.SIGABRT).error
+    monkeypatch.setattr(failure.resource, "getrlimit", lambda which: (1_500_000_000, -1))
+    monkeypatch.setattr(failure, "task_limits", dict)
+    told = "which RLIMIT_AS (ulimit -v) limits to 1.50 GB here, is not enough"
+    assert told in from_exit_code(1, -signal.SIGABRT).error
+    assert told in explain_limit(RuntimeError("can't start new thread"))
+    assert told not in from_exit_code(1, -signal.SIGKILL).error

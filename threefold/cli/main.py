@@ -5,6 +5,7 @@ import errno
 import gc
 import os
 import re
+import resource
 import sys
 import traceback
 from collections.abc import Mapping
@@ -81,6 +82,10 @@ def main() -> None:
     guard_streams()
     forget_narrow_terminal()
     _let_threads_sleep()
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        from threefold.launch.failure import refuse_torch_without_space
+
+        refuse_torch_without_space()
     # Otherwise garbage collection at exit goes through everything imported, which takes half a second with torch.
     atexit.register(gc.freeze)
     try:

@@ -4,16 +4,18 @@ import pickle
 import re
 import resource
 import signal
+import sys
 import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, Final
 
 from threefold.errors import HardwareFault, ProcessFault, UserError
 from threefold.files import hide_secrets
-from threefold.host import memory
+from threefold.host import memory, task_limits
 from threefold.launch.output import log_file
 from threefold.launch.process import no_more_tasks, signal_name
 
@@ -98,7 +100,12 @@ def formatted(error: BaseException) -> str:
 
 def explain_limit(error: BaseException) -> str:
     """Return a clause on an error by a limit of this host on memory, processes or threads; empty for another error."""
-    return _explain_allocation(error) or (no_more_tasks() if _is_of_tasks(error) else "")
+    if explained := _explain_allocation(error):
+        return explained
+    if not _is_of_tasks(error):
+        return ""
+    # A thread needs address space for its stack.
+    return small_address_space() if _space() is not None and not task_limits() else no_more_tasks()
 
 
 def _is_of_tasks(error: BaseException) -> bool:
@@ -111,6 +118,41 @@ def _is_of_tasks(error: BaseException) -> bool:
     return any("fork" in name for name in (frames[-1] if frames else ()))
 
 
+LEAST_SPACE: Final = 1.3e9
+"""Address space in bytes that a rank of the smallest model needs on two cores, measured; more cores need more."""
+
+
+def _space() -> int | None:
+    """Return the limit on the address space of this process in bytes; None without one."""
+    found = resource.getrlimit(resource.RLIMIT_AS)[0]
+    return None if found == resource.RLIM_INFINITY else found
+
+
+def small_address_space(what: str = "none is left") -> str:
+    """Return a clause on the limit on this process's address space."""
+    return (
+        f"the address space of a process, which RLIMIT_AS (ulimit -v) limits to {(_space() or 0) / 1e9:,.2f} GB here, "
+        f"is not enough: {what}; a rank of a small model takes {LEAST_SPACE / 1e9:g} to 2 GB, so raise the limit, as "
+        "with `ulimit -v unlimited`"
+    )
+
+
+def refuse_torch_without_space() -> None:
+    """Make the import of torch raise a `UserError` where the address space is too small for it.
+
+    Otherwise the C library may end the process in the middle of it, without an error that could be explained.
+    """
+    if (space := _space()) is not None and space < LEAST_SPACE:
+        sys.meta_path.insert(0, _NoSpaceForTorch())
+
+
+class _NoSpaceForTorch(MetaPathFinder):
+    def find_spec(self, name: str, path: object, target: object = None) -> None:
+        if name == "torch":
+            told = small_address_space("torch cannot be used in it")
+            raise UserError(f"{told[0].upper()}{told[1:]}.")
+
+
 _NO_MEMORY: Final = re.compile(r"(?i)DefaultCPUAllocator|can't allocate memory|out of memory|Unable to allocate")
 _TRIED: Final = re.compile(r"(?:tried to allocate|allocate) ([0-9.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
 
@@ -119,8 +161,7 @@ def _explain_allocation(error: BaseException) -> str:
     """Return an explanation of a failed allocation; empty if the error is of another kind."""
     text, what, where = str(error), "none is left", "the GPU's memory"
     # Libraries are mapped into memory on import, where CPython and torch raise all sorts of errors.
-    space = resource.getrlimit(resource.RLIMIT_AS)[0]
-    limited = space != resource.RLIM_INFINITY and "CUDA" not in text
+    limited = _space() is not None and "CUDA" not in text
     mapping = limited and (isinstance(error, SystemError) or "failed to map segment" in text)
     if not (mapping or isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(text))):
         return ""
@@ -129,10 +170,7 @@ def _explain_allocation(error: BaseException) -> str:
         size = float(tried[1]) * 1024 ** units.index(tried[2].lower()) / 1e9
         what = f"{size:,.1f} GB could not be allocated"
     if limited:
-        return (
-            f"the address space of a process, which RLIMIT_AS (ulimit -v) limits to {space / 1e9:,.2f} GB here, is not "
-            f"enough: {what}; a rank of a small model takes 2 GB, so raise the limit, as with `ulimit -v unlimited`"
-        )
+        return small_address_space(what)
     if "CUDA" not in text:
         where = f"the memory of this machine, {memory() / 1e9:,.1f} GB for all its processes,"
     return (
@@ -201,6 +239,8 @@ def from_exit_code(rank: int, code: int) -> Failure:
         -signal.SIGKILL: ", as when memory runs out",
         -signal.SIGBUS: ", as when a file that it reads is cut short (`threefold data verify` finds it)",
     }
+    if _space() is not None:  # where native code cannot allocate memory for a thread, it aborts
+        hints[-signal.SIGABRT] = f", as where {small_address_space()}"
     hint = hints.get(code, "")
     return Failure(rank, f"its process was killed by {signal_name(-code)}{hint}", now, silent=-code != signal.SIGABRT)
 
