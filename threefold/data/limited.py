@@ -120,6 +120,7 @@ class LimitedProcess:
             with theirs:
                 self._child = subprocess.Popen(
                     [sys.executable, *options, "-c", _START, json.dumps(paths), given],
+                    executable=_reachable(),
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -249,3 +250,14 @@ def serve(function: str, memory: int, parent: int) -> None:
 def reason_of(error: BaseException) -> str:
     """Return an error as a clause: its message on one line, or the name of its class."""
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def _reachable() -> str | None:
+    """Return a path of this interpreter where its own is in a folder of another user, as after a change of user."""
+    try:
+        os.stat(sys.executable)
+    except PermissionError:
+        return "/proc/self/exe"
+    except OSError:
+        pass
+    return None
