@@ -177,7 +177,7 @@ def error_of(folder: Path, *before: str, **environment: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not IS_ABLE, reason=UNABLE)
-@pytest.mark.parametrize(("limit", "words"), [(6, "besides the 2 that"), (22, "failed: no more processes or")])
+@pytest.mark.parametrize(("limit", "words"), [(12, "besides the 2 that"), (26, "failed: no more processes or")])
 def test_a_limit_on_processes_is_named(folder: Path, limit: int, words: str) -> None:
     """Before ranks start, or where a rank starts its threads."""
     here = Path(subprocess.run(["mktemp", "-d"], capture_output=True, text=True, check=True).stdout.strip())

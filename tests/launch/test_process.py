@@ -88,18 +88,20 @@ def test_too_few_open_files_are_refused_before_a_rank_starts(monkeypatch: pytest
 
 
 def test_too_few_processes_are_refused_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 20 of them one of two ranks could not start its threads."""
+    """With 32 of them one of two ranks could not start its threads."""
     monkeypatch.setattr(process, "_tasks_of_user", lambda: 11)
-    monkeypatch.setattr(process, "task_limits", lambda: {"RLIMIT_NPROC (ulimit -u)": 20, "pids.max": 4000})
+    monkeypatch.setattr(process, "task_limits", lambda: {"RLIMIT_NPROC (ulimit -u)": 32, "pids.max": 4000})
     with pytest.raises(UserError) as raised:
         require_room(2)
     assert str(raised.value) == (
-        "No more processes or threads can be started here (RLIMIT_NPROC (ulimit -u) allows 20 and pids.max allows "
+        "No more processes or threads can be started here (RLIMIT_NPROC (ulimit -u) allows 32 and pids.max allows "
         "4,000), and 2 ranks of a run need about 32 besides the 11 that this user has; raise the limit, as with "
         "`ulimit -u 4096`, or use fewer ranks."
     )
-    monkeypatch.setattr(process, "task_limits", lambda: {"RLIMIT_NPROC (ulimit -u)": 21})
+    monkeypatch.setattr(process, "task_limits", lambda: {"RLIMIT_NPROC (ulimit -u)": 33})
     require_room(2)
+    monkeypatch.setattr(process, "task_limits", lambda: {"RLIMIT_NPROC (ulimit -u)": 19})
+    require_room(1)
     monkeypatch.setattr(process, "task_limits", dict)
     require_room(2)
 

@@ -20,7 +20,9 @@ from threefold.files import counted
 from threefold.host import task_limits
 
 _LEAST_MEMORY: Final = 64 << 20  # bytes of a rank's process without a model
-_LEAST_TASKS, _USUAL_TASKS = 5, 16  # processes and threads of a rank: its own and gloo's; those of a training run
+# Processes and threads of a rank: those without which a rank alone, and each of several, cannot train (measured: with
+# fewer, native code that cannot start a thread waits without end, or aborts), and those of a usual run.
+_LEAST_ALONE, _LEAST_TASKS, _USUAL_TASKS = 8, 11, 16
 
 
 def die_with_parent(parent: int) -> None:
@@ -95,7 +97,7 @@ def require_room(ranks: int) -> None:
         )
     limit = min(task_limits().values(), default=None)
     # Counting takes milliseconds, so a limit that is far away is left to the error of who reaches it.
-    least = _LEAST_TASKS * ranks
+    least = _LEAST_TASKS * ranks if ranks > 1 else _LEAST_ALONE
     if limit is not None and limit < 1000 + 10 * least and limit < (have := _tasks_of_user()) + least:
         raise UserError(f"N{no_more_tasks(ranks, have)[1:]}.")
 
