@@ -16,7 +16,7 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete, newest, path_of, prune
 from threefold.checkpoint.manifest import Facts
-from threefold.checkpoint.save import save_checkpoint, write_checkpoint
+from threefold.checkpoint.save import save_checkpoint, set_aside_checkpoint, write_checkpoint
 from threefold.checkpoint.tensors import load_tensors, save_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -233,3 +233,22 @@ def test_one_that_was_being_replaced_counts_until_the_new_one_is_there(
     prune(two, 0)
     assert steps(two) == [2, 4, 6]
     assert not replaced.exists()
+
+
+def test_a_diverged_checkpoint_is_never_resumed_from_while_it_is_set_aside(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Although an earlier one of its step is in the way, and deleting that does not end."""
+    shutil.copytree(path_of(run, 4), run / "checkpoints" / "step_00000004.diverged")
+    with monkeypatch.context() as patch:
+        patch.setattr(shutil, "rmtree", lambda path: (_ for _ in ()).throw(OSError("killed")))
+        with pytest.raises(UserError, match="killed"):
+            set_aside_checkpoint(run, 4, Mesh.alone().world)
+    assert [each.step for each in complete(run)] == [2]
+    shutil.copytree(run / "checkpoints" / "step_00000004.diverged", path_of(run, 4))
+    shutil.rmtree(run / "checkpoints" / "step_00000004.partial")
+    assert set_aside_checkpoint(run, 4, Mesh.alone().world) == (
+        run / "checkpoints" / "step_00000004.diverged",
+        path_of(run, 2),
+    )
+    assert [each.step for each in complete(run)] == [2]

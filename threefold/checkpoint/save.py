@@ -115,9 +115,12 @@ def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, P
     older = max((checkpoint.path for checkpoint in complete(run_dir) if checkpoint.step < step), default=None)
 
     def rename() -> None:
-        if aside.exists():
+        # Under a name that no run resumes from before anything else, such as deleting an earlier one of this step.
+        hidden = path.with_name(path.name + PARTIAL) if aside.exists() else aside
+        path.rename(hidden)
+        if hidden != aside:
             shutil.rmtree(aside)
-        path.rename(aside)
+            hidden.rename(aside)
         sync(path.parent)
 
     if older is None:
