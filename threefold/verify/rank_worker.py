@@ -207,7 +207,7 @@ class _Training:
     def export(self, folder: Path) -> None:
         """Export the checkpoint in a folder to Hugging Face, read the export back, and compare its weights."""
         self.comparison.check = EXPORT
-        with TemporaryDirectory(dir=folder) as made:
+        with TemporaryDirectory(dir=folder.parent) as made:  # apart from what is read
             theirs, back = Path(made) / "export", Path(made) / "back"
             export_model(Export(folder, theirs, FILE_BYTES, self.config.precision.dtype), SILENT)
             import_model(Import(theirs, back, allow_not_finite=True), SILENT)
