@@ -91,21 +91,21 @@ def test_a_rank_that_hangs_in_python_is_named(small_run: Run, tmp_path: Path) ->
 
 
 SAMPLES = '''
-"""Samples that rank 1 cannot read on from some number on, as from a network disk that does not answer."""
+"""Samples of which rank 1 can read so many, as from a network disk that does not answer."""
 
 import torch.distributed as dist
 
 
 class Samples:
-    reads = 0
+    seen = set()
 
     def __len__(self):
         return 64
 
     def __getitem__(self, number):
         if dist.is_initialized() and dist.get_rank() == 1:
-            Samples.reads += 1
-            if Samples.reads > {reads}:
+            Samples.seen.add(number)
+            if len(Samples.seen) > {reads}:
                 open({disk!r}).close()
         return [(7 * number + place) % 300 for place in range(17)]
 '''
@@ -115,9 +115,10 @@ class Samples:
 @pytest.mark.parametrize(
     ("fault", "reads", "place"),
     [
-        ("StopAt", 4, f"{STOPPED}reading data in step 2, "),  # four are those of its rows of the first step
-        ("HangAt", 4, "it is reading data in step 2, "),
-        ("HangAt", 8, "it is reading data in the evaluation after step 2, "),  # behind the rows of the third step
+        # The one that all ranks compare, and those of its rows of the first step.
+        ("StopAt", 5, f"{STOPPED}reading data in step 2, "),
+        ("HangAt", 5, "it is reading data in step 2, "),
+        ("HangAt", 9, "it is reading data in the evaluation after step 2, "),  # behind the rows of the third step
     ],
 )
 def test_a_rank_that_reads_data_is_named(small_run: Run, tmp_path: Path, fault: str, reads: int, place: str) -> None:
