@@ -133,7 +133,11 @@ def test_everything_that_decides_the_results_is_compared(small_run: Run) -> None
         return terms_of(run.config, open_dataset(run.config))
 
     run = small_run.but(steps=4)
-    same = [run.but(tp=2), run.but(set=(("checkpoint.every", 7), ("log.every", 3), ("train.timeout", 9.0)))]
+    same = [
+        run.but(tp=2),
+        run.but(set=(("checkpoint.every", 7), ("log.every", 3), ("train.timeout", 9.0))),
+        run.but(set=(("train.callbacks", ["csv_log"]),)),
+    ]
     assert all(terms(each) == terms(run) for each in same)
     changed = {
         "optimizer.weight_decay": run.but(set=(("optimizer.weight_decay", 0.5),)),

@@ -50,6 +50,8 @@ _FREE_KEYS = frozenset(
 _ROUNDING = "parallel.gradient_compression"  # setting under `_FREE` that changes rounding, and so the results slightly
 _WHOLE_RUN = ("model.initializer_range", "train.init_from", "train.max_steps", "train.epochs")
 """Settings under `_FREE_KEYS` that a resumed run may change, and that make another run from the start."""
+_REPORTS = "train.callbacks"
+"""Setting that is told of when it changes, and that is no part of what decides a run's results."""
 SHAPES = frozenset(
     f"model.{name}"
     for name in (
@@ -246,7 +248,7 @@ def decisive_settings(config: Config) -> dict[str, Any]:
         key: given.get(name)
         for section, given in config.sections().items()
         for name in {**type(getattr(config, section)).model_fields, **given}
-        if (key := f"{section}.{name}") in _WHOLE_RUN or not (_is_free(key) or key == "data.mixture")
+        if (key := f"{section}.{name}") in _WHOLE_RUN or not (_is_free(key) or key in ("data.mixture", _REPORTS))
     }
 
 
