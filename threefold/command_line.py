@@ -1,14 +1,17 @@
 """Help texts: usage, description, examples, then options and commands in groups, in two columns."""
 
 import re
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup
+from typer.main import get_command, get_group
 
+from threefold.doors import imported
 from threefold.files import on_one_line, require_local
 
 _KINDS: Final = {
@@ -61,12 +64,83 @@ class HelpedGroup(TyperGroup):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _describe(self, ctx, formatter)
         panels: dict[str, list[tuple[str, str]]] = {}
-        for name in self.list_commands(ctx):
-            if (command := self.get_command(ctx, name)) is not None and not command.hidden:
-                summary = " ".join((command.help or "").split("\n\n")[0].split())
-                panel = getattr(command, "rich_help_panel", None)
-                panels.setdefault(panel if isinstance(panel, str) else "Commands", []).append((name, summary))
+        for name, panel, text in self.listed():
+            panels.setdefault(panel, []).append((name, " ".join(text.split("\n\n")[0].split())))
         _write(formatter, panels)
+
+    def listed(self) -> Iterator[tuple[str, str, str]]:
+        """Yield name, panel and help text of each command."""
+        for name, command in self.commands.items():
+            if not command.hidden:
+                panel = getattr(command, "rich_help_panel", None)
+                yield name, panel if isinstance(panel, str) else "Commands", command.help or ""
+
+
+class CommandTable(Mapping[str, Any]):
+    """Commands by name, each imported and built when it is used first.
+
+    Args:
+        table: command → its panel of the help, and the import path of its function or of the Typer app of its
+            subcommands. A command of two words joins the subcommands of the first. A class `Parser` beside a function
+            replaces Typer's parser of its arguments.
+    """
+
+    def __init__(self, table: Mapping[str, tuple[str, str]]) -> None:
+        self._table, self._built = table, dict[str, Any]()
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self._built:
+            self._built[name] = self._build(name)
+        return self._built[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name in self._table if " " not in name)
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))
+
+    def listed(self) -> Iterator[tuple[str, str, str]]:
+        """Yield name, panel and help text of each command; none is built."""
+        for name in self:
+            panel, path = self._table[name]
+            found = imported(path)
+            yield name, panel, (found.info.help if isinstance(found, typer.Typer) else found.__doc__) or ""
+
+    def _build(self, name: str) -> Any:
+        found = imported(self._table[name][1])
+        if not isinstance(found, typer.Typer):
+            app = CommandLine(add_completion=False)
+            _add(app, name, found)
+            return get_command(app)
+        app = CommandLine(help=found.info.help)
+        app.registered_commands = [*found.registered_commands]
+        for words, (_, path) in self._table.items():
+            if words.startswith(f"{name} "):
+                _add(app, words.removeprefix(f"{name} "), imported(path))
+        group = get_group(app)
+        group.name = name
+        return group
+
+
+def _add(app: "CommandLine", name: str, function: Callable[..., Any]) -> None:
+    app.command(name, cls=getattr(sys.modules[function.__module__], "Parser", None))(function)
+
+
+def group_of(table: CommandTable) -> type[HelpedGroup]:
+    """Return the class of a group with the commands of a table."""
+
+    class TableGroup(HelpedGroup):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.commands: Any = table
+
+        def listed(self) -> Iterator[tuple[str, str, str]]:
+            return table.listed()
+
+        def list_commands(self, ctx: Any) -> list[str]:
+            return list(table)
+
+    return TableGroup
 
 
 @contextmanager
@@ -84,11 +158,9 @@ def _fit_for_terminal() -> Iterator[None]:
 class CommandLine(typer.Typer):
     """Command line, or subcommands of one command, with these help texts; takes the arguments of `typer.Typer`."""
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, *, cls: type[HelpedGroup] = HelpedGroup, **options: Any) -> None:
         settings = {"help_option_names": ["-h", "--help"], "max_content_width": 120}
-        super().__init__(
-            cls=HelpedGroup, no_args_is_help=True, rich_markup_mode=None, context_settings=settings, **options
-        )
+        super().__init__(cls=cls, no_args_is_help=True, rich_markup_mode=None, context_settings=settings, **options)
 
     def command(self, name: str | None = None, *, cls: Any = None, **options: Any) -> Callable[[Any], Any]:
         return super().command(name, cls=cls or HelpedCommand, **options)

@@ -16,8 +16,8 @@ import typer
 from typer import Option
 
 from threefold import __version__
-from threefold.command_line import CommandLine
-from threefold.doors import added, imported
+from threefold.command_line import CommandLine, CommandTable, group_of
+from threefold.doors import added
 from threefold.errors import CLOSED_OUTPUT, UserError
 from threefold.files import on_one_line, shown
 from threefold.terminal import forget_narrow_terminal, guard_streams
@@ -30,11 +30,7 @@ COMMANDS: Final = {
     "checkpoint": ("Files", "threefold.cli.checkpoint:app"),
     "config": ("Files", "threefold.cli.config:app"),
 }
-"""Command → its panel of the help, and the import path of its function or of the Typer `app` of its subcommands.
-
-Attached rooms add theirs (`threefold.doors`); one such as "config convert" joins the subcommands of a command here. A
-class `Parser` beside a function replaces Typer's parser of its arguments.
-"""
+"""Commands of the core, as `CommandTable` takes them; attached rooms add theirs (`threefold.doors`)."""
 PANELS: Final = ("Train and use", "Check", "Plan", "Files")
 FAILED, MISUSED = 1, 2
 _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS)
@@ -42,20 +38,11 @@ _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCE
 
 
 def make_app(commands: Mapping[str, tuple[str, str]] | None = None) -> typer.Typer:
-    """Return the command line with these commands, as described at `COMMANDS`; None for all."""
-    app = CommandLine(name="threefold", pretty_exceptions_enable=False)
-    app.callback()(_root)
+    """Return the command line with these commands (`COMMANDS`); None for all."""
     given = COMMANDS | added("COMMANDS") if commands is None else commands
-    groups: dict[str, typer.Typer] = {}
-    for words, (panel, path) in sorted(given.items(), key=lambda each: PANELS.index(each[1][0] or PANELS[-1])):
-        group, _, name = words.rpartition(" ")
-        found = imported(path)
-        if isinstance(found, typer.Typer):
-            groups[name] = found
-            app.add_typer(found, name=name, rich_help_panel=panel)
-        else:
-            parser = getattr(sys.modules[found.__module__], "Parser", None)
-            (groups[group] if group else app).command(name, cls=parser, rich_help_panel=panel or None)(found)
+    table = CommandTable(dict(sorted(given.items(), key=lambda each: PANELS.index(each[1][0] or PANELS[-1]))))
+    app = CommandLine(name="threefold", pretty_exceptions_enable=False, cls=group_of(table))
+    app.callback()(_root)
     return app
 
 
