@@ -34,9 +34,9 @@ def samples_from_the_start() -> list[Patch]:
 def order_of_the_first_epoch_again() -> list[Patch]:
     """The second pass over the data in the order of the first."""
 
-    def read(self: Loader, step: int) -> Any:
+    def read(self: Loader, step: int, keyed: bool = False) -> Any:
         counters = (step * BATCH + self.share.rows) % len(self.train)
-        return self._make_batch(self.train, self.train.ordered(counters, self.seed))
+        return self._make_batch(self.train, self.train.ordered(counters, self.seed), None)
 
     return [(Loader, "_read_train", read)]
 
@@ -44,9 +44,9 @@ def order_of_the_first_epoch_again() -> list[Patch]:
 def epoch_starts_with_the_resumed_run() -> list[Patch]:
     """What was left of the first pass is skipped."""
 
-    def read(self: Loader, step: int) -> Any:
+    def read(self: Loader, step: int, keyed: bool = False) -> Any:
         counters = len(self.train) + (step - HALF) * BATCH + self.share.rows
-        return self._make_batch(self.train, self.train.ordered(counters, self.seed))
+        return self._make_batch(self.train, self.train.ordered(counters, self.seed), None)
 
     return [(Loader, "_read_train", read)]
 
@@ -54,9 +54,9 @@ def epoch_starts_with_the_resumed_run() -> list[Patch]:
 def position_counted_in_samples_of_a_replica() -> list[Patch]:
     """Of the two before, and taken for that of the three now."""
 
-    def read(self: Loader, step: int) -> Any:
+    def read(self: Loader, step: int, keyed: bool = False) -> Any:
         counters = HALF * BATCH // 2 * 3 + (step - HALF) * BATCH + self.share.rows
-        return self._make_batch(self.train, self.train.ordered(counters, self.seed))
+        return self._make_batch(self.train, self.train.ordered(counters, self.seed), None)
 
     return [(Loader, "_read_train", read)]
 

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 import threefold
+from tests.support.sweep import sweep
 from threefold.data.keyed_reading import KeyedReader, own_generators, pass_key, positions
 from threefold.errors import UserError
 
@@ -113,7 +114,7 @@ OWN = {
 
 
 @pytest.mark.parametrize("kind", OWN)
-@pytest.mark.parametrize("workers", [0, 1])
+@sweep("workers", [0, 1], quick=(0,))
 def test_a_generator_of_the_data_sets_own_is_named_when_it_is_used(kind: str, workers: int) -> None:
     """It moves at one sample of 24 only, so that early readings do not show it; inside other data sets, too."""
     make, draw = OWN[kind]

@@ -169,8 +169,9 @@ def test_what_no_family_has_is_not_exported(tmp_path: Path) -> None:
         choose_type(rotary, None)
     with pytest.raises(UserError, match=r"each lacks one of .*model\.qkv_bias true"):
         choose_type(LlamaConfig(qkv_bias=True, qk_norm=True), "qwen2")
+    (tmp_path / "run").mkdir()
     with pytest.raises(UserError, match="no complete checkpoint"):
-        export_model(Export(tmp_path, tmp_path / "hf"), Silent())
+        export_model(Export(tmp_path / "run", tmp_path / "hf"), Silent())
 
 
 def test_training_goes_on_from_an_import_in_any_layout(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 from tests.ops.support import tree
 from tests.support.bits import THREADS, close, cuts, drawn, equal, same_in_threads, with_gradients
+from tests.support.sweep import sweep
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling
@@ -71,7 +72,7 @@ def test_sum_of_rows_is_the_tree_over_ranks(ranks: int, columns: int) -> None:
     assert all(equal(RowSum(PIECES)(x[:, cut])[0], whole[cut]) for cut in cuts(columns) if x[:, cut].numel())
 
 
-@pytest.mark.parametrize("inner", SIZES)
+@sweep("inner", SIZES, quick=(1, 5, 7))
 def test_products(inner: int) -> None:
     """An element depends on its parts of both operands alone, whatever is beside them in memory."""
     for rows in SIZES:

@@ -94,7 +94,7 @@ def reads_of(run: Run, run_dir: Path) -> list[int]:
     """The steps whose batches a run reads."""
     read: list[int] = []
     plain = Loader._read_train
-    with patch.object(Loader, "_read_train", lambda self, step: read.append(step + 1) or plain(self, step)):
+    with patch.object(Loader, "_read_train", lambda self, step, *_: read.append(step + 1) or plain(self, step, *_)):
         train_rank(run, run_dir)
     return read
 
