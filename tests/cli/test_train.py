@@ -93,7 +93,7 @@ def test_the_first_line_does_not_wait_for_torch(config_file: Path, tmp_path: Pat
             ("parallel.tp=3",),
             "Error: --set parallel.tp=3: parallel.tp is 3 but must divide model.num_attention_heads 4; use ",
         ),
-        (config, ("data.path=nowhere",), "Error: data.path is nowhere, which does not exist; "),
+        (config, ("data.path=nowhere",), "Error: data.path is nowhere, which does not exist"),
     ):
         config_file.write_text(text)
         command = [
