@@ -57,6 +57,13 @@ class Attachment:
         return ()
 
 
+def import_attachments() -> None:
+    """Import what attached rooms add to a run, before processes are forked."""
+    hook("held_states")
+    for path in added("ATTACHMENTS").values():
+        imported(path)
+
+
 def attachments(
     engine: Engine, loader: Loader, start: StartingPoint, held: HeldStates | None = None
 ) -> list[Attachment]:

@@ -34,7 +34,7 @@ from threefold.models.sharding import ModelPlan
 from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_source
 from threefold.parallel.pipeline.partition import StageMap, stage_map
 from threefold.parallel.plan_check import check_layout, check_source
-from threefold.train.attachment import HeldStates, attachments, held_states
+from threefold.train.attachment import HeldStates, attachments, held_states, import_attachments
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext, say
 from threefold.train.callbacks.registry import import_always, make_callbacks
@@ -221,6 +221,7 @@ def import_named(config: Config) -> None:
     update_rule(config.optimizer)
     learning_rate(config.optimizer.warmup_steps + 1, config.optimizer)
     import_always()
+    import_attachments()
 
 
 Parts = tuple[Samples, Samples | None]  # samples to train on, and those to evaluate on; None without evaluation
