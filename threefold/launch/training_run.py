@@ -233,6 +233,7 @@ class TrainingRun:
         if self.finished:
             return None
         with lasting_imports():  # once here rather than on every forked rank
+            from threefold.torch_private.runtime import end_openmp_threads
             from threefold.train.run import check_division, import_named
 
             hook("peak_rate")
@@ -245,6 +246,8 @@ class TrainingRun:
             with naming_fallback(self.config, str(each)):
                 check_division(each.config)
         here = find_launched_rank() is None
+        if here:
+            end_openmp_threads()  # forked ranks would wait for those of this process, where something has used them
         restarts = Restarts(self.config, self.run_dir, self.fallbacks, self.began, self._args) if here else None
         args = restarts.args() if restarts else self._args(self.config)
         options = self._options() | {"console_ranks": console_ranks, "debug_rank": debug_rank}
