@@ -14,7 +14,15 @@ from threefold.data.corpus import Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Batch, Loader, Share
 from threefold.data.packed import PackedSamples
-from threefold.data.samples import LONGEST_PERIOD, Blend, ConsumedSamples, MixedSamples, MixturePart, whole_shares
+from threefold.data.samples import (
+    LONGEST_PERIOD,
+    Blend,
+    ConsumedSamples,
+    MixedSamples,
+    MixturePart,
+    Samples,
+    whole_shares,
+)
 from threefold.errors import UserError
 from threefold.random import KeyedPermutation
 
@@ -189,6 +197,26 @@ def test_one_corpus_is_what_it_is_alone(corpora: list[Corpus]) -> None:
     only = MixedSamples([MixturePart("only", alone, 3.0)])
     counters = np.arange(500, 900)
     np.testing.assert_array_equal(only.ordered(counters, 7), alone.ordered(counters, 7))
+
+
+class Keyed(Samples):
+    """Samples whose inputs are their indices, and whose labels are the keys that they are read under."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def labelled(self, indices: np.ndarray, keys: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        assert keys is not None
+        return indices[:, None], keys[:, None]
+
+
+def test_each_sample_is_read_under_its_own_key() -> None:
+    """Corpora may be read for different times, so keys differ within a batch."""
+    both = MixedSamples([MixturePart("first", Keyed(), 1.0), MixturePart("second", Keyed(), 2.0)])
+    indices, keys = np.array([7, 1, 9, 0, 5, 4]), np.array([10, 11, 12, 13, 14, 15])
+    inputs, labels = both.labelled(indices, keys)
+    assert inputs[:, 0].tolist() == [2, 1, 4, 0, 0, 4]
+    assert labels[:, 0].tolist() == keys.tolist()
 
 
 def test_documents_are_told_apart_in_every_corpus(make_loader, corpora: list[Corpus]) -> None:

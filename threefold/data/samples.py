@@ -234,18 +234,11 @@ class MixedSamples(Samples):
         return own_counters // np.array([len(part.samples) for part in self.parts])[corpora]
 
     def labelled(self, indices: Int64Array, keys: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
-        corpora = np.searchsorted(self._starts, indices, side="right") - 1
-        both: Int64Array | None = None
-        for corpus in np.unique(corpora).tolist():
-            here = corpora == corpus
-            own = self.parts[corpus].samples.labelled(
-                indices[here] - self._starts[corpus], None if keys is None else keys[here]
-            )
-            if both is None:
-                both = np.empty((2, len(indices), own[0].shape[1]), np.int64)
-            both[:, here] = own
-        assert both is not None  # there is a row
-        return both[0], both[1]
+        def read(samples: Samples, own: Int64Array, rows: Int64Array) -> Int64Array:
+            return np.stack(samples.labelled(own, None if keys is None else keys[rows]), 1)
+
+        both = self._gathered(indices, read)
+        return both[:, 0], both[:, 1]
 
     @property
     def draws(self) -> bool | None:
@@ -253,7 +246,7 @@ class MixedSamples(Samples):
         return any(known) if known else None
 
     def documents(self, indices: Int64Array) -> Int64Array:
-        return self._gathered(indices, lambda samples, own: samples.documents(own))
+        return self._gathered(indices, lambda samples, own, _: samples.documents(own))
 
     def epochs(self, counter: int) -> dict[str, float]:
         counts = self.blend.counts(counter).tolist()
@@ -261,7 +254,7 @@ class MixedSamples(Samples):
 
     def positions(self, indices: Int64Array) -> Int64Array | None:
         divided, back = self._divided(indices)
-        parts = [(len(own), samples.positions(own)) for samples, own in divided]
+        parts = [(len(own), samples.positions(own)) for samples, own, _ in divided]
         length = next((positions.shape[1] for _, positions in parts if positions is not None), None)
         if length is None:
             return None
@@ -270,25 +263,27 @@ class MixedSamples(Samples):
         return np.concatenate(whole)[back]
 
     def padding(self, indices: Int64Array) -> Int64Array:
-        return self._gathered(indices, lambda samples, own: samples.padding(own))
+        return self._gathered(indices, lambda samples, own, _: samples.padding(own))
 
     @property
     def notes(self) -> tuple[str, ...]:
         return tuple(f"{part.name}: {note}" for part in self.parts for note in part.samples.notes)
 
-    def _divided(self, indices: Int64Array) -> tuple[list[tuple[Samples, Int64Array]], Int64Array]:
-        """Return each corpus that has some of these samples and their indices in it, and how to reorder the rows."""
+    def _divided(self, indices: Int64Array) -> tuple[list[tuple[Samples, Int64Array, Int64Array]], Int64Array]:
+        """Return corpora, each with its samples' indices in it and their rows, and how to put the results in order."""
         corpora = np.searchsorted(self._starts, indices, side="right") - 1
-        divided = [
-            (self.parts[corpus].samples, indices[corpora == corpus] - self._starts[corpus])
-            for corpus in np.unique(corpora).tolist()
-        ]
+        divided = []
+        for corpus in np.unique(corpora).tolist():
+            (rows,) = np.nonzero(corpora == corpus)
+            divided.append((self.parts[corpus].samples, indices[rows] - self._starts[corpus], rows))
         return divided, np.argsort(np.argsort(corpora, kind="stable"), kind="stable")
 
-    def _gathered(self, indices: Int64Array, read: Callable[[Samples, Int64Array], Int64Array]) -> Int64Array:
-        """Return the results of `read` for the samples of each corpus, in the order of `indices`."""
+    def _gathered(
+        self, indices: Int64Array, read: Callable[[Samples, Int64Array, Int64Array], Int64Array]
+    ) -> Int64Array:
+        """Return the results of `read` for each corpus, its samples and their rows, in the order of `indices`."""
         divided, back = self._divided(indices)
-        return np.concatenate([read(samples, own) for samples, own in divided])[back]
+        return np.concatenate([read(*each) for each in divided])[back]
 
 
 def whole_shares(weights: Sequence[float]) -> list[int]:
