@@ -11,10 +11,9 @@ from threefold.config.schedules import SCHEDULES
 from threefold.models.block import BlockShape
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import ZERO_GRADIENTS, ZERO_WEIGHTS, Group, RankBlock, rank_block
-from threefold.planner.schedule import program_of, share_of_ranks, simulate
+from threefold.planner.schedule import step_length
 from threefold.planner.systems import System
 
-_SIMULATED: Final = 8  # rounds of as many micro-batches as ranks; further ones take as long as the last of these
 _TILES: Final = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.97), (128, 64, 0.85), (64, 64, 0.7))
 """Output tiles of one multiprocessor as (rows, columns, relative speed); small tiles read their inputs more often
 (NVIDIA, "Matrix multiplication background user's guide", tile quantization)."""
@@ -244,7 +243,7 @@ def pipeline_seconds(
     if ranks == 1:
         return Pipeline(busy, 0.0, 0.0)
     if _is_simulated(schedule):
-        others = _simulated_length(forward, backward, weight, schedule, chunks, micro_batches) - busy
+        others = step_length(SCHEDULES[schedule], forward, backward, weight, chunks, micro_batches) - busy
     else:
         others = bubble_seconds(sum(totals), totals[slowest], sum(weight), schedule, chunks, micro_batches)
     return Pipeline(busy, others, send_waits(ranks, chunks, micro_batches, send, overlapped))
@@ -252,29 +251,6 @@ def pipeline_seconds(
 
 def _is_simulated(schedule: str) -> bool:
     return schedule in SCHEDULES and SCHEDULES[schedule].defers_weight_gradients
-
-
-def _simulated_length(
-    forward: Sequence[float],
-    backward: Sequence[float],
-    weight: Sequence[float],
-    schedule: str,
-    chunks: int,
-    micro_batches: int,
-) -> float:
-    """Return the seconds from the first to the last action of a step, with each rank's seconds shared by its stages."""
-    ranks, row = len(forward), SCHEDULES[schedule]
-    times = share_of_ranks(row.stage_ranks(ranks, chunks), forward, backward, weight)
-
-    def length(count: int) -> float:
-        return simulate(program_of(row, ranks, chunks, count), times).length
-
-    more = max(0, micro_batches // ranks - _SIMULATED)
-    fewer = micro_batches - more * ranks
-    if not more or not all(row.accepts(ranks, count) for count in (fewer, fewer - ranks)):
-        return length(micro_batches)
-    # Once the pipeline is full, each further round of micro-batches takes as long as the one before.
-    return length(fewer) + more * (length(fewer) - length(fewer - ranks))
 
 
 def bubble_seconds(

@@ -1,4 +1,4 @@
-"""What the planner adds to the core (`threefold.doors`)."""
+"""Contributions of the planner to the core (`threefold.doors`)."""
 
 from typing import Final
 

@@ -23,6 +23,7 @@ from threefold.errors import UserError
 from threefold.plugins import one_of
 
 _KINDS: Final = "FBIW"
+_ROUNDS: Final = 8  # of as many micro-batches as ranks; further ones take as long as the last of these
 
 
 class StageTimes(NamedTuple):
@@ -455,3 +456,26 @@ def simulated(
     program = program_of(schedule, pp, chunks, micro_batches)
     timeline = simulate(program, StageTimes(*of_stages), transfer[0] if len(transfer) == 1 else transfer)
     return Simulation(schedule, pp, chunks, micro_batches, timeline)
+
+
+def step_length(
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    weight: Sequence[float],
+    chunks: int,
+    micro_batches: int,
+) -> float:
+    """Return the seconds from the first to the last action of a step, with each rank's seconds shared by its stages."""
+    ranks = len(forward)
+    times = share_of_ranks(schedule.stage_ranks(ranks, chunks), forward, backward, weight)
+
+    def length(count: int) -> float:
+        return simulate(program_of(schedule, ranks, chunks, count), times).length
+
+    more = max(0, micro_batches // ranks - _ROUNDS)
+    fewer = micro_batches - more * ranks
+    if not more or not all(schedule.accepts(ranks, count) for count in (fewer, fewer - ranks)):
+        return length(micro_batches)
+    # Once the pipeline is full, each further round of micro-batches takes as long as the one before.
+    return length(fewer) + more * (length(fewer) - length(fewer - ranks))
