@@ -24,6 +24,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from threefold.doors import imported
 from threefold.errors import UserError
 from threefold.files import shown
 
@@ -181,8 +182,7 @@ class Registry:
     def load(self, name: str) -> Any:
         """Import and return the object registered as `name`."""
         if name in self.built_in:
-            module, _, attribute = self.built_in[name].partition(":")
-            return getattr(import_module(module), attribute)
+            return imported(self.built_in[name])
         if self.is_path(name):
             return load_path(name, self.setting)
         found = self._added().get(name)

@@ -51,7 +51,7 @@ _ROUNDING = "parallel.gradient_compression"  # setting under `_FREE` that change
 _WHOLE_RUN = ("model.initializer_range", "train.init_from", "train.max_steps", "train.epochs")
 """Settings under `_FREE_KEYS` that a resumed run may change, and that make another run from the start."""
 _REPORTS = "train.callbacks"
-"""Setting that is told of when it changes, and that is no part of what decides a run's results."""
+"""Setting whose change is reported at a resume, and that does not decide a run's results."""
 SHAPES = frozenset(
     f"model.{name}"
     for name in (

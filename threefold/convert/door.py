@@ -1,4 +1,4 @@
-"""What converters of other systems' configs add to the core (`threefold.doors`)."""
+"""Contributions of converters of other systems' configs to the core (`threefold.doors`)."""
 
 from typing import Final
 

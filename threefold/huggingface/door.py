@@ -1,4 +1,4 @@
-"""What models of Hugging Face add to the core (`threefold.doors`)."""
+"""Contributions of models of Hugging Face to the core (`threefold.doors`)."""
 
 from typing import Final
 

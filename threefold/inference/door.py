@@ -1,4 +1,4 @@
-"""What inference adds to the core (`threefold.doors`)."""
+"""Contributions of inference to the core (`threefold.doors`)."""
 
 from typing import Final
 

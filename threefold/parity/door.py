@@ -1,4 +1,4 @@
-"""What parity adds to the core (`threefold.doors`)."""
+"""Contributions of parity to the core (`threefold.doors`)."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What reports add to the core (`threefold.doors`)."""
+"""Contributions of reports to the core (`threefold.doors`)."""
 
 from typing import Final
 

@@ -1,4 +1,4 @@
-"""What resilience adds to the core (`threefold.doors`)."""
+"""Contributions of resilience to the core (`threefold.doors`)."""
 
 from typing import Final
 

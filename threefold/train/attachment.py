@@ -1,4 +1,4 @@
-"""What attached rooms add to a run on its ranks (`threefold.doors`)."""
+"""Contributions of attached rooms to a run on its ranks (`threefold.doors`)."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -32,7 +32,7 @@ def held_states(files: Sequence[Path], config: Config) -> HeldStates | None:
 
 
 class Attachment:
-    """What an attached room adds to a run on one rank; by default nothing.
+    """Contribution of an attached room to a run on one rank; by default none.
 
     A room declares its subclass in `ATTACHMENTS` of its door. Methods are called on all ranks alike.
 

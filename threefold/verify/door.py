@@ -1,4 +1,4 @@
-"""What verification adds to the core (`threefold.doors`)."""
+"""Contributions of verification to the core (`threefold.doors`)."""
 
 from typing import Final
 
