@@ -16,6 +16,8 @@ from functools import cache
 from importlib import import_module
 from typing import Any, Final
 
+from threefold.errors import UserError
+
 ROOMS: Final = ("verify", "parity", "planner", "huggingface", "convert", "resilience", "report", "inference")
 """Attached rooms that add something, in the order in which commands are listed and callbacks are called."""
 
@@ -38,6 +40,13 @@ def hook(name: str) -> Any:
     """Import and return what a room adds under `name` in its `HOOKS`; None if the room is not there."""
     path = added("HOOKS").get(name)
     return None if path is None else imported(path)
+
+
+def needed(name: str, wanted: str, room: str) -> Any:
+    """Return a hook, or raise a `UserError` that `wanted`, such as an option, needs the room that would declare it."""
+    if (found := hook(name)) is None:
+        raise UserError(f"{wanted} needs threefold.{room}, which is not installed; install it, or leave that out.")
+    return found
 
 
 def imported(path: str) -> Any:

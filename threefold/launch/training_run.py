@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,7 +25,7 @@ from threefold.config.resolve import check_settings, on_device
 from threefold.config.schema import check_fault_policies
 from threefold.constants import PARITY_WIDE
 from threefold.data.dataset import open_dataset
-from threefold.doors import added, hook
+from threefold.doors import hook, needed
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
@@ -68,19 +67,14 @@ def train_as_rank(
     from threefold.models.source import ConfigSource
     from threefold.train.run import train
 
-    profile, gpu = None, None
-    if profile_steps:
-        from threefold.train.profiling import ProfileRequest
-
-        draw = hook("draw_run_timeline")
-        profile = ProfileRequest(profile_steps, None if draw is None else partial(draw, model=config.model.title))
+    profiler, gpu = needed("profiler", "--profile", "planner")(profile_steps) if profile_steps else None, None
     if info.device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpu = (properties.name, properties.total_memory)
     find_peak = hook("peak_rate")
     peak = find_peak and find_peak(config.precision.dtype, info.device, info.local_world_size, gpu)
     options: dict[str, Any] = {"began": began, "heartbeat": info.heartbeat, "attempt": attempt, "peak_rate": peak}
-    options |= {"callbacks": callbacks, "source": source or ConfigSource(), "profile": profile, "verify": check}
+    options |= {"callbacks": callbacks, "source": source or ConfigSource(), "profiler": profiler, "verify": check}
     return train(config, run_dir, resume, info.asked, info.local_rank == 0, **options)
 
 
@@ -184,8 +178,8 @@ def _require_resilience(config: Config) -> None:
         "train.on_nan": train.on_nan != "stop",
         "data.skip_steps": config.data.skipped.ranges,
     }
-    if "resilience" not in added("ATTACHMENTS") and (wanted := next((name for name in given if given[name]), None)):
-        raise UserError(f"{wanted} needs threefold.resilience, which is not installed; install it, or leave that out.")
+    for name in (name for name in given if given[name]):
+        needed("held_states", name, "resilience")
 
 
 @dataclass(frozen=True)
@@ -331,6 +325,8 @@ def prepare_training(
     from threefold.train.callbacks.registry import try_trackers
 
     began = time.time()
+    if profile_steps:
+        needed("profiler", "--profile", "planner")
     require_folder(run_dir)
     require_outside_checkpoints(run_dir, "--run-dir")
     folder = run_dir / FOLDER

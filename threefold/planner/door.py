@@ -14,7 +14,7 @@ COMMANDS: Final = {
 }
 HOOKS: Final = {
     "peak_rate": "threefold.planner.hardware:peak_rate",
-    "draw_run_timeline": "threefold.planner.pictures:draw_run_timeline",
+    "profiler": "threefold.planner.profiling:StepProfiler",
     "largest_micro_batch": "threefold.planner.activations:largest_micro_batch",
     "bytes_of_states": "threefold.planner.model_size:bytes_of_states",
 }

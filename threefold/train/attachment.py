@@ -4,8 +4,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+import torch
+
 from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.comm.axis import Axis
+from threefold.comm.heartbeat import Heartbeat
 from threefold.config import Config
 from threefold.data.loader import Loader
 from threefold.doors import added, hook, imported
@@ -22,6 +25,14 @@ class HeldStates(Protocol):
 
     def restore(self, step: int, engine: Engine, run_dir: Path, is_unsaved: bool, lines: list[str]) -> StartingPoint:
         """Fill the engine with the state after `step` updates; `lines` will be printed."""
+
+
+class Profiler(Callback):
+    """Callback that profiles some steps, whose parts the heartbeat of its rank tells it."""
+
+    def observing(self, heartbeat: Heartbeat, device: torch.device) -> Heartbeat:
+        """Return a heartbeat that stands for another and tells this profiler what that one is told."""
+        raise NotImplementedError
 
 
 def held_states(files: Sequence[Path], config: Config) -> HeldStates | None:

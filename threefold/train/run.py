@@ -17,7 +17,7 @@ from threefold.checkpoint.remote import RemoteCheckpoints, replace_damaged
 from threefold.checkpoint.resume import Resume, consumed_by, continues, find_resumption, find_warm_start
 from threefold.checkpoint.save import BackgroundSaver, on_first
 from threefold.comm.axis import Axis
-from threefold.comm.heartbeat import Heartbeat, ObservedHeartbeat
+from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.comm.rank_state import Activity
@@ -34,7 +34,7 @@ from threefold.models.sharding import ModelPlan
 from threefold.models.source import ConfigSource, MakeModel, ModelSource, file_source
 from threefold.parallel.pipeline.partition import StageMap, stage_map
 from threefold.parallel.plan_check import check_layout, check_source
-from threefold.train.attachment import HeldStates, attachments, held_states, import_attachments
+from threefold.train.attachment import HeldStates, Profiler, attachments, held_states, import_attachments
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext, say
 from threefold.train.callbacks.registry import import_always, make_callbacks
@@ -48,7 +48,6 @@ from threefold.train.data_checks import (
 from threefold.train.loop import TrainingLoop
 from threefold.train.optim import learning_rate
 from threefold.train.optimizers import update_rule
-from threefold.train.profiling import Profiler, ProfileRequest, SpanRecorder
 from threefold.train.saving import Checkpoints, SafeSaving, StartingPoint, load_weights, restore_engine
 from threefold.train.step import Engine
 from threefold.train.stop import RunClock, Stop, Stopped
@@ -70,7 +69,7 @@ def train(
     heartbeat: Heartbeat | None = None,
     attempt: Attempt | None = None,
     peak_rate: float | None = None,
-    profile: ProfileRequest | None = None,
+    profiler: Profiler | None = None,
     verify: SelfCheck | None = None,
 ) -> Stopped | None:
     """Train a model as its config says. Call on every rank, in an initialized process group that matches the layout.
@@ -95,10 +94,9 @@ def train(
     keep_freed_memory()
     on_gpu = config.train.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    recorder = None if profile is None else SpanRecorder(device)
-    if recorder is not None:
-        heartbeat = ObservedHeartbeat(heartbeat or Heartbeat(), recorder)
     heartbeat = heartbeat or Heartbeat()
+    if profiler is not None:
+        heartbeat = profiler.observing(heartbeat, device)
     heartbeat.activity(Activity.DATA)
     dataset = open_dataset(config)
     samples = open_samples(config, dataset)  # before the generators begin, as the user's own may draw from them
@@ -149,20 +147,18 @@ def train(
         )
         run = RunContext(config, run_dir, mesh, attempt, peak_rate)
         reports = make_callbacks(run, callbacks)
-        profiler = None
-        if profile is not None and recorder is not None:
-            profiler = Profiler(profile, recorder, mesh, run_dir, config.train.max_steps)
         saving = SafeSaving(checkpoints, lambda step: all(each.is_proved(step) for each in attached))
 
+        compared = [DataCheck(mesh, config.log.every, loader.share.rows.tolist())] if mesh.world.size > 1 else []
         # All callbacks of the run, in the order in which they are called at each moment.
-        all_callbacks: list[Callback | None] = [
-            DataCheck(mesh, config.log.every, loader.share.rows.tolist()) if mesh.world.size > 1 else None,
+        all_callbacks: list[Callback] = [
+            *compared,
             tokens,
             *reports,  # goodput, console, metrics, TensorBoard, log, stragglers, curve, summary; then the user's
-            profiler,
+            *([profiler] if profiler else []),
             *(callback for each in attached for callback in each.callbacks(saving)),
         ]
-        loop = TrainingLoop(run, engine, loader, saving, [each for each in all_callbacks if each is not None])
+        loop = TrainingLoop(run, engine, loader, saving, all_callbacks)
         missed = start.resumed is not None and start.resumed.facts.evaluation_missed
         return loop.fit(start.step, start.is_unsaved, missed)
 

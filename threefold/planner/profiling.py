@@ -5,19 +5,20 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from threefold.comm.mesh import Mesh
+from threefold.comm.heartbeat import Heartbeat, ObservedHeartbeat
 from threefold.comm.rank_state import Activity, RunSection
 from threefold.errors import UserError
 from threefold.foreign import own_file, own_folder, write_own
+from threefold.planner.pictures import draw_run_timeline
 from threefold.torch_private.runtime import quieten_kineto
-from threefold.train.callbacks.base import Callback, reason_of, say
+from threefold.train.attachment import Profiler
+from threefold.train.callbacks.base import RunContext, reason_of, say
 from threefold.train.callbacks.records import StepRecord
 
 _ACTION_KINDS: Final = {
@@ -142,36 +143,35 @@ WARM_UP: Final = 2  # steps before the profiled ones, as the first steps allocat
 _COMPRESSED_FROM: Final = 64  # number of ranks at and above which traces are compressed, as they may take gigabytes
 
 
-@dataclass(frozen=True)
-class ProfileRequest:
-    """Request to profile some steps of a run, after the warm-up.
-
-    `draw` draws a file of spans and returns the paths of the pictures, on the first rank; None to draw none.
-    """
-
-    steps: int
-    draw: Callable[[Path], list[Path]] | None
-
-
-class Profiler(Callback):
-    """Profile some steps of this rank with torch's profiler.
+class StepProfiler(Profiler):
+    """Profile some steps of this rank with torch's profiler, after the warm-up.
 
     The numerical results of the run are unchanged; profiling adds one barrier and one gather of times.
+
+    Args:
+        draw: draws a file of spans and returns the paths of the pictures, on the first rank.
     """
 
     ranks: ClassVar[Literal["first", "all"]] = "all"
 
-    def __init__(self, request: ProfileRequest, recorder: SpanRecorder, mesh: Mesh, run_dir: Path, last: int) -> None:
-        self._request, self._recorder, self._mesh, self._end = request, recorder, mesh, last
-        self._folder = run_dir / FOLDER
+    def __init__(self, steps: int, draw: Callable[[Path, str], list[Path]] = draw_run_timeline) -> None:
+        self._steps, self._draw = steps, draw
         self._begun = self._last_step = 0
         self._profile: profile | None = None
         self._done = False
 
+    def observing(self, heartbeat: Heartbeat, device: torch.device) -> Heartbeat:
+        self._recorder = SpanRecorder(device)
+        return ObservedHeartbeat(heartbeat, self._recorder)
+
+    def setup(self, run: RunContext) -> None:
+        self._mesh, self._model, self._end = run.mesh, run.config.model.title, run.config.train.max_steps
+        self._folder = run.run_dir / FOLDER
+
     def before_fit(self, start: int) -> None:
         left = self._end - start
-        self._begun = start + 1 + max(0, min(WARM_UP, left - self._request.steps))
-        self._last_step = min(self._end, self._begun + self._request.steps - 1)
+        self._begun = start + 1 + max(0, min(WARM_UP, left - self._steps))
+        self._last_step = min(self._end, self._begun + self._steps - 1)
         if self._begun == start + 1 and left > 0:
             self._start(start)
 
@@ -236,7 +236,7 @@ class Profiler(Callback):
             own_folder(self._folder)
             content = json.dumps({"layout": str(self._mesh.layout), "ranks": held}) + "\n"
             write_own(path, content)
-            pictures = [] if self._request.draw is None else self._request.draw(path)
+            pictures = self._draw(path, self._model)
         except (OSError, UserError) as error:
             say(f"Warning: {path} cannot be written ({reason_of(error)}).")
             return

@@ -3,7 +3,6 @@
 import contextlib
 import io
 import json
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,18 +10,18 @@ import pytest
 from tests.train.support import Run, losses_of, train, train_rank
 from threefold.launch.worker_pool import WorkerPool
 from threefold.planner.pictures import draw_run_timeline, measured_steps
-from threefold.train.profiling import ProfileRequest
+from threefold.planner.profiling import StepProfiler
 
 
 def profile_rank(run: Run, run_dir: Path, steps: int, draws: bool = True) -> str:
     printed = io.StringIO()
-    request = ProfileRequest(steps, partial(draw_run_timeline, model="small") if draws else refuse)
+    profiler = StepProfiler(steps, draw_run_timeline if draws else refuse)
     with contextlib.redirect_stdout(printed):
-        train(run.config, run_dir, False, profile=request)
+        train(run.config, run_dir, False, profiler=profiler)
     return printed.getvalue()
 
 
-def refuse(path: Path) -> list[Path]:
+def refuse(path: Path, model: str) -> list[Path]:
     raise OSError(28, "No space left on device")
 
 
@@ -58,7 +57,7 @@ def test_a_pipeline(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     assert (folder / "timeline.png").stat().st_size > 10_000
     drawn = (folder / "timeline.svg").read_text()
     assert drawn.startswith("<?xml")
-    assert "small in dp 1 · tp 2 · pp 2: step " in drawn
+    assert f"{run.config.model.title} in dp 1 · tp 2 · pp 2: step " in drawn
 
 
 def test_one_process_whose_run_is_shorter_than_the_warm_up(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import torch
 
 from threefold.comm.heartbeat import Heartbeat, ObservedHeartbeat, wait_code
 from threefold.comm.rank_state import PAGE_BYTES, Activity, RunSection, Wait, read
-from threefold.train.profiling import SpanRecorder
+from threefold.planner.profiling import SpanRecorder
 
 
 def test_spans_of_a_step() -> None:
