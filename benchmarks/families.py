@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import torch
 
 from threefold.config import Config, resolve
-from threefold.figures import BLUE, FAINT, GREY, ORANGE, TEXT_SIZE, new_figure, save
 from threefold.models.family import make_model
-from threefold.train.callbacks.loss_curve import smoothed
+from threefold.report.figures import BLUE, FAINT, GREY, ORANGE, TEXT_SIZE, new_figure, save
+from threefold.report.loss_curve import smoothed
 from threefold.train.callbacks.metrics import FILE
 from threefold.train.callbacks.metrics_reading import read_metrics
 

@@ -447,14 +447,20 @@ def modules() -> dict[str, str]:
 
 def attached(kind: str) -> dict[str, str]:
     """Public name that an attached room adds → the module that defines it, relative to the package."""
-    return {name: path.partition(":")[0].removeprefix(f"{PACKAGE}.") for name, path in added(kind).items()}
+    paths = (path.partition(":") for path in added(kind).values())
+    return {name: module.removeprefix(f"{PACKAGE}.") for module, _, name in paths}
+
+
+ATTACHED: Final = {"types": "TYPES", "callbacks": "CHOSEN_CALLBACKS"}
+"""Room of public names → what attached rooms add to it."""
 
 
 def public(path: str) -> Found:
     """The definition of a public name, such as `Plan` or `pipeline.partition_uniform`."""
     *rooms, name = path.split(".")
-    if rooms == ["types"] and name in attached("TYPES"):
-        return find(f"{PACKAGE}.{attached('TYPES')[name]}", name)
+    for room, kind in ATTACHED.items():
+        if rooms == [room] and name in attached(kind):
+            return find(f"{PACKAGE}.{attached(kind)[name]}", name)
     module = literal(PACKAGE, "_ROOMS")[rooms[0]] if rooms else modules()[name]
     return find(".".join([PACKAGE, module, *rooms[1:]]), name)
 
@@ -485,7 +491,7 @@ def public_paths() -> Iterator[str]:
         for name in shown or literal(module, "__all__"):
             if name not in modules():
                 yield f"{room}.{name}"
-    yield from (f"types.{name}" for name in attached("TYPES"))
+    yield from (f"{room}.{name}" for room, kind in ATTACHED.items() for name in attached(kind))
 
 
 def problems() -> Iterator[str]:

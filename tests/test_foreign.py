@@ -162,7 +162,7 @@ DOOR: Final = {"FolderFiles", "path", "own_file", "open_own"}
 ROOMS: Final = {
     "files.py foreign.py checksums.py": "they are the one place, and what it is made of",
     "output.py": "outputs in folders that it has made, and marks on what it may replace, looked at with lstat",
-    "data convert compat parity planner config figures.py": "paths of data, configs and outputs that the user gives",
+    "data convert compat parity planner config": "paths of data, configs and outputs that the user gives",
     "plugins.py": "code, which runs where the user names or trusts it",
     "comm host.py torch_private": "memory of this process group, /proc, /sys, and the installed packages",
 }
@@ -177,7 +177,8 @@ FUNCTIONS: Final = {
         inference/commands/eval.py::command inference/commands/eval.py::_is_earlier_output
         inference/commands/eval.py::_write
         inference/inputs.py::read_prompts inference/inputs.py::require_texts
-        report/document.py::write_page train/saving.py::Checkpoints._sidecar_texts
+        report/document.py::write_page report/figures.py::require_picture report/figures.py::save
+        train/saving.py::Checkpoints._sidecar_texts
         data/conversations.py::ChatTemplate.read data/tokenizer.py::load_tokenizer
     """,
     "code that the user names or trusts": """
@@ -210,7 +211,7 @@ FUNCTIONS: Final = {
         huggingface/files.py::texts_of
         huggingface/files.py::end_tokens huggingface/files.py::imported_config huggingface/import_hf.py::import_model
         huggingface/source.py::check_import train/callbacks/console.py::StepLog.before_fit
-        train/callbacks/metrics.py::RunFile.before_fit train/callbacks/optional.py::Table._begin
+        train/callbacks/metrics.py::RunFile.before_fit report/callbacks.py::Table._begin
     """,
     "standard streams, /dev/null, /dev/shm and /proc": """
         terminal.py::guard_streams launch/device.py::gpu_count launch/environment.py::_environment_of
@@ -220,7 +221,7 @@ FUNCTIONS: Final = {
         launch/process.py::worked_seconds resilience/memory_copy.py::MemoryCopy.__init__
     """,
     "the user's cache": "data/tokenizer.py::_require_tried",
-    "a picture in a new file of `own_file`": "train/callbacks/loss_curve.py::draw",
+    "a picture in a new file of `own_file`": "report/loss_curve.py::draw",
 }
 """Other functions that call such a function or method, by what they open."""
 

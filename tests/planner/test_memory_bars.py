@@ -31,7 +31,7 @@ def test_it_says_every_cause_and_the_limit(tmp_path: Path) -> None:
 
 def test_the_title_is_inside_and_one_rank_has_one_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[Figure] = []
-    monkeypatch.setattr("threefold.figures.save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr("threefold.report.figures.save", lambda figure, path: drawn.append(figure))
     title = "Memory of a model in dp 8 · tp 4 · pp 4 · cp 2 on NVIDIA H100 SXM 96 GB HBM2e, limited to 500 W\nIt fits"
     for count in (1, 4):
         draw_memory(tmp_path / "memory.png", stages(count), 60 * 10**9, title)

@@ -8,10 +8,10 @@ import pytest
 from matplotlib.figure import Figure
 from matplotlib.image import imread
 
-from threefold import figures as style
 from threefold.errors import UserError
 from threefold.planner.pictures import KINDS, TimeSpan, draw_timeline, spans_of
 from threefold.planner.schedule import Timeline, find_planned, program_of, share_of_ranks, simulate
+from threefold.report import figures as style
 
 
 def simulated(name: str, pp: int, chunks: int, count: int) -> Timeline:
@@ -68,7 +68,7 @@ def test_later_stages_of_a_rank_are_lighter(tmp_path: Path) -> None:
 def test_labels_leave_room_beside_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two digits too; a label that does not fit is left out, so that neighbours never touch."""
     drawn: list[Figure] = []
-    monkeypatch.setattr("threefold.figures.save", lambda figure, path: drawn.append(figure))
+    monkeypatch.setattr("threefold.report.figures.save", lambda figure, path: drawn.append(figure))
     for count, labelled in ((12, True), (40, False)):
         timeline = simulated("zbv", 4, 2, count)
         draw_timeline(tmp_path / "a.png", spans_of(timeline), "a title")

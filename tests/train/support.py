@@ -32,9 +32,9 @@ from threefold.data.formats.threefold_folder import Meta
 from threefold.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
+from threefold.report import loss_curve
 from threefold.report.document import RunReport
 from threefold.train import run as entry_point
-from threefold.train.callbacks import loss_curve
 from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.callbacks.records import StepRecord
 from threefold.train.loop import evaluate

@@ -22,7 +22,7 @@ from threefold.data.map_dataset import DistributedDataLoader
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.plugins import import_file
-from threefold.train.callbacks.optional import CSVLog, EpochRecord
+from threefold.report.callbacks import CSVLog, EpochRecord
 from threefold.train.callbacks.records import StepRecord
 from threefold.train.data_checks import DataCheck
 from threefold.train.step import several

@@ -1,15 +1,23 @@
 """Optional callbacks for a run, in addition to the built-in ones; exported as `threefold.callbacks`."""
 
+from typing import Any, Final
+
+from threefold.doors import added, imported
 from threefold.train.callbacks.base import Callback as Callback
 from threefold.train.callbacks.base import CallbackFailed as CallbackFailed
 from threefold.train.callbacks.base import RunContext as RunContext
-from threefold.train.callbacks.optional import CSVLog as CSVLog
-from threefold.train.callbacks.optional import EarlyStopping as EarlyStopping
-from threefold.train.callbacks.optional import EpochMetrics as EpochMetrics
-from threefold.train.callbacks.optional import MLflowRun as MLflowRun
-from threefold.train.callbacks.optional import PhaseTimers as PhaseTimers
-from threefold.train.callbacks.optional import WeightsAndBiases as WeightsAndBiases
 from threefold.train.callbacks.records import EvaluationRecord as EvaluationRecord
 from threefold.train.callbacks.records import StepRecord as StepRecord
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+_ADDED: Final = {path.partition(":")[2]: path for path in added("CHOSEN_CALLBACKS").values()}
+__all__ = ["Callback", "CallbackFailed", "EvaluationRecord", "RunContext", "StepRecord", *_ADDED]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _ADDED:
+        return imported(_ADDED[name])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -410,10 +410,10 @@ def explain_early_stop(run_dir: Path, step: int, reason: str) -> str:
 
 def _require_no_foreign(run_dir: Path, config: Config) -> None:
     """Check that a folder unused by any run has no files that the run would overwrite."""
-    from threefold.train.callbacks import console, loss_curve, metrics
+    from threefold.train.callbacks import console, metrics
     from threefold.train.callbacks.registry import files_of
 
-    replaced = [CONFIG_FILE, metrics.FILE, console.LOG_FILE, loss_curve.FILE, console.REPORT_FILE, GOODPUT_FILE]
+    replaced = [CONFIG_FILE, metrics.FILE, console.LOG_FILE, console.CURVE_FILE, console.REPORT_FILE, GOODPUT_FILE]
     replaced += files_of(config.train.callbacks or ())
     if config.checkpoint.remote is not None and Owner.of_folder(run_dir) is None:
         replaced.append(OWNER_FILE)

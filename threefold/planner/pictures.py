@@ -5,11 +5,11 @@ from pathlib import Path
 from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from threefold import figures
 from threefold.files import format_bytes
 from threefold.foreign import FolderFiles, own_file
 from threefold.planner.schedule import Timeline
 from threefold.planner.search import points_of
+from threefold.report import figures
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -6,4 +6,15 @@ COMMANDS: Final = {
     "watch": ("Train and use", "threefold.report.commands.watch:command"),
     "report": ("Train and use", "threefold.report.commands.report:command"),
 }
-CALLBACKS: Final = {"report": "threefold.report.document:RunReport"}
+CALLBACKS: Final = {
+    "loss_curve": "threefold.report.loss_curve:LossCurve",
+    "report": "threefold.report.document:RunReport",
+}
+CHOSEN_CALLBACKS: Final = {
+    "early_stopping": "threefold.report.callbacks:EarlyStopping",
+    "csv_log": "threefold.report.callbacks:CSVLog",
+    "epoch_metrics": "threefold.report.callbacks:EpochMetrics",
+    "phase_timers": "threefold.report.callbacks:PhaseTimers",
+    "wandb": "threefold.report.callbacks:WeightsAndBiases",
+    "mlflow": "threefold.report.callbacks:MLflowRun",
+}

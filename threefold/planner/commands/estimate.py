@@ -9,8 +9,8 @@ import typer
 from typer import Option
 
 from threefold.errors import UserError
-from threefold.figures import require_picture
 from threefold.files import format_bytes
+from threefold.report.figures import require_picture
 from threefold.terminal import ConfigFile, Overrides, TrustCode, print_table, read_without_data
 
 if TYPE_CHECKING:

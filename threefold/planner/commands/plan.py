@@ -10,9 +10,9 @@ import typer
 from typer import Option
 
 from threefold.errors import UserError
-from threefold.figures import require_picture
 from threefold.files import format_bytes, shown
 from threefold.planner.commands.estimate import AsJson, HardwareName, chosen_hardware
+from threefold.report.figures import require_picture
 from threefold.terminal import ConfigFile, Overrides, TrustCode, read_config, table, whole_number
 
 if TYPE_CHECKING:

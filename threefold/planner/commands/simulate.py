@@ -9,8 +9,8 @@ import typer
 from typer import Option
 
 from threefold.errors import UserError
-from threefold.figures import require_picture
 from threefold.files import counted, shown
+from threefold.report.figures import require_picture
 from threefold.terminal import print_table, shortened, whole_number
 
 if TYPE_CHECKING:

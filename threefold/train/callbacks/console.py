@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 from threefold.errors import OutputLost
 from threefold.files import counted, format_bytes
-from threefold.train.callbacks import loss_curve, metrics, tensorboard
+from threefold.train.callbacks import metrics, tensorboard
 from threefold.train.callbacks.base import Callback, RunContext, clock, on_terminal, say
 from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
 from threefold.train.callbacks.metrics import LineFile
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.live import Live
 
 LOG_FILE = "train.log"
-REPORT_FILE = "report.html"  # report of the run (`threefold.report.document`)
+CURVE_FILE, REPORT_FILE = "loss.png", "report.html"  # curve and report of the run (`threefold.report`)
 
 
 class EventLines(Callback):
@@ -168,7 +168,7 @@ class Summary(Callback):
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        files = {"report": REPORT_FILE, "loss curve": loss_curve.FILE, "metrics": metrics.FILE}
+        files = {"report": REPORT_FILE, "loss curve": CURVE_FILE, "metrics": metrics.FILE}
         files["TensorBoard"] = tensorboard.TENSORBOARD_FOLDER
         return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / GOODPUT_FILE)
 

@@ -23,18 +23,10 @@ _ALWAYS: Final = {  # callbacks of every run, in calling order
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
     "tensorboard": "threefold.train.callbacks.tensorboard:TensorBoard",
     "step_log": "threefold.train.callbacks.console:StepLog",
-    "loss_curve": "threefold.train.callbacks.loss_curve:LossCurve",
     **added("CALLBACKS"),
     "summary": "threefold.train.callbacks.console:Summary",
 }
-_CHOSEN: Final = {  # callbacks of a run that names them in `train.callbacks`
-    "early_stopping": "threefold.train.callbacks.optional:EarlyStopping",
-    "csv_log": "threefold.train.callbacks.optional:CSVLog",
-    "epoch_metrics": "threefold.train.callbacks.optional:EpochMetrics",
-    "phase_timers": "threefold.train.callbacks.optional:PhaseTimers",
-    "wandb": "threefold.train.callbacks.optional:WeightsAndBiases",
-    "mlflow": "threefold.train.callbacks.optional:MLflowRun",
-}
+_CHOSEN: Final = added("CHOSEN_CALLBACKS")  # callbacks of a run that names them in `train.callbacks`
 CALLBACKS: Final = Registry("train.callbacks", "threefold.callbacks", {**_ALWAYS, **_CHOSEN}, takes_paths=True)
 
 Entry = str | Mapping[str, Any]

@@ -7,7 +7,7 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from threefold.train.callbacks.loss_curve import draw
+from threefold.report.loss_curve import draw
 
 STEPS = 120
 SPAN = 7

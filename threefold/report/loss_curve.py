@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from threefold.comm.layout import Layout
-from threefold.figures import BLUE, DPI, FAINT, GREY, ORANGE, TEXT_SIZE, new_figure
 from threefold.foreign import own_file
+from threefold.report.figures import BLUE, DPI, FAINT, GREY, ORANGE, TEXT_SIZE, new_figure
 from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
+from threefold.train.callbacks.console import CURVE_FILE
 from threefold.train.callbacks.metrics import FILE as METRICS_FILE
 from threefold.train.callbacks.metrics_reading import read_metrics
-
-FILE = "loss.png"
 
 
 class LossCurve(Callback):
@@ -22,7 +21,7 @@ class LossCurve(Callback):
     def for_run(cls, run: RunContext) -> Callback:
         model, layout = run.config.model, Layout.from_config(run.config.parallel)
         title = f"{model.title} in {layout}: loss of {run.run_dir.name}"
-        return cls(run.run_dir / FILE, run.run_dir / METRICS_FILE, model.vocab_size, title)
+        return cls(run.run_dir / CURVE_FILE, run.run_dir / METRICS_FILE, model.vocab_size, title)
 
     def __init__(self, path: Path, metrics: Path, vocab_size: int, title: str) -> None:
         self.path, self.metrics, self.vocab_size, self.title = path, metrics, vocab_size, title
