@@ -24,7 +24,7 @@ from hardware import hardware_line
 from rich.console import Console
 from rich.table import Table
 
-from threefold.comm.shared_memory import SharedMemoryGroup, over_shared_memory
+from threefold.cpu.shared_memory import SharedMemoryGroup, over_shared_memory
 
 SIZES = [1 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20]
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

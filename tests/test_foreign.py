@@ -164,7 +164,7 @@ ROOMS: Final = {
     "output.py": "outputs in folders that it has made, and marks on what it may replace, looked at with lstat",
     "data convert compat parity planner config": "paths of data, configs and outputs that the user gives",
     "plugins.py": "code, which runs where the user names or trusts it",
-    "comm host.py torch_private": "memory of this process group, /proc, /sys, and the installed packages",
+    "comm cpu host.py torch_private": "memory of this process group, /proc, /sys, and the installed packages",
 }
 """Rooms that open no file of a run, a checkpoint or a model folder by themselves, and what they open."""
 CLOSER: Final = ("data/conversations.py", "data/tokenizer.py")

@@ -18,3 +18,6 @@ LONGEST_DOCUMENT: Final = 1 << 26
 length, which takes ten times its size in memory."""
 MOST_IDS: Final = 2**31 - 1
 """Limit on the size of a vocabulary: token files have ids of 32 bits."""
+
+STAGED_GLOO: Final = "staged_gloo"
+"""Name, for `torch.distributed`, of the backend of `parallel.backend: gloo` on GPUs (`threefold.cpu.staged`)."""

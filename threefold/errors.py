@@ -32,6 +32,16 @@ class ProcessFault(UserError):
     """Limit reached by a process, such as its open files; restarting the run may succeed."""
 
 
+class PeerLostError(ConnectionError):
+    """A process of a group ended while this one was waiting for it; the message begins with its rank."""
+
+    @property
+    def rank(self) -> int | None:
+        """Rank that ended; None if the message does not begin with it."""
+        found = re.match(r"rank (\d+) ended", str(self))
+        return int(found[1]) if found else None
+
+
 class OutputLost(UserError):
     """Standard output that was closed by its reader, or is on a full disk."""
 

@@ -10,7 +10,7 @@ from tests.support.sweep import sweep
 from threefold.api.prepare import GlobalBatchNorm
 from threefold.api.prepared_loader import CurrentBatch
 from threefold.api.prepared_model import GradSync
-from threefold.comm.axis import reduce_from
+from threefold.comm.differentiable import reduce_from
 
 UNEVEN = Script("conv", "adamw", "float64", epochs=1)
 ONE_ROW = Script("conv", "sgd", "float64", rows=9, batch=4, epochs=1)

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from threefold.comm import shared_memory
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import ModelConfig
+from threefold.cpu import shared_memory
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.stage import TiedWeights

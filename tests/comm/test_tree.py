@@ -11,7 +11,7 @@ from tests.support.devices import staged_on
 from threefold.comm.axis import Axis, Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.comm.shared_memory import SharedMemorySizes
+from threefold.cpu.shared_memory import SharedMemorySizes
 from threefold.ops.exact_products import tree_sum
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.sweep import sweep
-from threefold.comm.axis import gather_from, local_part, reduce_from
+from threefold.comm.axis import local_part
+from threefold.comm.differentiable import gather_from, reduce_from
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.compat.paddle import Splitter, split

@@ -167,7 +167,7 @@ def test_exceptions_are_what_the_console_says() -> None:
 
 def test_a_rank_that_lost_another_does_not_blame_itself() -> None:
     """Nor does it show a user the path of a class of torch."""
-    from threefold.comm.segments import PeerLostError
+    from threefold.errors import PeerLostError
     from threefold.launch.failure import from_exception, of_lost_peer
 
     def told(error: Exception) -> str:

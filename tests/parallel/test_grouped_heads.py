@@ -8,7 +8,8 @@ from torch import Tensor
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, check, departures, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
-from threefold.comm.axis import Event, gather_from
+from threefold.comm.axis import Event
+from threefold.comm.differentiable import gather_from
 from threefold.parallel import shard_modules
 from threefold.parallel.leaf import local
 from threefold.parallel.shard_modules import GroupedHeadsLinear

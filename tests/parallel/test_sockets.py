@@ -23,7 +23,7 @@ CASES |= {
 
 
 def in_layout_over_sockets(case: Case) -> Trace:
-    with patch.object(mesh, "over_shared_memory", side_effect=AssertionError("shared memory was set up")):
+    with patch.object(mesh, "hook", side_effect=AssertionError("shared memory was set up")):
         return in_layout(case)
 
 

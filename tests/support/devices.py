@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.comm.staged import BACKEND, StagedGroup, register_backend
+from threefold.constants import STAGED_GLOO
+from threefold.cpu.staged import StagedGroup, register_backend
 from threefold.torch_private.distributed import default_store
 
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
@@ -49,7 +50,7 @@ def staged_on(device: str, fn: Callable[..., Any], *args: Any) -> Any:
     """Call `fn` in a gloo group that copies through the CPU, even on the CPU."""
     if device == "cuda":
         register_backend()
-        return _in_group(BACKEND, fn, *args)
+        return _in_group(STAGED_GLOO, fn, *args)
     if STAGED_ALL not in dist.Backend.backend_list:
         dist.Backend.register_backend(STAGED_ALL, AllStaged, devices=["cpu"])
 

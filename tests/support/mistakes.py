@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from torch import Tensor
 
-from threefold.comm import axis as collectives
+from threefold.comm import differentiable as collectives
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
 from threefold.parallel import parameter

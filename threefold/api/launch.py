@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from threefold.comm.layout import Layout
-from threefold.comm.staged import BACKEND
+from threefold.constants import STAGED_GLOO
 from threefold.errors import UserError, naming_arguments, require_whole
 from threefold.launch.device import choose_device, gpu_count
 from threefold.launch.environment import LaunchedRank, find_launched_rank, meet, missing_variables
@@ -300,7 +300,7 @@ def init_mesh(
             "ranks have one layout: give the same in every call and on every rank."
         )
     backend = dist.get_backend_config()
-    on_gpu = ("nccl" in backend or BACKEND in backend) and torch.cuda.is_available()
+    on_gpu = ("nccl" in backend or STAGED_GLOO in backend) and torch.cuda.is_available()
     device_here = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     remedy = "start every rank with the same code and environment"
     for each in require_same(facts_of_process(), {"the processor": processor(device_here)}, remedy):

@@ -17,7 +17,8 @@ from threefold.api.prepared_loader import CurrentBatch, PreparedLoader
 from threefold.api.prepared_model import GradSync, PreparedModule
 from threefold.api.prepared_optimizer import PreparedOptimizer, PreparedScheduler, require_matches
 from threefold.comm.agreement import require_same_arguments
-from threefold.comm.axis import Axis, copy_to, reduce_from
+from threefold.comm.axis import Axis
+from threefold.comm.differentiable import copy_to, reduce_from
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
 from threefold.dtypes import DTYPES
@@ -179,7 +180,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor | None:
         )
     if not isinstance(max_norm, int | float) or not max_norm > 0:
         raise UserError(f"max_norm is {max_norm} but must be above 0; use 1.0.")
-    return model.sync.clip_global_norm_(float(max_norm))
+    return model.sync.clip_(float(max_norm))
 
 
 def _model_among(objects: Sequence[Any]) -> nn.Module | None:

@@ -1,27 +1,31 @@
-"""The axis of the mesh: its collectives, the differentiable ones of layers, and the record of collectives."""
+"""The axis of the mesh: its collectives, and the record of collectives."""
 
 import io
 import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial, wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, Final, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 from threefold.comm import tree
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import shard_bounds
-from threefold.comm.shared_memory import SharedMemoryGroup
 from threefold.errors import UserError
-from threefold.torch_private.distributed import BLOCKING_GATHER, BLOCKING_MAX, BLOCKING_SCATTER, BLOCKING_SUM
-from threefold.torch_private.runtime import Handle, operator
+from threefold.torch_private.distributed import (
+    BLOCKING_GATHER,
+    BLOCKING_MAX,
+    BLOCKING_SCATTER,
+    BLOCKING_SUM,
+    PythonGroup,
+)
+from threefold.torch_private.runtime import Handle
 from threefold.torch_private.tensors import foreach_copy_
 
 _P = ParamSpec("_P")
@@ -85,6 +89,37 @@ class EventRecorder:
             log.append(Event(axis, operation, parts * tensor.nbytes))
 
 
+REFUSED: Final = "it calls a collective, which the other ranks do not"
+
+
+class HostGroup(PythonGroup):
+    """Process group of ranks of one host that an attached room makes of gloo's (hook `over_shared_memory`).
+
+    Its collectives of CPU tensors go through shared memory and give the same bits on all ranks, as they add in a binary
+    tree over the ranks.
+    """
+
+    _refuses = False
+
+    def sum_of(self, tensor: Tensor) -> Tensor:
+        """Return the sum of `tensor`, of any shape, over the ranks: `all_reduce` without a copy of the summand."""
+        raise NotImplementedError
+
+    @contextmanager
+    def refusing(self) -> Iterator[None]:
+        """Raise a `RuntimeError` from collectives in the block, which the other ranks do not run."""
+        self._refuses = True
+        try:
+            yield
+        finally:
+            self._refuses = False
+
+    def require_collectives(self) -> None:
+        """Raise a `RuntimeError` in a `refusing` block."""
+        if self._refuses:
+            raise RuntimeError(REFUSED)
+
+
 @dataclass(frozen=True)
 class Axis:
     """Group of ranks that differ from this one along one axis only, with its collectives.
@@ -93,8 +128,8 @@ class Axis:
         name: `dp`, `pp`, `cp`, `tp`, `world`, or the name given to `Mesh.new_axis`.
         ranks: global ranks of the group, in the order of the axis.
         index: this rank's index in `ranks`.
-        group: process group of the ranks, for `torch.distributed`, and a `SharedMemoryGroup` if they share memory; None
-            in a single process.
+        group: process group of the ranks, for `torch.distributed`, and a `HostGroup` if they share memory; None in a
+            single process.
         device_mesh: one-dimensional mesh for the `DTensor`s of this axis; None for groups that are not an axis.
         heartbeat: heartbeat in which this rank notes its waits, under the axis's `number`.
         in_tree: whether sums of floating-point numbers are computed in a balanced binary tree over the ranks, with
@@ -127,7 +162,7 @@ class Axis:
     @property
     def shares_memory(self) -> bool:
         """Whether collectives of CPU tensors go through shared memory."""
-        return isinstance(self.group, SharedMemoryGroup)
+        return isinstance(self.group, HostGroup)
 
     @property
     def is_first(self) -> bool:
@@ -162,7 +197,7 @@ class Axis:
     @waits("all_reduce")
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor` over the axis, bitwise equal on every rank; `tensor` is unchanged."""
-        if isinstance(self.group, SharedMemoryGroup) and not isinstance(tensor, DTensor):
+        if isinstance(self.group, HostGroup) and not isinstance(tensor, DTensor):
             self.recorder.add(self.name, "all_reduce", tensor)
             return self.group.sum_of(tensor)
         return self.all_reduce_(tensor.clone(memory_format=torch.contiguous_format))
@@ -404,178 +439,10 @@ def gather_uneven(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)]).movedim(0, dim)
 
 
-# No compiler can follow the Python of an `Axis` collective. Compiled code calls an operator instead, which takes the
-# axis as an input, so that one compilation serves layers on different axes.
-
-
-def all_reduce(x: Tensor, axis: Axis) -> Tensor:
-    """Return the sum of `x` over the axis; not differentiable."""
-    return _all_reduce(x, axis.handle) if torch.compiler.is_compiling() else axis.all_reduce(x)
-
-
-def all_reduce_max(x: Tensor, axis: Axis) -> Tensor:
-    """Return the maximum of `x` over the axis; not differentiable."""
-    return _all_reduce_max(x, axis.handle) if torch.compiler.is_compiling() else axis.all_reduce_max_(x.clone())
-
-
-def _like(x: Tensor, axis: Handle) -> Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
-
-
-@operator("all_reduce", _like)
-def _all_reduce(x: Tensor, axis: Handle) -> Tensor:
-    total: Tensor = axis.value.all_reduce(x)
-    return total
-
-
-@operator("all_reduce_max", _like)
-def _all_reduce_max(x: Tensor, axis: Handle) -> Tensor:
-    largest: Tensor = axis.value.all_reduce_max_(x.clone(memory_format=torch.contiguous_format))
-    return largest
-
-
-def all_gather_equal(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Concatenate the ranks' tensors, all of one shape, along `dim`; not differentiable."""
-    if axis.size > 1 and torch.compiler.is_compiling():
-        return _all_gather_equal(x, axis.handle, dim % x.dim(), axis.size)
-    return axis.all_gather_equal(x, dim)
-
-
-def reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's equal shard of the sum of `x` over the axis, along `dim`; not differentiable."""
-    if axis.size > 1 and torch.compiler.is_compiling():
-        return _reduce_scatter(x, axis.handle, dim % x.dim(), axis.size)
-    return axis.reduce_scatter(x, dim)
-
-
-@operator(
-    "all_gather_equal", lambda x, _, dim, ranks: x.new_empty(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
-)
-def _all_gather_equal(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
-    joined: Tensor = axis.value.all_gather_equal(x, dim).contiguous()
-    return joined
-
-
-@operator(
-    "reduce_scatter", lambda x, _, dim, ranks: x.new_empty(*x.shape[:dim], x.shape[dim] // ranks, *x.shape[dim + 1 :])
-)
-def _reduce_scatter(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
-    shard: Tensor = axis.value.reduce_scatter(x, dim).contiguous()
-    return shard
-
-
 def local_part(tensor: Tensor, axis: Axis, dim: int) -> Tensor:
     """Return this rank's shard of an unsharded tensor along `dim`, as a view."""
     start, end = shard_bounds(tensor.shape[dim], axis.size, axis.index)
     return tensor.narrow(dim, start, end - start)
-
-
-def _own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return local_part(x, axis, dim).contiguous()
-
-
-def _gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    return axis.all_gather(x, dim)
-
-
-def differentiable(
-    forward: Callable[..., Tensor],
-    backward: Callable[..., Tensor],
-    again: Callable[[], type[torch.autograd.Function]] | None = None,
-) -> type[torch.autograd.Function]:
-    """Make an autograd function of `forward(x, axis, …)`, whose backward pass is `backward(gradient, axis, …)`.
-
-    `again` returns the function whose forward pass is `backward`, for gradients of gradients.
-    """
-
-    class _Collective(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor, *where: Any) -> Tensor:
-            ctx.where = where
-            return forward(x, *where)
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-            if again is not None and grad.requires_grad and not torch.compiler.is_compiling():
-                return again().apply(grad, *ctx.where), *(None,) * len(ctx.where)
-            return backward(grad, *ctx.where), *(None,) * len(ctx.where)
-
-    return _Collective
-
-
-_Function = type[torch.autograd.Function]
-_CopyTo: _Function = differentiable(lambda x, axis: x.view_as(x), all_reduce, lambda: _ReduceFrom)
-_ReduceFrom: _Function = differentiable(all_reduce, lambda grad, axis: grad, lambda: _CopyTo)
-
-
-def copy_to(x: Tensor, axis: Axis) -> Tensor:
-    """Return `x` unchanged, before ranks compute with their own shards; backward all-reduces the gradients."""
-    return x if axis.size == 1 else _CopyTo.apply(x, axis)
-
-
-def reduce_from(x: Tensor, axis: Axis) -> Tensor:
-    """All-reduce `x` over the axis; backward is the identity."""
-    return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
-
-
-_GatherFrom: _Function = differentiable(_gather, _own_part, lambda: _ScatterTo)
-_ScatterTo: _Function = differentiable(_own_part, _gather, lambda: _GatherFrom)
-_GatherShares: _Function = differentiable(all_gather_equal, reduce_scatter, lambda: _ReduceToShares)
-_ReduceToShares: _Function = differentiable(reduce_scatter, all_gather_equal, lambda: _GatherShares)
-
-
-class _GatherAgain(torch.autograd.Function):
-    """Identity that frees the storage of the gathered tensor, saved to compute `out`, until the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor, x: Tensor, joined: Tensor, axis: Axis, dim: int) -> Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        ctx.save_for_backward(x, joined)
-        joined.untyped_storage().resize_(0)
-        return out.view_as(out)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        x, joined = ctx.saved_tensors
-        again = all_gather_equal(x, ctx.axis, ctx.dim)
-        joined.untyped_storage().resize_(again.nbytes)
-        joined.data.copy_(again)  # hidden from autograd, as the values are unchanged
-        return grad, None, None, None, None
-
-
-def gather_from(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """All-gather `x` along `dim`; backward takes this rank's shard of the gradient."""
-    return x if axis.size == 1 else _GatherFrom.apply(x, axis, dim)
-
-
-def scatter_to(x: Tensor, axis: Axis, dim: int = -1) -> Tensor:
-    """Take this rank's shard of a replicated `x` along `dim`; backward all-gathers the gradients."""
-    return x if axis.size == 1 else _ScatterTo.apply(x, axis, dim)
-
-
-def gather_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """All-gather equal shards along `dim` for results that differ by rank; backward reduce-scatters the gradients."""
-    return x if axis.size == 1 else _GatherShares.apply(x, axis, dim)
-
-
-def over_gathered(compute: Callable[[Tensor], Tensor], x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return `compute(gather_shares(x, axis, dim))`, keeping only the shard `x` for the backward pass.
-
-    The backward pass gathers again (Korthikanti et al., section 4.2.2). `compute` may save its argument for its
-    backward pass, but must return nothing that shares its memory.
-    """
-    if axis.size > 1 and torch.compiler.is_compiling():
-        recomputed = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
-        kept: Tensor = recomputed(lambda shard: compute(gather_shares(shard, axis, dim)), x)
-        return kept
-    joined = gather_shares(x, axis, dim)
-    out = compute(joined)
-    return _GatherAgain.apply(out, x, joined, axis, dim) if axis.size > 1 and out.requires_grad else out
-
-
-def reduce_to_shares(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Reduce-scatter `x` into equal shards along `dim`; backward all-gathers the gradients."""
-    return x if axis.size == 1 else _ReduceToShares.apply(x, axis, dim)
 
 
 def dumps(value: Any) -> bytes:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from threefold.comm.axis import Axis, Event, EventRecorder
+from threefold.comm.axis import REFUSED, Axis, Event, EventRecorder, HostGroup
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
 from threefold.comm.rank_state import Activity
-from threefold.comm.shared_memory import REFUSED, USUAL_SIZES, SharedMemoryGroup, SharedMemorySizes, over_shared_memory
+from threefold.doors import hook
 from threefold.errors import naming_arguments
 from threefold.torch_private import distributed
 from threefold.torch_private.fake import COLLECTIVES, OperationMode
@@ -54,7 +54,7 @@ class Mesh:
             of the process group only.
         exact: whether sums over ranks are computed in a binary tree on every backend, as an exact run needs.
         heartbeat: heartbeat that notes what this rank does; None for one that nobody reads.
-        sizes: sizes of the pieces in shared-memory collectives.
+        sizes: bytes at which shared-memory collectives split their work, which change no result (`SharedMemorySizes`).
 
     Attributes:
         exact: whether the axes' sums are computed in a binary tree (`Axis.in_tree`).
@@ -77,7 +77,7 @@ class Mesh:
         shared_memory: bool = True,
         exact: bool = False,
         heartbeat: Heartbeat | None = None,
-        sizes: SharedMemorySizes = USUAL_SIZES,
+        sizes: tuple[int, ...] = (),
     ) -> None:
         with naming_arguments():
             layout.require_world(dist.get_world_size())
@@ -129,7 +129,7 @@ class Mesh:
     def without_collectives(self) -> Iterator[None]:
         """Raise a `RuntimeError` from collectives in the block, which the other ranks do not run."""
         axes = [each for each in (*vars(self).values(), *self._tp_shares.values()) if isinstance(each, Axis)]
-        groups = {id(each.group): each.group for each in axes if isinstance(each.group, SharedMemoryGroup)}
+        groups = {id(each.group): each.group for each in axes if isinstance(each.group, HostGroup)}
         with ExitStack() as stack:
             for group in groups.values():
                 stack.enter_context(group.refusing())
@@ -284,7 +284,8 @@ class Mesh:
                 distributed.copy_group_timeout(each.group)
         # Gloo's collectives cost latency and system time; shared memory has little of either.
         several = {each.name: each.group for each in planned if each.group is not None and len(each.ranks) > 1}
-        if self._shares_memory and several:
+        over_shared_memory = hook("over_shared_memory") if self._shares_memory and several else None
+        if over_shared_memory is not None:
             shared = over_shared_memory(list(several.values()), *self._sizes, rounding=self.exact)
             several = dict(zip(several, shared, strict=True))
         axes = []
@@ -292,7 +293,7 @@ class Mesh:
             number = self.heartbeat.axis(name, ranks) if len(ranks) > 1 else 0
             index, group = ranks.index(self.rank), several.get(name, group)
             axis = Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number, self.exact)
-            if isinstance(group, SharedMemoryGroup):
+            if isinstance(group, HostGroup):
                 weakref.finalize(axis, distributed.withdraw, group).atexit = False  # frees its memory and pipes
             axes.append(axis)
         return axes

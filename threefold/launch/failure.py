@@ -13,7 +13,7 @@ from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.errors import HardwareFault, ProcessFault, UserError
+from threefold.errors import HardwareFault, PeerLostError, ProcessFault, UserError
 from threefold.files import hide_secrets
 from threefold.host import memory, task_limits
 from threefold.launch.output import log_file
@@ -194,8 +194,6 @@ def of_lost_peer(failure: Failure, error: BaseException) -> Failure:
 
     Errors other than a lost connection return `failure`, that of the rank which raised `error`.
     """
-    from threefold.comm.segments import PeerLostError  # imports torch
-
     error = _first_of_chain(error)
     if isinstance(error, PeerLostError) and error.rank is not None:
         return Failure(error.rank, _gone(failure.rank), failure.when, silent=True)

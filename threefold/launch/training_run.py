@@ -230,9 +230,9 @@ class TrainingRun:
             from threefold.torch_private.runtime import end_openmp_threads
             from threefold.train.run import check_division, import_named
 
-            hook("peak_rate")
-
             import_named(self.config)
+            for name in ("peak_rate", "over_shared_memory", "share_mailbox"):
+                hook(name)
         require_memory(self.config, find_launched_rank(), check_division(self.config))
         if self.config.train.max_restarts:
             import_writer()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.rank_state import Activity, RunSection
+from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.host import usable_cores
 from threefold.launch.device import Backend, gpu_count
@@ -132,15 +133,22 @@ def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
         if timeout:  # an NCCL collective may wait so long: the training thread is not seen to wait in one
             longest = timedelta(seconds=min(4 * timeout, _LONGEST_WAIT.total_seconds()))
     elif info.device == "cuda":
-        from threefold.comm.staged import BACKEND, register_backend
-
-        register_backend()
-        backend = BACKEND
+        backend = staged_backend()
     heartbeat = info.heartbeat or Heartbeat()
     heartbeat.activity(Activity.JOIN)
     with heartbeat.waiting(wait_code("gather", heartbeat.axis("world", range(info.world_size)))):
         dist.init_process_group(backend, store=store, rank=info.rank, world_size=info.world_size, timeout=longest)
         wait_for_all()
+
+
+def staged_backend() -> str:
+    """Register the backend of `torch.distributed` in which gloo also takes tensors of a GPU, and return its name."""
+    register = hook("register_staged")
+    if register is None:
+        raise UserError(
+            "parallel.backend gloo on GPUs needs threefold.cpu, which is not installed; install it, or leave that out."
+        )
+    return str(register())
 
 
 def stay_on_loopback() -> None:

@@ -8,12 +8,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from threefold.comm.axis import copy_to as copy_to
-    from threefold.comm.axis import gather_from as gather_from
-    from threefold.comm.axis import gather_shares as gather_shares
-    from threefold.comm.axis import reduce_from as reduce_from
-    from threefold.comm.axis import reduce_to_shares as reduce_to_shares
-    from threefold.comm.axis import scatter_to as scatter_to
+    from threefold.comm.differentiable import copy_to as copy_to
+    from threefold.comm.differentiable import gather_from as gather_from
+    from threefold.comm.differentiable import gather_shares as gather_shares
+    from threefold.comm.differentiable import reduce_from as reduce_from
+    from threefold.comm.differentiable import reduce_to_shares as reduce_to_shares
+    from threefold.comm.differentiable import scatter_to as scatter_to
     from threefold.comm.layout import Layout as Layout
     from threefold.comm.mesh import Axis as Axis
     from threefold.comm.mesh import Mesh as Mesh

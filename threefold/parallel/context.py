@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from threefold.comm.axis import Axis, all_gather_equal, all_reduce, reduce_scatter
+from threefold.comm.axis import Axis
+from threefold.comm.differentiable import all_gather_equal, all_reduce, reduce_scatter
 from threefold.errors import UserError
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo

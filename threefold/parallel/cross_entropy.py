@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from threefold.comm.axis import Axis, all_reduce, all_reduce_max, reduce_from
+from threefold.comm.axis import Axis
+from threefold.comm.differentiable import all_reduce, all_reduce_max, reduce_from
 from threefold.comm.layout import shard_bounds
 from threefold.constants import IGNORE_INDEX, LOGITS_AT_ONCE
 from threefold.ops.cross_entropy import (

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.comm.axis import (
-    Axis,
+from threefold.comm.axis import Axis
+from threefold.comm.differentiable import (
     all_reduce,
     copy_to,
     differentiable,

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from threefold.comm.axis import Axis, local_part, reduce_from
+from threefold.comm.axis import Axis, local_part
+from threefold.comm.differentiable import reduce_from
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import FAMILIES, OWN

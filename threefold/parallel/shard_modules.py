@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.comm.axis import Axis, gather_shares
+from threefold.comm.axis import Axis
+from threefold.comm.differentiable import gather_shares
 from threefold.comm.layout import shard_bounds
 from threefold.errors import UserError
 from threefold.models import sharding

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.comm.axis import Axis, copy_to, gather_from, over_gathered, reduce_from, reduce_to_shares, scatter_to
+from threefold.comm.axis import Axis
+from threefold.comm.differentiable import copy_to, gather_from, over_gathered, reduce_from, reduce_to_shares, scatter_to
 from threefold.comm.layout import shard_bounds
 from threefold.models.sharding import Column, Row, Vocab
 from threefold.ops import exact, fp8

@@ -19,11 +19,11 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
+from threefold.doors import hook
 from threefold.dtypes import DTYPES
 from threefold.host import keep_freed_memory
 from threefold.models.family import make_model, model_plan
 from threefold.ops.kernels import linear
-from threefold.parallel.pipeline.schedules import share_mailbox
 from threefold.planner.hardware import Link
 from threefold.planner.model_size import ZERO_WEIGHTS
 from threefold.train.step import Engine
@@ -289,7 +289,8 @@ def _collectives(timer: _Timer, mesh: Mesh, nbytes: int) -> dict[str, Collective
 
 def _send_of_stages(pair: Axis, nbytes: int) -> Callable[[Tensor], Tensor] | None:
     """Return the exchange that pipeline stages do, for both ranks of a pair to call; None if they use `send`."""
-    if pair.group is None or not pair.shares_memory:
+    share_mailbox = hook("share_mailbox")
+    if not pair.shares_memory or share_mailbox is None:
         return None
     mailbox, peer = share_mailbox(pair.group, nbytes, 1), 1 - pair.index
     if mailbox is None:

@@ -18,7 +18,6 @@ from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.comm.mesh import Event, Mesh
-from threefold.comm.shared_memory import SharedMemorySizes
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.optimizer import BUILT_IN
@@ -42,7 +41,7 @@ from threefold.verify.layouts import compose
 from threefold.verify.reference import CLIP_SHARE, RATE, READ, SAMPLES, TOKENS, OneProcess, Trace
 
 PIECES: Final = PieceSizes(bucket_bytes=8 << 10, norm_elements=16, logits_at_once=1 << 5)
-SHARED_MEMORY: Final = SharedMemorySizes(slot=4 << 10, sharing=2 << 10)
+SHARED_MEMORY: Final = (4 << 10, 2 << 10)
 FILE_BYTES: Final = 16 << 10
 """Sizes that divide even a shrunk model's tensors into several full and partial pieces, so that a mistake at a bound,
 or in all but the first piece, is no smaller than in the full model."""

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.comm.axis import Axis, differentiable
+from threefold.comm.axis import Axis
+from threefold.comm.differentiable import differentiable
 from threefold.compat.horovod.ranks import rank, world
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError

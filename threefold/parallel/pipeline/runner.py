@@ -11,6 +11,7 @@ from torch import Tensor
 from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.rank_state import Activity
 from threefold.config.schedules import Action, Schedule
+from threefold.doors import hook
 from threefold.parallel.gradient_sums import LeafOrder
 from threefold.parallel.parallelize import Parallelism
 from threefold.parallel.pipeline.scheduled_stage import Mailbox, ScheduledStage, SendQueue, TimedAction
@@ -18,7 +19,6 @@ from threefold.parallel.pipeline.schedules import (
     actions,
     evaluation_schedule,
     find_activations,
-    share_mailbox,
     training_schedule,
 )
 from threefold.parallel.pipeline.stage import Stage, StepSamples
@@ -140,7 +140,8 @@ class PipelineRunner(Runner):
         """Make the schedules for the activations that each stage (of this rank, or before one of them) sends on."""
         pp, count = self._mesh.pp, len(self._numbers)
         # For training; evaluation uses the process group, whose waits keep stages in step.
-        if self._mailbox is None and pp.group is not None and pp.shares_memory:
+        share_mailbox = hook("share_mailbox")
+        if self._mailbox is None and pp.shares_memory and share_mailbox is not None:
             nbytes = max(each.nbytes for given in activations.values() for each in given)
             # An activation and a gradient per micro-batch and stage.
             messages = 2 * max(map(len, activations.values())) * count * len(self._stages)

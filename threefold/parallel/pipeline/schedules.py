@@ -11,11 +11,10 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSingle, W, get_schedule_class
 
 from threefold.comm.mesh import Mesh
-from threefold.comm.segments import Room, share, whole_pages
 from threefold.config.schedules import Action, Orders, OwnSchedule, Schedule, TorchSchedule
 from threefold.models.own_batch import inputs_from
 from threefold.parallel.pipeline.partition import StageMap
-from threefold.parallel.pipeline.scheduled_stage import MOST_BYTES, NOTE, SLOTS, Mailbox, ScheduledStage
+from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
 from threefold.parallel.pipeline.stage import Stage, StepSamples
 from threefold.torch_private import pipelining
 
@@ -101,25 +100,6 @@ def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, 
 def _torch_class(schedule: Schedule) -> type[pipelining.PipelineSchedule]:
     assert isinstance(schedule, TorchSchedule)  # the others are lists of actions
     return get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
-
-
-def share_mailbox(group: dist.ProcessGroup, nbytes: int, messages: int) -> Mailbox | None:
-    """Set up a mailbox between the ranks of a gloo group, or return None if impossible. Collective over the group.
-
-    It carries messages of up to `nbytes` (the first rank's value counts), and up to `messages` of a rank in a pass. All
-    ranks get None if they are not all on one host, the host has no room for the memory or for that many notes, or one
-    has messages of more than `MOST_BYTES`.
-    """
-    shared = share([group], partial(room_for_mail, nbytes=nbytes, messages=messages))[0]
-    return None if shared is None else Mailbox(shared, group)
-
-
-def room_for_mail(size: int, nbytes: int, messages: int) -> Room | None:
-    """Return the memory and pipes that `size` ranks need for messages of up to `nbytes`; None if these are too long."""
-    if nbytes > MOST_BYTES:
-        return None
-    names = [f"{kind}-{index}" for kind in ("inbox", "returns") for index in range(size)]
-    return Room(size * SLOTS * whole_pages(nbytes), dict.fromkeys(names, b""), unread=2 * messages * NOTE.size)
 
 
 def find_activations(

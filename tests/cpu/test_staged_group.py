@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.devices import AllStaged, staged_on
-from threefold.comm.staged import StagedGroup
+from threefold.cpu.staged import StagedGroup
 from threefold.torch_private.distributed import process_group_timeout
 
 RANKS = 3

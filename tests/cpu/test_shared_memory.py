@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.sweep import sweep
-from threefold.comm import segments as shared_memory_setup
-from threefold.comm.segments import PeerLostError
-from threefold.comm.shared_memory import USUAL_SIZES, SharedMemoryGroup, over_shared_memory
+from threefold.cpu import segments as shared_memory_setup
+from threefold.cpu.shared_memory import USUAL_SIZES, SharedMemoryGroup, over_shared_memory
+from threefold.errors import PeerLostError
 
 FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool]

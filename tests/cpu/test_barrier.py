@@ -11,8 +11,9 @@ from unittest.mock import patch
 
 import pytest
 
-from threefold.comm.segments import BARRIER_PIPES, PeerLostError, Shared, memory_bytes, tickets
-from threefold.comm.shared_memory import Barrier
+from threefold.cpu.segments import BARRIER_PIPES, Shared, memory_bytes, tickets
+from threefold.cpu.shared_memory import Barrier
+from threefold.errors import PeerLostError
 
 
 def test_all_pass_and_who_has_passed_may_end(tmp_path):

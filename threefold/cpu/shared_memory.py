@@ -9,8 +9,7 @@ acknowledgement is needed.
 import os
 import struct
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,9 +17,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from threefold.comm.segments import (
+from threefold.comm.axis import HostGroup
+from threefold.comm.tree import HALVES, PostponedWork, accumulate
+from threefold.cpu.segments import (
     SIGNAL_BYTES,
-    PeerLostError,
     Shared,
     close_all,
     poller,
@@ -29,10 +29,8 @@ from threefold.comm.segments import (
     tickets,
     whole_pages,
 )
-from threefold.comm.tree import HALVES, PostponedWork, accumulate
-from threefold.torch_private.distributed import PythonGroup, Work, stand_in
-
-REFUSED = "it calls a collective, which the other ranks do not"
+from threefold.errors import PeerLostError
+from threefold.torch_private.distributed import Work, stand_in
 
 
 class SharedMemorySizes(NamedTuple):
@@ -93,7 +91,7 @@ class _Views(NamedTuple):
     own_share: Tensor  # this rank's share of `result`
 
 
-class SharedMemoryGroup(PythonGroup):
+class SharedMemoryGroup(HostGroup):
     """Process group of ranks on one host, with collectives of CPU tensors in shared memory, the others through gloo.
 
     `torch.distributed` accepts it wherever it accepts the gloo group. Every rank must call the same operations in the
@@ -118,16 +116,6 @@ class SharedMemoryGroup(PythonGroup):
         self._capacity = self._slots.shape[-1]
         self._barrier = Barrier(shared, _OPERATIONS, tuple(map(str, _DTYPES)))
         self._views: dict[tuple[torch.dtype, int], tuple[_Views, _Views]] = {}
-        self._refusing = False
-
-    @contextmanager
-    def refusing(self) -> Iterator[None]:
-        """Raise a `RuntimeError` from collectives in the block, which the other ranks do not run."""
-        self._refusing = True
-        try:
-            yield
-        finally:
-            self._refusing = False
 
     def close(self) -> None:
         """Close the pipes and free the memory. Peers that wait for this rank raise `PeerLostError`."""
@@ -245,8 +233,7 @@ class SharedMemoryGroup(PythonGroup):
 
     def _round(self, operation: str, dtype: torch.dtype, count: int, source: int = 0) -> None:
         """Wait until all ranks have filled their slots, then switch to the other slots."""
-        if self._refusing:
-            raise RuntimeError(REFUSED)
+        self.require_collectives()
         self._barrier.meet(_OPERATION_CODES[operation], _DTYPE_CODES[dtype], count, source)
 
     def _views_of(self, dtype: torch.dtype, count: int) -> _Views:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from threefold.comm import segments as shared_memory_setup
-from threefold.comm.segments import Room, StoreExchange
-from threefold.comm.shared_memory import SharedMemoryGroup, over_shared_memory
+from threefold.cpu import segments as shared_memory_setup
+from threefold.cpu.segments import Room, StoreExchange
+from threefold.cpu.shared_memory import SharedMemoryGroup, over_shared_memory
 from threefold.launch.worker_pool import WorkerError
 
 NOBODY = 65534

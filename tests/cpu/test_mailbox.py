@@ -17,9 +17,9 @@ import torch.distributed as dist
 from tests.parallel.pipeline.pipelines import chunked
 from tests.support.parity import Case, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
-from threefold.comm.segments import PeerLostError, Shared
-from threefold.parallel.pipeline.scheduled_stage import MOST_BYTES, SLOTS, Mailbox
-from threefold.parallel.pipeline.schedules import room_for_mail, share_mailbox
+from threefold.cpu.mailbox import MOST_BYTES, SLOTS, SharedMailbox, room_for_mail, share_mailbox
+from threefold.cpu.segments import Shared
+from threefold.errors import PeerLostError
 
 PAGE = mmap.PAGESIZE
 BYTES = torch.Size([PAGE])
@@ -191,7 +191,7 @@ def test_a_full_pipe_is_waited_for() -> None:
 
 
 @contextmanager
-def _full(one: Mailbox, two: Mailbox, operation: str) -> Iterator[Callable[[], object]]:
+def _full(one: SharedMailbox, two: SharedMailbox, operation: str) -> Iterator[Callable[[], object]]:
     """With a pipe that `two` reads full; gives what makes `one` write into it."""
     for _ in range(2):
         two.send(torch.tensor([1.0]), 0)
@@ -252,7 +252,7 @@ def count_mail(case: Case) -> tuple[int, int]:
     """Messages that this rank sends by mail in a step, and in an evaluation."""
     engine = make_engine(case)
     batch = shard_of(case, 0, engine.mesh.dp.index)
-    with patch.object(Mailbox, "send", autospec=True, side_effect=Mailbox.send) as send:
+    with patch.object(SharedMailbox, "send", autospec=True, side_effect=SharedMailbox.send) as send:
         engine.train_step(batch, 0)
         trained = send.call_count
         engine.evaluate(batch)
@@ -272,7 +272,7 @@ def descriptors_before_a_run(case: Case) -> int:
 
 
 @contextmanager
-def _mailboxes(size: int, timeout: float = 20.0) -> Iterator[list[Mailbox]]:
+def _mailboxes(size: int, timeout: float = 20.0) -> Iterator[list[SharedMailbox]]:
     """Of `size` ranks, from 10 on, all in this process, which have begun a pass; without a process group."""
     room, ends = room_for_mail(size, PAGE, 3 * SLOTS), [os.pipe() for _ in range(size)]
     assert room is not None
@@ -283,7 +283,7 @@ def _mailboxes(size: int, timeout: float = 20.0) -> Iterator[list[Mailbox]]:
         both = tuple(os.open(f"/proc/self/fd/{read}", os.O_RDWR | os.O_NONBLOCK) for read, _ in pipes)
         alive = {peer: os.dup(ends[peer][0]) for peer in range(size) if peer != index}
         shared = Shared(list(range(10, 10 + size)), index, memory, both, alive, ends[index][1], timeout)
-        made.append(Mailbox(shared, None))  # type: ignore[arg-type]
+        made.append(SharedMailbox(shared, None))  # type: ignore[arg-type]
     for end in [*(end for end, _ in ends), *(end for pipe in pipes for end in pipe)]:
         os.close(end)
     for each in made:

@@ -2,16 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from threefold.constants import STAGED_GLOO
 from threefold.torch_private.distributed import PythonGroup, Work, with_gloo
-
-BACKEND: Final = "staged_gloo"
-"""Name of the backend, for `torch.distributed.init_process_group`."""
 
 
 class _StagedWork(Work):
@@ -90,7 +88,7 @@ class StagedGroup(PythonGroup):
         return tensor.device.type != "cpu"
 
     def getBackendName(self) -> str:
-        return BACKEND
+        return STAGED_GLOO
 
     broadcast = _staged("broadcast", "both")
     allreduce = _staged("allreduce", "both")
@@ -121,7 +119,8 @@ class StagedGroup(PythonGroup):
         return works[-1]
 
 
-def register_backend() -> None:
-    """Register `BACKEND` with torch, unless it is registered."""
-    if BACKEND not in dist.Backend.backend_list:
-        dist.Backend.register_backend(BACKEND, StagedGroup, devices=["cpu", "cuda"])
+def register_backend() -> str:
+    """Register `STAGED_GLOO` with torch, unless it is registered, and return its name."""
+    if STAGED_GLOO not in dist.Backend.backend_list:
+        dist.Backend.register_backend(STAGED_GLOO, StagedGroup, devices=["cpu", "cuda"])
+    return STAGED_GLOO

@@ -5,7 +5,6 @@ import fcntl
 import json
 import mmap
 import os
-import re
 import select
 import tempfile
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -227,16 +226,6 @@ class StoreExchange:
     def agreed(self, name: str) -> bool:
         """Wait until all ranks have voted on a question; return whether all voted for it."""
         return self.told(name) == "1"
-
-
-class PeerLostError(ConnectionError):
-    """A process of the group ended while this one was waiting for it; the message begins with its rank."""
-
-    @property
-    def rank(self) -> int | None:
-        """Rank that ended; None if the message does not begin with it."""
-        found = re.match(r"rank (\d+) ended", str(self))
-        return int(found[1]) if found else None
 
 
 def poller(pipe: int, alive: Mapping[int, int]) -> select.poll:
