@@ -62,10 +62,7 @@ lint: .venv/test-ready
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
-	$(BIN)/python docs/house.py --check
-	$(BIN)/python docs/capabilities.py --check
-	$(BIN)/python docs/api.py --check
-	$(BIN)/python -m tests.mutations.run --write-docs --check
+	$(BIN)/python -m docs.generate
 
 # Ratios against what a user would pick instead; needs an idle machine, takes about ten minutes.
 benchmark: .venv/test-ready
@@ -81,20 +78,16 @@ benchmark: .venv/test-ready
 	$(BIN)/python benchmarks/attention.py
 	$(BIN)/python benchmarks/generation.py
 
-# The reference of the settings, from the schema; what goes with what, from the rules; the rooms, from the imports; the
-# tests of each capability, from docs/capabilities.toml; the public names, from their docstrings; the mistakes, from their
-# catalogue.
+# What the site has beside the pages: the settings, from their schema; what can be combined, from the rules; the commands and the
+# public names, from the code; the rooms, from the imports; capabilities, promises and mistakes, from their lists.
 docs: .venv/test-ready
-	$(BIN)/threefold config reference > docs/config.md
-	$(BIN)/python docs/compatibility.py
-	$(BIN)/python docs/house.py
-	$(BIN)/python docs/capabilities.py
-	$(BIN)/python docs/api.py
-	$(BIN)/python -m tests.mutations.run --write-docs
+	$(BIN)/python -m docs.generate
 
-# The pages of docs/ as a site, with search, in docs/_build/site; its tools have an environment of their own.
-docs-site: .venv-docs/ready
-	.venv-docs/bin/sphinx-build --fail-on-warning --keep-going --quiet -j auto docs docs/_build/site
+# The pages of docs/ as a site, with search, in docs/_build/site; its tools have an environment of their own. With
+# SPHINX_OPTIONS='-t online' the names of Python and torch are links.
+SPHINX_OPTIONS ?=
+docs-site: docs .venv-docs/ready
+	.venv-docs/bin/sphinx-build --fail-on-warning --keep-going --quiet -j auto $(SPHINX_OPTIONS) docs docs/_build/site
 	@echo "The site: docs/_build/site/index.html"
 
 clean:

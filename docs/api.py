@@ -1,12 +1,11 @@
-"""Writes docs/api.md and the pages in docs/api from the signatures and docstrings of the public names (`make docs`).
+"""Reference of the Python library, from the signatures and docstrings of the public names.
 
-With `--check` it only compares. Ends with status 1 where a public name is on no page, or an argument is not explained.
-The sources are parsed, not imported.
+`docs/generate.py` writes it into the site; each name is an object of Sphinx's Python domain. The sources are parsed,
+not imported.
 """
 
 import ast
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -17,29 +16,7 @@ from typing import Any, Final
 from threefold.doors import added
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "api.md"
-FOLDER = ROOT / "docs" / "api"
 PACKAGE: Final = "threefold"
-LONGEST: Final = 100
-"""Characters of a signature that stands on one line."""
-
-HEAD = """# The Python library
-
-```python
-import threefold as t3
-```
-
-These names do from Python everything that the command line does. They are loaded on first use: `import threefold`
-alone does not import torch. A wrong call raises `UserError` with one sentence that names the argument, its value, the
-rule and the nearest value that works. The [guides](guides/README.md) use these names in complete examples.
-
-*Collective* means that every rank of the mesh must make the call, at the same point in the program.
-
-| | |
-|---|---|
-"""
-MARK: Final = "<!-- written by docs/api.py from the docstrings -->"
-
 GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
     "run": (
         "A run from a config",
@@ -282,13 +259,11 @@ def shown(argument: ast.arg, default: ast.expr | None) -> str:
     return f"{argument.arg}{kind}{value}"
 
 
-def call(name: str, arguments: list[str], result: str = "") -> str:
-    """A signature as code."""
+def directive(kind: str, path: str, arguments: list[str] | None = None, result: str = "", option: str = "") -> str:
+    """An object of Sphinx's Python domain: `path` is its name after the package's, `option` a line of the directive."""
+    signature = "" if arguments is None else f"({', '.join(arguments)})"
     arrow = f" -> {result}" if result else ""
-    line = f"{name}({', '.join(arguments)}){arrow}"
-    if len(line) > LONGEST:
-        line = f"{name}(\n" + "".join(f"    {each},\n" for each in arguments) + f"){arrow}"
-    return f"```text\n{line}\n```"
+    return f"```{{py:{kind}}} {PACKAGE}.{path}{signature}{arrow}\n" + (f":{option}\n" if option else "") + "```"
 
 
 def arguments_of(found: Found, is_method: bool = False) -> list[str]:
@@ -421,22 +396,26 @@ def members(name: str, found: Found) -> Iterator[ast.FunctionDef]:
 
 
 def entry(name: str, found: Found, path: str) -> Iterator[str]:
-    """What the page says of a name."""
-    yield f"## `{path}`"
+    """The Markdown of a name: a heading, the object with its signature, its description, and its members."""
+    yield f"## `{PACKAGE}.{path}`"
     if isinstance(found.node, ast.Assign):
-        yield f"```text\n{ast.unparse(found.node)}\n```"
-    elif name not in MADE_ELSEWHERE:
-        yield call(name, arguments_of(found), result_of(found.node))
+        yield directive("data", path, option=f"value: {ast.unparse(found.node.value)}")
+    else:
+        kind = "class" if isinstance(found.node, ast.ClassDef) else "function"
+        made = None if name in MADE_ELSEWHERE else arguments_of(found)
+        yield directive(kind, path, made, result_of(found.node))
     yield described(found.text)
     if not isinstance(found.node, ast.ClassDef):
         return
     for node in members(name, found):
         text = described(ast.get_docstring(node) or "")
+        result, member = result_of(node), f"{path}.{node.name}"
         if any(each in ("property", "cached_property") for each in decorators(node)):
-            yield f"### `{name}.{node.name}`\n\n`{result_of(node)}`. {text}"
+            shown = directive("property", member, option=f"type: {result}" if result else "")
+            yield f"### `{name}.{node.name}`\n\n{shown}\n\n{text}"
         else:
-            signature = call(f"{name}.{node.name}", parameters(node, True), result_of(node))
-            yield f"### `{name}.{node.name}()`\n\n{signature}\n\n{text}"
+            shown = directive("method", member, parameters(node, True), result)
+            yield f"### `{name}.{node.name}()`\n\n{shown}\n\n{text}"
 
 
 def modules() -> dict[str, str]:
@@ -465,18 +444,18 @@ def public(path: str) -> Found:
     return find(".".join([PACKAGE, module, *rooms[1:]]), name)
 
 
-def pages() -> dict[Path, str]:
-    """The text of each file."""
-    rows, made = [], dict[Path, str]()
+def table() -> str:
+    """The pages of the library, with the names that each has."""
+    rows = ["| | |", "|---|---|"]
     for file, (title, what, paths) in GROUPS.items():
-        names = ", ".join(f"`{path}`" for path in paths)
-        rows.append(f"| [{title}](api/{file}.md) | {what} {names} |")
-        parts = [f"# {title}", f"{what} All names: [the Python library](../api.md).", MARK]
-        for path in paths:
-            parts += entry(path.split(".")[-1], public(path), f"{PACKAGE}.{path}")
-        made[FOLDER / f"{file}.md"] = "\n\n".join(part for part in parts if part) + "\n"
-    made[PAGE] = HEAD + "\n".join(rows) + f"\n\n{MARK}\n"
-    return made
+        rows.append(f"| [{title}](api/{file}.md) | {what} {', '.join(f'`{path}`' for path in paths)} |")
+    return "\n".join(rows) + "\n"
+
+
+def page(file: str) -> str:
+    """The entries of a page of docs/api."""
+    parts = [part for path in GROUPS[file][2] for part in entry(path.split(".")[-1], public(path), path)]
+    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def public_paths() -> Iterator[str]:
@@ -516,24 +495,3 @@ def problems() -> Iterator[str]:
             word = re.split(r"[:=]", argument)[0].strip().lstrip("*")
             if word and word not in explained:
                 yield f"{path} does not say what {word} is"
-
-
-def main() -> None:
-    """Write the pages, or with `--check` end with status 1 where they are not current."""
-    if found := list(problems()):
-        sys.exit("docs/api.py: " + "; ".join(found))
-    made = pages()
-    there = {file: file.read_text(encoding="utf-8") for file in (PAGE, *FOLDER.glob("*.md")) if file.is_file()}
-    if "--check" in sys.argv:
-        if made != there:
-            sys.exit("docs/api.md and docs/api do not show the docstrings as they are; run `make docs`")
-        return
-    FOLDER.mkdir(exist_ok=True)
-    for file in there.keys() - made.keys():
-        file.unlink()
-    for file, text in made.items():
-        file.write_text(text, encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

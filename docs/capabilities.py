@@ -1,10 +1,9 @@
-"""Writes docs/capabilities.md from docs/capabilities.toml and the tests (`make docs`); `--check` only compares.
+"""Tables of capabilities and of promises with the tests that show each, for the site (`docs/generate.py`).
 
-Ends with status 1 where a capability names no test, or one that does not exist.
+`docs/capabilities.toml` and `docs/guarantees.toml` have the rows; which tests are slow is read from the tests.
 """
 
 import ast
-import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -12,19 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-SOURCE, PAGE = ROOT / "docs" / "capabilities.toml", ROOT / "docs" / "capabilities.md"
-
-HEAD = """# Capabilities and the tests that prove them
-
-Each row describes a capability of Threefold and lists the tests that prove it. `make test-slow` runs the tests marked
-`(slow)`, and `make test-sweep` those marked `(sweep)`. `make test` runs the others, many of them only in some of their
-cases. "Equal" means that losses, gradients of every parameter before the update, and weights after several steps differ
-from those of one process with the unsplit model only by rounding: at most 10⁻⁵ in fp32 and 10⁻¹² in fp64. That the
-tests detect mistakes is checked with the [catalog of mistakes](mutations.md), each of which a named test must find.
-[Guarantees](guarantees.md) lists the promises about files, folders and errors.
-
-<!-- written by docs/capabilities.py from docs/capabilities.toml -->
-"""
+FOLDER = ROOT / "docs"
 
 
 @cache
@@ -49,16 +36,20 @@ def _mark(found: set[str]) -> str:
     return next((mark for mark in ("sweep", "slow") if f"pytest.mark.{mark}" in found), "")
 
 
-def problems(sections: list[dict[str, Any]]) -> Iterator[str]:
-    """A sentence for each capability without a test, and for each test that does not exist."""
-    for section in sections:
-        for capability in section["capability"]:
-            if not capability["tests"]:
-                yield f"no test is named for: {capability['what']}"
-            for test in capability["tests"]:
-                file, _, name = test.partition("::")
-                if not tests_in(file) or (name and name not in tests_in(file)):
-                    yield f"there is no {test}, named for: {capability['what']}"
+def sections(name: str) -> list[dict[str, Any]]:
+    """The sections of docs/NAME.toml: each has a `name` and rows, which have `what` and `tests`."""
+    return tomllib.loads((FOLDER / f"{name}.toml").read_text(encoding="utf-8"))["section"]  # type: ignore[no-any-return]
+
+
+def problems(found: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield a sentence for each row without a test, and for each test that does not exist."""
+    for row in (row for section in found for row in section["row"]):
+        if not row["tests"]:
+            yield f"no test is named for: {row['what']}"
+        for test in row["tests"]:
+            file, _, name = test.partition("::")
+            if not tests_in(file) or (name and name not in tests_in(file)):
+                yield f"there is no {test}, named for: {row['what']}"
 
 
 def cell(test: str) -> str:
@@ -70,26 +61,12 @@ def cell(test: str) -> str:
     return f"[`{test.removeprefix('tests/')}`](../{file})" + (f" ({mark})" if mark else "")
 
 
-def page(sections: list[dict[str, Any]]) -> str:
-    lines = [HEAD]
-    for section in sections:
-        lines += [f"## {section['name']}", "", "| Capability | Proved by |", "|---|---|"]
-        for capability in section["capability"]:
-            lines.append(f"| {capability['what']} | {'<br>'.join(map(cell, capability['tests']))} |")
+def page(found: list[dict[str, Any]]) -> str:
+    """A table for each section."""
+    lines = []
+    for section in found:
+        lines += [f"## {section['name']}", "", "| | Shown by |", "|---|---|"]
+        for row in section["row"]:
+            lines.append(f"| {row['what']} | {'<br>'.join([*map(cell, row['tests']), *row.get('also', ())])} |")
         lines.append("")
     return "\n".join(lines)
-
-
-def main() -> None:
-    """Write the page, or with `--check` end with status 1 where it is not current."""
-    sections = tomllib.loads(SOURCE.read_text(encoding="utf-8"))["section"]
-    if found := list(problems(sections)):
-        sys.exit("docs/capabilities.toml: " + "; ".join(found))
-    if "--check" not in sys.argv:
-        PAGE.write_text(page(sections), encoding="utf-8")
-    elif not PAGE.is_file() or PAGE.read_text(encoding="utf-8") != page(sections):
-        sys.exit("docs/capabilities.md does not show docs/capabilities.toml and the tests as they are; run `make docs`")
-
-
-if __name__ == "__main__":
-    main()

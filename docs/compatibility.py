@@ -1,21 +1,16 @@
-"""Writes docs/compatibility.md, which features go together, from the features and a config's checks (`make docs`)."""
+"""Page of the features that can be combined, from the features and a config's checks (`docs/generate.py`)."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from threefold.config.reference import FEATURES, Feature, Settings, config_with
 from threefold.config.rules import RULES, Rule
 from threefold.errors import UserError
 
-PAGE = Path(__file__).with_suffix(".md")
-
 _INTRODUCTION = """\
 # Compatibility of features
-
-<!-- Written by `make docs` from threefold/config/rules.py and threefold/config/reference.py. -->
 
 **Any two of these {features} features can be combined, except for the pairs in the first table.** The results equal
 those of one process up to rounding: the test suite runs each of the {pairs} pairs. A combination that does not work is
@@ -198,7 +193,3 @@ def _bold(names: Sequence[str]) -> str:
 
 def _yaml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-if __name__ == "__main__":
-    PAGE.write_text(markdown(), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 The pages link to each other and into the repository as they do on its own pages. For the site, links to a file that is
 no page become downloads, those to a folder plain text, and pages of `REPOSITORY` have the text of a file elsewhere.
+Where a page has `<!-- generated: NAME -->`, the site has the part that `docs/generate.py` wrote.
 """
 
 import os
@@ -24,9 +25,19 @@ project = "Threefold"
 copyright = "The Threefold authors; Apache-2.0"
 extensions = ["myst_parser", "sphinx_copybutton"]
 root_doc = "index"
+if tags.has("online"):  # noqa: F821, which Sphinx defines: `make docs-site SPHINX_OPTIONS='-t online'`
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+    }
 exclude_patterns = ["_build"]
 
 myst_heading_anchors = 4
+add_module_names = False
+toc_object_entries = False
+maximum_signature_line_length = 88
+python_use_unqualified_type_names = True
 highlight_language = "none"
 
 html_theme = "furo"
@@ -37,6 +48,10 @@ html_copy_source = False
 copybutton_prompt_text = r"\$ |>>> |\.\.\. "
 copybutton_prompt_is_regexp = True
 
+PARTS: Final = DOCS / "_build" / "parts"
+GENERATED: Final = re.compile(r"<!-- generated: ([\w/-]+) -->\n.*?<!-- end -->", re.DOTALL)
+UNSEARCHED: Final = ("contents/changelog",)
+"""Pages that the search does not find."""
 LINK: Final = re.compile(r"\]\(([^)#: ]+)(#[^)]*)?\)")
 
 
@@ -52,6 +67,15 @@ def rewrite_links(app: Sphinx, docname: str, source: list[str], *_: Any) -> None
         file = DOCS.parent / REPOSITORY[docname]
         source[0] = file.read_text(encoding="utf-8")
         app.env.note_dependency(str(file))
+
+    def inserted(mark: re.Match[str]) -> str:
+        part = PARTS / f"{mark[1]}.md"
+        app.env.note_dependency(str(part))
+        return part.read_text(encoding="utf-8")
+
+    source[0] = GENERATED.sub(inserted, source[0])
+    if docname in UNSEARCHED:
+        source[0] = f"---\nno-search: true\n---\n\n{source[0]}"
     pages = {DOCS.parent / name: DOCS / f"{each}.md" for each, name in REPOSITORY.items()}
 
     def rewritten(link: re.Match[str]) -> str:

@@ -1,13 +1,10 @@
-"""Writes the rooms of the package, from its imports, into docs/developing.md, and draws them as docs/rooms.svg.
-
-`make docs` runs it; `--check` only compares.
+"""Table and picture of the package's rooms, from its imports; `docs/generate.py` writes them into the site.
 
 The floors are those that import-linter enforces (`[tool.importlinter]` in pyproject.toml), what a room is for is the
 first paragraph of its docstring, and an arrow is an import that no longer path implies.
 """
 
 import ast
-import sys
 import tomllib
 from itertools import chain, pairwise
 from pathlib import Path
@@ -16,10 +13,7 @@ from statistics import mean
 import grimp
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "developing.md"
-PICTURE = ROOT / "docs" / "rooms.svg"
 PACKAGE = "threefold"
-BEGIN, END = "<!-- house: written by docs/house.py -->", "<!-- end of house -->"
 
 
 def rooms() -> list[str]:
@@ -70,13 +64,12 @@ def reduced(edges: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def table(edges: dict[str, list[str]]) -> str:
-    """The picture, and the table of rooms, as Markdown."""
-    lines = [f"![Each room imports those below it that it has an arrow to]({PICTURE.name})", ""]
-    lines += ["| room | what it is for | imports |", "|---|---|---|"]
+    """The rooms, what each is for, and what it imports, as a table of Markdown."""
+    lines = ["| room | what it is for | imports |", "|---|---|---|"]
     for name in edges:
         lines.append(f"| **{short(name)}** | {purpose(name)} | {', '.join(map(short, edges[name]))} |")
         lines += [f"| {short(child)} | {purpose(child)} | |" for child in sub_rooms(name)]
-    return "\n".join(lines)
+    return "\n".join(lines) + "\n"
 
 
 FLOOR, HEIGHT, GAP, BEND = 52, 26, 14, 18
@@ -163,19 +156,3 @@ def spread(row: list[Node], wanted: dict[Node, float]) -> dict[Node, float]:
             groups[-2:] = [groups[-2] + groups[-1]]
     found = [mean(group) for group in groups for _ in group]
     return {node: start + offset for node, start, offset in zip(row, found, offsets, strict=True)}
-
-
-def main() -> None:
-    """Write the page and the picture, or with `--check` end with status 1 where one is not current."""
-    text, edges = PAGE.read_text(), imports(rooms())
-    start, end = text.index(BEGIN) + len(BEGIN), text.index(END)
-    current = {PAGE: f"{text[:start]}\n{table(edges)}\n{text[end:]}", PICTURE: picture(reduced(edges))}
-    for path, content in current.items():
-        if "--check" not in sys.argv:
-            path.write_text(content)
-        elif not path.exists() or path.read_text() != content:
-            sys.exit(f"docs/{path.name} does not show the house as it is; run `make docs`")
-
-
-if __name__ == "__main__":
-    main()

@@ -17,11 +17,12 @@ import pytest
 import yaml
 
 import threefold
+from docs import api
 from tests.train.support import Run
 from threefold.launch.worker_pool import WorkerPool
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "docs/api.md", *sorted((ROOT / "docs/api").glob("*.md"))]
+PAGES = [(ROOT / "docs/api.md").read_text(), *(api.page(file) for file in api.GROUPS)]
 ALIASES = ("t3", "threefold")
 CODE = tomllib.loads(Path(__file__).with_name("api_scenes.toml").read_text())
 SCENES = CODE["scenes"]
@@ -30,7 +31,7 @@ SCENES = CODE["scenes"]
 def examples() -> list[tuple[str, str]]:
     """Each Python block of the pages, with the heading that it stands under."""
     found: list[tuple[str, str]] = []
-    for part in (part for page in PAGES for part in re.split(r"^(?=##+ )", page.read_text(), flags=re.MULTILINE)):
+    for part in (part for page in PAGES for part in re.split(r"^(?=##+ )", page, flags=re.MULTILINE) if part):
         heading = part.splitlines()[0].strip("# `")
         found += [(heading, block) for block in re.findall(r"^```python\n(.*?)^```", part, re.MULTILINE | re.DOTALL)]
     return found
@@ -142,7 +143,8 @@ def test_an_example_fits_the_signatures(heading: str, code: str) -> None:
 
 
 def test_every_public_name_has_an_entry() -> None:
-    text = "".join(page.read_text() for page in PAGES)
+    assert list(api.problems()) == []
+    text = "".join(PAGES)
     headings = re.findall(r"^## `threefold\.([\w.]+)`", text, re.MULTILINE)
     assert {*threefold.__all__} - {*headings} == {*threefold._ROOMS}
     assert len(headings) == len(set(headings))

@@ -84,11 +84,14 @@ def run_block(page: Path, block: Block, folder: Path, environment: dict[str, str
     assert ended.returncode == 0, f"{page.name}, line {block.line}:\n{ended.stdout}\n{ended.stderr}"
 
 
+def all_pages() -> list[Path]:
+    """The pages of the repository; those that the site has been made of are not."""
+    return [page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts]
+
+
 def other_pages() -> list[str]:
     """The pages beside the guides that have Python, but the one of the library."""
-    pages = [
-        page for page in (ROOT / "docs").rglob("*.md") if page.parent not in (GUIDES, API) and page.name != "api.md"
-    ]
+    pages = [page for page in all_pages() if page.parent not in (GUIDES, API) and page.name != "api.md"]
     found = [page for page in pages if any(block.language == "python" for block in blocks(page))]
     return sorted(str(page.relative_to(ROOT)) for page in found)
 
@@ -128,7 +131,7 @@ def test_the_python_of_another_page_runs(name: str, run_of_readers: Path) -> Non
 def test_what_is_not_run_says_why() -> None:
     reasons = {(name, block.line): block.not_run for name in other_pages() for block in blocks(ROOT / name)}
     assert len([reason for reason in reasons.values() if reason]) == 3
-    for page in (ROOT / "docs").rglob("*.md"):
+    for page in all_pages():
         marked = sum(bool(block.not_run) for block in blocks(page))
         assert page.read_text().count("<!-- not run:") == marked, f"{page.name}: a reason is not before a block"
 
@@ -238,6 +241,6 @@ def test_every_guide_is_listed() -> None:
 
 
 def test_links_lead_somewhere() -> None:
-    for page in [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks/RESULTS.md"]:
+    for page in [*all_pages(), *ROOT.glob("*.md"), ROOT / "benchmarks/RESULTS.md"]:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"

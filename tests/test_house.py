@@ -6,7 +6,6 @@ import pkgutil
 import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
@@ -114,64 +113,6 @@ def test_no_file_is_unpickled() -> None:
         if not any(path == place and known in line for place, line in found)
     ]
     assert idle == [], "admitted, and no longer there"
-
-
-def test_every_promise_names_a_test_that_exists() -> None:
-    named = set(re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", (ROOT / "docs/guarantees.md").read_text()))
-    assert len(named) > 40
-    lost = {
-        f"{file}::{name}"
-        for file, name in named
-        if not (ROOT / file).is_file() or f"def {name or 'test_'}" not in (ROOT / file).read_text()
-    }
-    assert lost == set()
-
-
-def marked_by(decorator: ast.expr) -> str:
-    """The mark that a decorator gives to all cases of a test; that of a `sweep` without quick cases is slow."""
-    text = ast.unparse(decorator)
-    if text.startswith("sweep(") and "quick=" not in text:
-        return "mark.slow"
-    return text if "(" not in text else ""
-
-
-def left_out_by_make_test(file: str, name: str) -> bool:
-    """Whether every case of a test, or of all tests of a file, is marked slow or sweep above it or for the file."""
-    tree = ast.parse((ROOT / file).read_text())
-    marks = [
-        ast.unparse(node.value)
-        for node in tree.body
-        if isinstance(node, ast.Assign) and "pytestmark" in ast.unparse(node)
-    ]
-    tests = [
-        "\n".join([*marks, *map(marked_by, test.decorator_list)])
-        for test in tree.body
-        if isinstance(test, ast.FunctionDef) and (test.name == name if name else test.name.startswith("test_"))
-    ]
-    return all("mark.slow" in test or "mark.sweep" in test for test in tests)
-
-
-def test_a_promise_says_which_of_its_tests_are_slow() -> None:
-    named = re.findall(
-        r"`(tests/[\w/]+\.py)(?:::(\w+))?`(?! \([^)]*(?:slow|sweep))", (ROOT / "docs/guarantees.md").read_text()
-    )
-    assert len(named) > 40
-    assert [f"{file}::{name}" for file, name in named if left_out_by_make_test(file, name)] == []
-
-
-def test_every_capability_names_tests_that_exist() -> None:
-    sections = tomllib.loads((ROOT / "docs/capabilities.toml").read_text())["section"]
-    rows = [capability for section in sections for capability in section["capability"]]
-    assert len(rows) > 50
-    page = (ROOT / "docs/capabilities.md").read_text()
-    assert [row["what"] for row in rows if not row["tests"] or f"| {row['what']} |" not in page] == []
-    named = {test.partition("::")[::2] for row in rows for test in row["tests"]}
-    lost = {
-        f"{file}::{name}"
-        for file, name in named
-        if not (ROOT / file).is_file() or f"def {name or 'test_'}" not in (ROOT / file).read_text()
-    }
-    assert lost == set()
 
 
 def test_models_import_nothing_distributed() -> None:

@@ -1,7 +1,6 @@
 """Makes the mistakes of the catalogue one at a time, in a copy of the repository, and sees that each is found.
 
     python -m tests.mutations.run [--only NAME]... [--jobs N] [--test-only | --verify-only]
-    python -m tests.mutations.run --write-docs [--check]
 
 First the copy is shown to be right: every named test passes in it, and every `threefold verify` command finds all
 layouts equal. Then the mistakes: for each the named test has to fail, by what it asserts or by an error of the run, and
@@ -31,7 +30,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from tests.mutations.catalogue import ROOT, Mistake, catalogue
-from tests.mutations.page import check_page, write_page
 
 TIMEOUT = 600
 """Seconds of one test or of one `threefold verify`."""
@@ -275,8 +273,6 @@ def judge_all(
 def main() -> None:
     """Run the command line."""
     arguments = _arguments()
-    if arguments.write_docs:
-        sys.exit(check_page() if arguments.check else write_page())
     console, everything = Console(width=160 if not sys.stdout.isatty() else None), catalogue()
     mistakes = [each for each in everything if not arguments.only or {each.name, each.subject} & {*arguments.only}]
     if not mistakes:
@@ -350,8 +346,6 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--no-baseline", action="store_true", help="do not check first that all passes without a mistake"
     )
-    parser.add_argument("--write-docs", action="store_true", help="write the table of docs/mutations.md, nothing else")
-    parser.add_argument("--check", action="store_true", help="with --write-docs: only compare")
     return parser.parse_args()
 
 

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from math import isfinite
 from typing import Any
 
 import torch
@@ -11,9 +10,7 @@ from torch import Tensor
 from threefold.api.model import DistributedModel
 from threefold.errors import UserError
 from threefold.parallel.parameter import ShardedMatrix
-from threefold.train.optim import GradientNorm
 from threefold.train.optimizers import UpdatedWeights
-from threefold.train.step import clip_and_update
 from threefold.train.update_rule import Entry
 
 
@@ -61,7 +58,6 @@ class ModelOptimizer(torch.optim.Optimizer):
             self._pairs.append((optimizer, updated))
             self._of |= dict.fromkeys((entry.name for entry in entries.values()), self._pairs[-1])
         self.entries = [found[weight.name] for weight in step.model.trained]
-        self._norm = GradientNorm(step.gradients, self.entries, model.mesh, step.model.tied)
         self._seen = model.publications
 
     @property
@@ -129,24 +125,15 @@ class ModelOptimizer(torch.optim.Optimizer):
                 "optimizer.step() is called without gradients; call model.train_batch(batch, loss_fn) first."
             )
         model, step = self.model, self.model.gradient_step
-        # Equal on every rank, so all ranks make the same decision.
-        norm = float(model.mesh.world.all_reduce_(self._norm.squared_or_overflow().view(1)).item()) ** 0.5
+        norm = float(step.squared_norm().item()) ** 0.5
         lr = self.param_groups[0].get("lr", 0)
-        goes_on = clip_and_update(
-            step.gradients,
-            norm,
-            self.clip_grad_norm,
-            self._update,
-            finite=isfinite(norm),
-            scale=step.loss_scale,
-            undo=step.buffers.undo,
-        )
-        if not goes_on:
+        ending = step.end(norm, self.clip_grad_norm, self._update)
+        if not ending.goes_on:
             raise UserError(
                 f"The gradient norm of update {model.updates + 1} is {norm:g}; lower the learning rate "
                 f"({lr:g}), to {lr / 2:g} say."
             )
-        self.grad_norm, self.step_was_skipped = norm, not isfinite(norm)
+        self.grad_norm, self.step_was_skipped = norm, not ending.updates
         model.updates += 1
         model.has_gradients = False
         return norm

@@ -180,7 +180,7 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor | None:
         )
     if not isinstance(max_norm, int | float) or not max_norm > 0:
         raise UserError(f"max_norm is {max_norm} but must be above 0; use 1.0.")
-    return model.sync.clip_(float(max_norm))
+    return model.sync.clip_global_norm_(float(max_norm))
 
 
 def _model_among(objects: Sequence[Any]) -> nn.Module | None:

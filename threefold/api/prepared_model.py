@@ -22,8 +22,7 @@ from threefold.parallel.parameter import Weight, slice_of, whole
 from threefold.parallel.whole_state import LoadedKeys
 from threefold.parallel.zero import report_gradients
 from threefold.random.rng import signed, stream_key
-from threefold.train.optim import GradientNorm
-from threefold.train.step import clip_
+from threefold.train.gradient_update import GradientUpdate
 from threefold.train.update_rule import LossScale
 
 Reduction = Literal["mean", "sum"]
@@ -32,7 +31,7 @@ _ORIGIN = "threefold.prepared"
 """Key, in the metadata of an output's node in the autograd graph, of its `GradSync` and its batch's rows."""
 
 
-class GradSync:
+class GradSync(GradientUpdate):
     """Accumulation of gradients over backward passes, and their sum over the replicas.
 
     Args:
@@ -63,16 +62,15 @@ class GradSync:
     ) -> None:
         self.all_parameters = dict(parameters)
         self.parameters = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        self.gradients, self.mesh, self.accumulate = gradients, mesh, accumulate
-        self.loss_scale, self.current = loss_scale, current
+        self.accumulate, self.current = accumulate, current
         self.updates, self.overflowed = 0, False
         self.leaves = {name: local(stored(parameter)) for name, parameter in self.parameters.items()}
         weights = [Weight(name, stored(self.parameters[name]), leaf, leaf) for name, leaf in self.leaves.items()]
-        self._norm = GradientNorm(gradients, weights, mesh)
-        self._partial = [self.leaves[name] for name in partial_names if name in self.leaves]
+        partial_leaves = [self.leaves[name] for name in partial_names if name in self.leaves]
+        super().__init__(mesh, gradients, weights, partial_leaves, loss_scale)
         self._passes = 0
         self._reduction: Reduction = "mean"
-        self._nominal: float | None = None
+        self._nominal = 0.0  # divisor of the losses; 0 before the first
         self._weight = self._loss = torch.zeros((), dtype=torch.float64, device=mesh.device)
         self._arrived: set[str] = set()
         self._is_running = self._has_foreign = False
@@ -123,14 +121,14 @@ class GradSync:
         weight = torch.as_tensor(counted, dtype=torch.float64, device=loss.device).detach()
         if not self._passes:
             self._begin(weight)
-        scale, self._reduction = self._scale(), reduction
+        self._reduction = reduction
         self._arrived.clear()
         hooks, nothing = [], not counted
         if nothing:  # the mean over no rows, and so its gradient, may be NaN, which no factor turns into 0
             hooks = [node.register_prehook(_zeros) for node, sync, _ in _origins_of(loss) if sync is self]
         self._is_running = True
         try:
-            (loss * (weight * scale).to(loss.dtype)).backward(retain_graph=retain)
+            (loss * (weight * (self.scale / self._nominal)).to(loss.dtype)).backward(retain_graph=retain)
         finally:
             self._is_running = False
             for hook in hooks:
@@ -142,19 +140,15 @@ class GradSync:
         if self._passes == self.accumulate or (rows is not None and rows.last):
             self._finish()
 
-    def squared_norm(self) -> Tensor:
-        """Return the squared norm of the whole model's gradients (fp64 scalar, equal on every rank). Collective."""
-        return self.mesh.world.all_reduce_(self._norm.squared())
-
-    def clip_(self, max_norm: float) -> Tensor | None:
+    def clip_global_norm_(self, max_norm: float) -> Tensor | None:
         """Clip the gradients by their global norm; see `clip_grad_norm_`."""
         self.require_own_gradients()
         if self.is_accumulating:
             return None
         if not self.updates:
             raise UserError("clip_grad_norm_ was called before threefold.backward(loss); call it afterwards.")
-        norm = self.squared_norm().sqrt()
-        if clip_(self.gradients, float(norm), max_norm):
+        norm = self.squared_norm().sqrt().squeeze()
+        if self.clip_(float(norm), max_norm):
             self._publish([parameter.grad is not None for parameter in self.parameters.values()])
         return norm
 
@@ -178,23 +172,16 @@ class GradSync:
                     "optimizer.zero_grad() first."
                 )
         self._weight = self._loss = torch.zeros_like(weight)
-        if self._nominal is None:
+        if not self._nominal:
             # Losses are divided by the divisor of the update before, or by the likely one, as large values would
             # overflow in fp16. Where it is the final divisor, as with equal batches on one process, the backward pass
             # is that of `loss.backward()`, or of `GradScaler` in fp16, to the bit.
             self._nominal = _divisor(float(self.mesh.dp.all_reduce(weight)) * self.accumulate)
-        self.gradients.begin(self.accumulate)
+        self.begin(self.accumulate)
         self._used = dict.fromkeys(self.leaves, False)
 
-    def _scale(self) -> float:
-        assert self._nominal is not None  # set by `_begin`
-        return (1.0 if self.loss_scale is None else self.loss_scale.value) / self._nominal
-
     def _finish(self) -> None:
-        scale = self._scale()
-        self.gradients.finish()
-        if self._partial:
-            self.mesh.tp.all_reduce_together_([self.gradients[leaf] for leaf in self._partial])
+        self.finish()
         used = [float(each) for each in self._used.values()]
         flags = torch.tensor(used, dtype=torch.float64, device=self._weight.device)
         totals = self.mesh.dp.all_reduce_(torch.cat([self._weight.view(1), self._loss.view(1), flags]))
@@ -207,13 +194,11 @@ class GradSync:
             )
         divisor = weight if self._reduction == "mean" else 1.0
         self._mean_loss = totals[1] / divisor
-        self.gradients.scale_(1.0 / (scale * divisor))
+        self.unscale_(self.scale / self._nominal * divisor)
         self._nominal = _divisor(divisor)
-        self.overflowed = False
+        # As in plain PyTorch, values that are not finite stop an update with a loss scale alone.
         if self.loss_scale is not None:
-            finite = isfinite(loss) and isfinite(float(self.squared_norm()))
-            self.loss_scale.update(finite)
-            self.overflowed = not finite
+            self.overflowed = not self.decide(float(self.squared_norm()) ** 0.5, loss).updates
         self._publish([flag > 0 for flag in found])
         self.has_unused_gradients = True
         for buffer in self._from_first:

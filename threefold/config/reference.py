@@ -22,8 +22,6 @@ from threefold.plugins import one_of
 _INTRODUCTION = """\
 # The settings of a run
 
-<!-- Written by `make docs` from threefold/config/schema.py; edit the docstrings there. -->
-
 A config is a YAML file of sections. Only `data.path`, or `data.mixture` in its place, must be given:
 
 ```yaml

@@ -11,14 +11,13 @@ averaged.
 
 `GradientStep` performs 1 to 3, and `Engine` all five for a run's config. In a loop around `threefold.parallelize`, the
 `GradientStep` is in the model, and the optimizer performs 4 and 5. In a loop around `threefold.prepare`, the caller
-runs the forward passes, and `GradSync` performs 3 in the last backward pass. All of them share the rules of 4 and 5:
-`GradientNorm`, `clip_` and `clip_and_update`.
+runs the forward passes, and `GradSync` performs 3 in the last backward pass. All of them are a `GradientUpdate`, whose
+code from the gradients to the update they share.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from math import isfinite
 from typing import Any
 
 import torch
@@ -36,10 +35,9 @@ from threefold.models.module_check import explaining_passes
 from threefold.models.own_batch import map_tensors, tensors_of
 from threefold.models.sharding import ModelPlan, OverSequence
 from threefold.parallel.dropout_parts import dropout_parts
-from threefold.parallel.gradients import Gradients
 from threefold.parallel.moving_buffers import MovingBuffers
 from threefold.parallel.parallelize import Parallelism, PieceSizes, TrainableModel, TrainingSettings, apply_parallelism
-from threefold.parallel.parameter import has_uneven_shards, is_split
+from threefold.parallel.parameter import is_split
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
 from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, StepSamples
 from threefold.parallel.plan_check import check_forward
@@ -47,6 +45,7 @@ from threefold.parallel.recompute import as_written
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 from threefold.train.fingerprint import Fingerprints
+from threefold.train.gradient_update import GradientUpdate
 from threefold.train.optim import GradientNorm, Optimizer, learning_rate, sum_exactly
 from threefold.train.optimizers import update_rule
 from threefold.train.step_batch import BatchFacts, BatchPreparation, is_of_tokens
@@ -54,7 +53,7 @@ from threefold.train.stop import Stop, sum_over_ranks
 from threefold.train.update_rule import LossScale
 
 
-class GradientStep:
+class GradientStep(GradientUpdate):
     """A model sharded over a mesh, and the gradients of a global batch's mean loss.
 
     The last layer computes the loss of a batch of tokens and labels. Otherwise the loss is a function of the last
@@ -85,18 +84,19 @@ class GradientStep:
     ) -> None:
         if loss is not None:
             settings = replace(settings, own_model=True)
-        self.mesh, self.plan, self.settings, self.stop = mesh, plan, settings, stop
-        self.loss, self.loss_scale = loss, loss_scale
+        self.plan, self.settings, self.stop, self.loss = plan, settings, stop, loss
         self.parallelism = Parallelism.make(plan, mesh, settings)
         self.model = apply_parallelism(make_model, plan, self.parallelism, settings)
         self._make_model = make_model
-        self.stages, self.streams, self.gradients = self.model.stages, self.model.streams, self.model.gradients
+        self.stages, self.streams = self.model.stages, self.model.streams
         self.buffers = MovingBuffers(self.stages, plan, mesh)
+        gradients, tied, piece = self.model.gradients, self.model.tied, settings.pieces.norm_elements
+        norm = GradientNorm(gradients, self.model.trained, mesh, tied, piece, settings.grain)
+        partial, copies = partial_over_tensor_ranks(self.model), self.model.copies
+        super().__init__(mesh, gradients, self.model.weights, partial, loss_scale, norm, self.buffers, tied, copies)
         self.generators = ProcessGenerators(mesh.coordinates, mesh.device)  # for user models that draw from them
         self.runner = self._make_runner(activation)
         self._batches = BatchPreparation(self.model, settings, self.runner, self.preserved)
-        self._trained, self._partial = self.model.trained, partial_over_tensor_ranks(self.model)
-        self._in_order = any(has_uneven_shards(weight.parameter) for weight in self.model.weights)
         self._is_first = True
         self._batch: BatchFacts | None = None
         """Facts of the last batch, set by `compute_gradients` and read by `update`."""
@@ -129,8 +129,7 @@ class GradientStep:
         Raises:
             UserError: batch, model and loss do not fit together, or there is nothing to compute a loss of.
         """
-        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
-        loss = loss or self.loss
+        scale, loss = self.scale, loss or self.loss
         # Common errors of a user's own layers are explained.
         with explaining_passes(self.stages, self.mesh.tp.size) if self.plan.constructed else nullcontext():
             # 1. Micro-batches: the replicas add up what they count, as the loss is divided by that of the global batch.
@@ -143,35 +142,18 @@ class GradientStep:
                 self._check_first(batch, loss, local)
             # 2. Forward and backward passes. Buckets of gradients start their sums over the replicas as they fill; CPU
             # ranks that share memory make them in `finish`.
-            self.gradients.begin(self.runner.arrivals)
-            if not self.buffers.is_idle:
-                self.buffers.begin()
+            self.begin(self.runner.arrivals)
             terms = self.runner.forward_backward(local, self._batch.factor)
             if self._is_first and self.plan.constructed:
                 self._require_unchanged_weights()
             self._is_first = False
-        # 3. Gradient sync. Over the replicas (dp · cp), each of which had its own samples or positions: wait for the
-        # all-reduces, or with ZeRO the reduce-scatters.
+        # 3. Gradient sync, and the loss scale divided out.
         self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
-        self.gradients.finish()
-        if not self.buffers.is_idle:
-            self.buffers.finish(self._batch.share)
-            if (calls := self.parallelism.calls) is not None:
-                for name in self.buffers.means:
-                    calls.add(f"the buffer {name}, a mean over samples")
-        # An exact run sums the gradients of a tied weight's uses separately, as if each were on a stage of its own.
-        for leaf, copy in self.model.copies:
-            self.gradients[leaf].add_(self.gradients[copy])
-        # Over tp: with sequence parallelism, or for per-head norms, the gradients of replicated weights are partial.
-        # All other replicated weights already have equal gradients.
-        if self._partial:
-            self.mesh.tp.all_reduce_together_([self.gradients[leaf] for leaf in self._partial])
-        # Tied weights, over the stages that use them: each has the gradient of its own use.
-        gradients = {weight.name: self.gradients[weight.leaf] for weight in self._trained}
-        self.model.tied.sum_(gradients, self._in_order)
-        # The loss scale kept small gradients from vanishing so far, and is divided out now.
-        if scale != 1:
-            self.gradients.scale_(1 / scale)
+        self.finish(self._batch.share)
+        if (calls := self.parallelism.calls) is not None:
+            for name in self.buffers.means:
+                calls.add(f"the buffer {name}, a mean over samples")
+        self.unscale_(scale)
         terms = self._once(terms.double()) / scale if self.settings.grain is not None else terms.sum() / scale
         return terms, self._batch.counted
 
@@ -407,8 +389,6 @@ class Engine(GradientStep):
         exact = settings.grain is not None
         self.optimizer = Optimizer(rule, self.model.weights, self.gradients, config.optimizer, plan, axes, exact)
         self.fingerprints = Fingerprints(self.model.weights, mesh) if exact else None
-        tied, piece = self.model.tied, settings.pieces.norm_elements
-        self._norm = GradientNorm(self.gradients, self.optimizer.entries, mesh, tied, piece, settings.grain)
 
     def train_step(self, batch: Any, step: int) -> StepResult:
         """Make one update from a global batch; see `compute_gradients` and `update`."""
@@ -435,25 +415,19 @@ class Engine(GradientStep):
         self.mesh.heartbeat.activity(Activity.UPDATE)
         # 4. Loss and norm, equal on every rank, so all ranks make the same decision.
         loss, norm, terms = self._loss_and_norm(local_loss)
-        scale, config = self.loss_scale, self.config.optimizer
-        lr, used = learning_rate(step + 1, config), None if scale is None else scale.value
-        finite = isfinite(loss) and isfinite(norm)
-        refused = refuses(loss, norm) if finite and refuses is not None else ""
-        skipped = not finite or bool(refused)
-        batch = self._batch
-        result = StepResult(loss, norm, lr, tokens, batch.read, skipped, used, batch.padding, terms, refused)
+        config, used = self.config.optimizer, None if self.loss_scale is None else self.scale
+        lr, batch = learning_rate(step + 1, config), self._batch
         # 5. Clip and update.
-        goes_on = clip_and_update(
-            self.gradients,
+        ending = self.end(
             norm,
             config.clip_grad_norm,
             lambda: self.optimizer.step(lr),
-            finite=finite,
-            refused=bool(refused),
-            scale=scale,
-            undo=self.buffers.undo,
+            loss,
+            refuses,
         )
-        if not goes_on:
+        skipped, refused = not ending.updates, ending.refused
+        result = StepResult(loss, norm, lr, tokens, batch.read, skipped, used, batch.padding, terms, refused)
+        if not ending.goes_on:
             raise diverged(step, result, config.lr)  # not a local name, which its traceback would keep in a cycle
         return result
 
@@ -474,10 +448,7 @@ class Engine(GradientStep):
             totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
             if self.mesh.tp.is_first:
                 totals[0] = loss
-            if self.loss_scale is None:
-                totals[1] = self._norm.squared() + self._norm.uncounted_overflow()
-            else:
-                totals[1] = self._norm.squared_or_overflow()
+            totals[1] = self.local_squared_norm()
             if sums is not None:
                 totals = torch.cat([totals, self._own_summands(sums.values(self.mesh.device))])
             mean, squared, *summed = sum_over_ranks(totals, self.mesh, self.stop)
@@ -489,17 +460,6 @@ def several(terms: Mapping[str, float]) -> dict[str, float]:
     return {} if set(terms) <= {LOSS} else dict(terms)
 
 
-_CLIP_EPS = 1e-6  # same as torch.nn.utils.clip_grad_norm_
-
-
-def clip_(gradients: Gradients, norm: float, limit: float | None) -> bool:
-    """Scale gradients down to the norm `limit` (0 or None for none) if theirs is above; return whether it was."""
-    if limit and (coefficient := limit / (norm + _CLIP_EPS)) < 1:
-        gradients.scale_(coefficient)
-        return True
-    return False
-
-
 def diverged(step: int, result: StepResult, lr: float) -> NonFiniteStep:
     """Return the error of a step, counted from 0, whose loss or gradients are not finite."""
     what = f"the loss is {result.loss:g} and the gradient norm {result.grad_norm:g}"
@@ -507,39 +467,3 @@ def diverged(step: int, result: StepResult, lr: float) -> NonFiniteStep:
     error = NonFiniteStep(f"Training diverged at step {step + 1}: {what}; {advice}.")  # one argument: picklable
     error.what, error.advice, error.result = what, advice, result
     return error
-
-
-def clip_and_update(
-    gradients: Gradients,
-    norm: float,
-    limit: float | None,
-    update: Callable[[], None],
-    *,
-    finite: bool,
-    scale: LossScale | None,
-    undo: Callable[[], None],
-    refused: bool = False,
-) -> bool:
-    """End a step: clip and update, or skip the update and halve the loss scale. All ranks make the same decision.
-
-    Args:
-        gradients: complete gradients of this rank, whose global norm is `norm`.
-        limit: norm to clip them to; 0 or None for no limit.
-        finite: whether gradients and loss are finite.
-        scale: loss scale that the gradients were computed with; None without one.
-        undo: undoes what the forward passes changed, in a step that makes no update.
-        refused: whether a finite step makes no update either; it leaves the loss scale as it would be.
-
-    Returns:
-        whether training can go on: False if the gradients are not finite and no smaller loss scale could help.
-    """
-    if not finite or refused:
-        undo()
-    if not finite and (scale is None or scale.is_least):
-        return False
-    if scale is not None:
-        scale.update(finite)
-    if finite and not refused:
-        clip_(gradients, norm, limit)
-        update()
-    return True
