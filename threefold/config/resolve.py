@@ -18,7 +18,7 @@ PINNED = frozenset(("train.global_batch_size",))
 """Derived settings that are stored as if given: derived for another layout, they would train a different model."""
 LARGEST_TOKENS = {"cpu": 8192, "cuda": 32768}
 """Largest default micro-batch, in tokens of a rank. More is no faster: measured on a CPU
-(docs/training-internals.md); on a GPU, matrices with this many rows fill it, and more rows would cut the logits into
+(docs/training.md); on a GPU, matrices with this many rows fill it, and more rows would cut the logits into
 thinner chunks."""
 
 
