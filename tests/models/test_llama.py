@@ -1,7 +1,6 @@
 """Llama and models like it against one process, in layouts that cut heads, positions and layers."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from tests.support.parity import LLAMA, Case, Trace, check
 from tests.support.sweep import sweep
@@ -15,13 +14,9 @@ RING = (("parallel.cp_method", "ring"),)
     "case",
     [
         LLAMA.with_layout(1, 2, 2, settings=SHARED),
-        LLAMA.with_layout(1, 3, 1),
-        LLAMA.with_layout(1, 2, 1, cp=2, settings=SHARED),
         LLAMA.with_layout(1, 1, 1, cp=3, settings=RING),
-        LLAMA.with_layout(2, 2, 1, settings=(("parallel.zero", 3),)),
-        replace(LLAMA, tie=True, dtype="fp32", steps=1).with_layout(2, 1, 2),
     ],
-    ids=["tp2-pp2-shared", "tp3", "tp2-cp2-shared", "ring3", "dp2-tp2-zero3", "tied-fp32"],
+    ids=["tp2-pp2-shared", "ring3"],
     quick=(0,),
 )
 def test_a_layout_trains_what_one_process_trains(

@@ -1,6 +1,5 @@
 """The head's product and loss together, some columns of the logits at a time: less memory, the same numbers."""
 
-from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -16,7 +15,6 @@ from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case, check, departures, in_layout, make_engine
 from tests.support.saved_tensors import recording_saved
 from tests.support.sweep import sweep
-from threefold.comm.axis import Axis
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
@@ -244,60 +242,6 @@ def test_layout_that_keeps_the_logits(pool, expected, layout: dict[str, Any]) ->
     case = replace(chunked(layout), settings=(*layout.get("settings", ()), ("train.loss_chunk_size", 0)))
     found = departures(expected(case), pool.run(case.world_size, with_mistake, logits_kept, in_layout, case), case)
     assert not found, "\n".join(found[:10])
-
-
-@pytest.mark.slow
-def test_single_precision_over_twenty_steps(pool, expected) -> None:
-    case = Case(tp=2, steps=20, settings=(CHUNK,))
-    assert pool.run(2, in_layout, case)[0].losses == pytest.approx(expected(case).losses, rel=1e-5)
-
-
-def gradient_of_a_chunk_forgotten() -> list[Patch]:
-    backward = cross_entropy._LogitSums.backward
-
-    def without_second(ctx: Any, *gradients: Tensor) -> Any:
-        of_x, of_weight, *rest = backward(ctx, *gradients)
-        of_weight[ctx.chunk : 2 * ctx.chunk] = 0
-        return of_x, of_weight, *rest
-
-    return [(cross_entropy._LogitSums, "backward", staticmethod(without_second))]
-
-
-def last_chunk_left_out_of_the_sums() -> list[Patch]:
-    chunks = cross_entropy._chunks
-
-    def all_but_last(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
-        yield from list(chunks(weight, size))[:-1]
-
-    sums = cross_entropy._LogitSums
-    forward = partial(with_mistake, lambda: [(cross_entropy, "_chunks", all_but_last)], sums.forward)
-    return [(sums, "forward", staticmethod(forward))]
-
-
-def sums_of_ranks_not_brought_to_one_maximum() -> list[Patch]:
-    return [(Axis, "all_reduce_max_", lambda self, tensor: tensor)]
-
-
-def gradient_of_x_not_summed_over_the_ranks() -> list[Patch]:
-    def alone(self: ColumnParallelLinear, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
-        return compute(x, local(self.weight))
-
-    return [(ColumnParallelLinear, "with_weight", alone)]
-
-
-@pytest.mark.parametrize(
-    ("mistake", "layout", "sign"),
-    [
-        (gradient_of_a_chunk_forgotten, {"tp": 2}, "grad embed.tokens.weight"),
-        (last_chunk_left_out_of_the_sums, {}, "loss"),
-        (sums_of_ranks_not_brought_to_one_maximum, {"tp": 2}, "loss"),
-        (gradient_of_x_not_summed_over_the_ranks, {"tp": 2}, "grad blocks"),
-    ],
-)
-def test_mistake_is_found(pool, expected, mistake: Any, layout: dict[str, Any], sign: str) -> None:
-    case = chunked(layout)
-    found = departures(expected(case), pool.run(case.world_size, with_mistake, mistake, in_layout, case), case)
-    assert any(sign in departure for departure in found), found[:5]
 
 
 def kept(case: Case, at_once: int = 0) -> int:

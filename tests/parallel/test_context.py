@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.parallel.support import case
-from tests.support.parity import Case, check, in_layout, make_engine, shard_of
+from tests.support.parity import Case, check, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event
 from threefold.models.gpt.model import GPT
@@ -23,19 +23,6 @@ from threefold.parallel.parameter import draw_
 @sweep("documents", [False, True], ids=["packed", "separate"], quick=(1,))
 def test_cp(pool, expected, cp: int, positions: str, documents: bool) -> None:
     check(pool, expected, case(cp=cp, positions=positions, documents=documents))
-
-
-@sweep("dtype", ["fp32", "fp64"], quick=(1,))
-@sweep(
-    "layout",
-    [{"dp": 2}, {"tp": 2}, {"tp": 3}, {"pp": 2}, {"dp": 2, "tp": 2}, {"tp": 2, "pp": 2}],
-    ids=lambda layout: "-".join(f"{axis}{size}" for axis, size in layout.items()),
-    quick=(5,),
-    slow=slice(0, None, 2),
-)
-def test_cp_with_the_other_axes(pool, expected, layout: dict[str, int], dtype: str) -> None:
-    """With dropout everywhere, RoPE, documents, accumulation, uneven masks and a tied vocabulary of 67."""
-    check(pool, expected, case(cp=2, positions="rope", documents=True, dtype=dtype, **layout))
 
 
 @sweep(
@@ -62,18 +49,6 @@ def test_variant(pool, expected, cp: int, changes: dict) -> None:
     check(pool, expected, case(cp=cp, **changes))
 
 
-@pytest.mark.slow
-def test_eight_context_ranks_for_three_steps(pool, expected) -> None:
-    check(pool, expected, case(cp=8, sequence=48, steps=3, positions="rope", documents=True))
-
-
-@sweep("positions", ["learned", "rope"], quick=(1,))
-def test_cp_with_sequence_parallelism(pool, expected, positions: str) -> None:
-    """The positions of a context rank are shared once more over tp between the split layers."""
-    shared = (("parallel.sequence_parallel", True),)
-    check(pool, expected, case(cp=2, tp=3, positions=positions, documents=True, settings=shared))
-
-
 RING = (("parallel.cp_method", "ring"),)
 
 
@@ -96,26 +71,6 @@ RING = (("parallel.cp_method", "ring"),)
 def test_ring(pool, expected, changes: dict) -> None:
     """Keys and values that come one rank's after the other."""
     check(pool, expected, case(**{"settings": RING, **changes}))
-
-
-@sweep("zero", [1, 3], quick=(1,))
-def test_cp_with_sharded_data_parallelism(pool, expected, zero: int) -> None:
-    check(pool, expected, case(cp=2, dp=2, documents=True, settings=(("parallel.zero", zero),)))
-
-
-@sweep("positions", ["learned", "rope"], quick=(1,))
-@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
-def test_documents_and_positions_without_cp(pool, expected, layout: dict[str, int], positions: str) -> None:
-    check(pool, expected, case(positions=positions, documents=True, sequence=11, **layout))
-
-
-@pytest.mark.slow
-def test_half_precision_follows_single_precision(pool, expected) -> None:
-    reference = case(dtype="fp32", steps=10, dropout=0.0, documents=True, positions="rope")
-    losses = expected(reference).losses
-    for layout in ({"cp": 2}, {"cp": 2, "tp": 2}, {"cp": 2, "settings": RING}):
-        traces = pool.run(4 if "tp" in layout else 2, in_layout, case(**{**vars(reference), "dtype": "bf16", **layout}))
-        assert traces[0].losses == pytest.approx(losses, rel=1e-2)
 
 
 def bytes_of_a_step(spread: Case) -> list[Event]:

@@ -3,14 +3,10 @@
 from typing import Any
 
 import pytest
-from torch import Tensor
 
-from tests.support.mistakes import Patch, with_mistake
-from tests.support.parity import Case, check, departures, in_layout, make_engine, shard_of
+from tests.support.parity import Case, check, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event
-from threefold.comm.differentiable import gather_from
-from threefold.parallel import shard_modules
 from threefold.parallel.leaf import local
 from threefold.parallel.shard_modules import GroupedHeadsLinear
 
@@ -79,28 +75,6 @@ def test_a_weight_is_stored_once_and_only_features_travel(pool) -> None:
         operations = [event.operation for event in events]
         assert operations.count("all_gather") == operations.count("reduce_scatter") == 2 * 3
         assert {event.nbytes for event in events} == {features}
-
-
-def gradients_not_summed() -> list[Patch]:
-    """Each rank keeps the gradient of the repeated keys and values that its own queries give."""
-
-    return [(shard_modules, "gather_shares", gather_from)]
-
-
-def queries_of_the_first_rank() -> list[Patch]:
-    parts = GroupedHeadsLinear._parts
-
-    def first(self: GroupedHeadsLinear, features: Tensor, shares: int, index: int) -> Tensor:
-        return parts(self, features, shares, 0)
-
-    return [(GroupedHeadsLinear, "_parts", first)]
-
-
-@sweep("mistake", [gradients_not_summed, queries_of_the_first_rank], quick=(0,))
-def test_mistakes_are_found(pool, expected, mistake) -> None:
-    case = grouped(2, 4, layers=1, steps=1)
-    assert departures(expected(case), pool.run(4, with_mistake, mistake, in_layout, case), case)
-    assert not departures(expected(case), pool.run(4, in_layout, case), case)
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

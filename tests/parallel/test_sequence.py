@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.parallel.support import SHARED, shared
+from tests.parallel.support import shared
 from tests.support.parity import Case, check, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.comm.axis import Event
@@ -34,50 +34,6 @@ def test_layout(pool, expected, layout: dict) -> None:
     check(pool, expected, shared(dtype="fp64", dropout=0.2, **layout))
 
 
-@sweep("layout", LAYOUTS[2:4], ids=str, quick=(0,))
-def test_layout_in_single_precision(pool, expected, layout: dict) -> None:
-    check(pool, expected, shared(dropout=0.2, **layout))
-
-
-@sweep(
-    "changes",
-    [
-        {"tp": 3, "tie": False},
-        {"tp": 3, "optimizer": "sgd", "clip": 0.0},
-        {"tp": 2, "pp": 2, "tie": False, "dropout": 0.0, "accumulation": 1},
-        {"tp": 2, "pp": 2, "schedule": "gpipe"},
-    ],
-    ids=str,
-    quick=(0, 3),
-)
-def test_variant(pool, expected, changes: dict) -> None:
-    check(pool, expected, shared(**{"dtype": "fp64", "dropout": 0.1, **changes}))
-
-
-RECOMPUTED = (*SHARED, ("train.recompute", "full"))
-
-
-@sweep(
-    "layout",
-    [
-        {"tp": 2, "cp": 2, "settings": RECOMPUTED},
-        {"tp": 2, "dp": 2, "settings": (*RECOMPUTED, ("parallel.zero", 3))},
-        {"tp": 2, "dp": 2, "settings": (*SHARED, ("parallel.zero", 1))},
-        {"tp": 2, "pp": 2, "schedule": "zero-bubble", "settings": RECOMPUTED, "accumulation": 4, "layers": 4},
-    ],
-    ids=str,
-    quick=(1, 3),
-)
-def test_with_what_else_touches_activations_and_gradients(pool, expected, layout: dict) -> None:
-    check(pool, expected, shared(**{"dtype": "fp64", "dropout": 0.1, **layout}))
-
-
-@sweep("schedule", ["interleaved", "zero-bubble", "dualpipev"], quick=(1,))
-def test_schedule(pool, expected, schedule: str) -> None:
-    """Weight gradients that are put off find the gathered activations that they need."""
-    check(pool, expected, shared(dtype="fp64", dropout=0.1, layers=4, tp=2, pp=2, schedule=schedule, accumulation=4))
-
-
 @pytest.mark.slow
 def test_ranks_agree_bit_for_bit(pool) -> None:
     """What all tensor ranks hold whole, norms and biases among it, is the same bits on them after twenty steps."""
@@ -87,13 +43,6 @@ def test_ranks_agree_bit_for_bit(pool) -> None:
         assert trace.losses == traces[0].losses
         assert trace.norms == traces[0].norms
         assert all(trace.final[name].equal(weight) for name, weight in traces[0].final.items())
-
-
-@pytest.mark.slow
-def test_half_precision_follows_single_precision(pool, expected) -> None:
-    reference = expected(shared(steps=20)).losses
-    trace = pool.run(4, in_layout, shared(steps=20, dtype="bf16", tp=4))[0]
-    assert trace.losses == pytest.approx(reference, rel=1e-2)
 
 
 def activations_between_layers(case: Case) -> tuple[set[tuple[int, ...]], set[str], list[Event]]:

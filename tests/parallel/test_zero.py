@@ -27,23 +27,6 @@ def test_layout(pool, expected, stage: int, layout: tuple[int, int, int]) -> Non
     check(pool, expected, zero(stage).with_layout(*layout))
 
 
-@sweep(
-    ("stage", "layout", "changes"),
-    [
-        (1, (2, 1, 1), {"dtype": "fp32", "accumulation": 3}),
-        (3, (2, 1, 1), {"dtype": "fp32", "accumulation": 3}),
-        (1, (2, 1, 1), {"tie": False, "accumulation": 1}),
-        (3, (2, 1, 1), {"tie": False, "accumulation": 1}),
-        (2, (2, 1, 2), {"dtype": "fp32", "optimizer": "sgd", "schedule": "gpipe", "accumulation": 3}),
-        (2, (2, 2, 1), {"dtype": "fp32", "clip": 0.0}),
-    ],
-    ids=str,
-    quick=(1, 4),
-)
-def test_variant(pool, expected, stage: int, layout: tuple[int, int, int], changes: dict) -> None:
-    check(pool, expected, zero(stage, **changes).with_layout(*layout))
-
-
 def test_some_ranks_have_nothing(pool, expected) -> None:
     """The table of 13 positions has no row left for the last of eight replicas."""
     check(pool, expected, zero(3, accumulation=1).with_layout(8, 1, 1))
@@ -71,41 +54,6 @@ def test_what_pads_a_shard_reaches_no_number(pool, expected, stage: int, layout:
 def test_hybrid(pool, expected, stage: int, layout: tuple[int, int, int]) -> None:
     """Two copies, each shared by two neighbours."""
     check(pool, expected, zero(stage, shards=2).with_layout(*layout))
-
-
-@sweep(("stage", "dp", "shards"), [(1, 1, 1), (2, 4, 2), (3, 2, 2)], quick=(1,))
-def test_context_ranks_share_too(pool, expected, stage: int, dp: int, shards: int) -> None:
-    check(pool, expected, zero(stage, shards=shards, dp=dp, cp=2, sequence=16))
-
-
-@sweep("stage", [1, 3], quick=(1,))
-def test_sequence_parallel(pool, expected, stage: int) -> None:
-    """Norms and biases get partial gradients over tp, which are summed in their shards."""
-    case = zero(stage, dp=2, tp=2, sequence=12)
-    check(pool, expected, replace(case, settings=(*case.settings, ("parallel.sequence_parallel", True))))
-
-
-@sweep(("stage", "schedule"), [(1, "interleaved"), (2, "looped-bfs"), (3, "interleaved")], quick=(2,))
-def test_several_stages_a_rank(pool, expected, stage: int, schedule: str) -> None:
-    check(pool, expected, zero(stage, dp=2, pp=2, layers=4, schedule=schedule, accumulation=4))
-
-
-@sweep(("stage", "pp"), [(2, 2), (3, 1)], quick=(1,))
-def test_recompute(pool, expected, stage: int, pp: int) -> None:
-    """What is computed again in the backward pass needs the gathered weights again."""
-    case = zero(stage, dp=2, pp=pp)
-    check(pool, expected, replace(case, settings=(*case.settings, ("train.recompute", "full"))))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("stage", "layout"), [(2, (2, 1, 2)), (3, (2, 1, 1))], ids=str)
-def test_half_precision_follows_single_precision(pool, expected, stage: int, layout: tuple[int, int, int]) -> None:
-    """The shards are fp32 masters; weights are gathered in bf16."""
-    reference = expected(Case(steps=20)).losses[:8]
-    case = Case(steps=8, dtype="bf16", settings=(("parallel.zero", stage),)).with_layout(*layout)
-    trace = pool.run(case.world_size, in_layout, case)[0]
-    assert trace.losses == pytest.approx(reference, rel=1e-2)
-    assert all(weight.dtype == torch.float32 for weight in trace.final.values())
 
 
 def test_copies_agree_bit_for_bit(pool) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.layouts import laid_out
 from tests.support.parity import Case, Trace, in_layout, make_engine, shard_of, trained
 from threefold.launch.worker_pool import WorkerPool
 
@@ -62,6 +63,70 @@ MOE = replace(
     ),
 )
 """Experts of few rows, some of one or none: 24 tokens choose 3 of 16."""
+
+
+def with_model(case: Case, **settings: Any) -> Case:
+    """Return the case with other settings of the model."""
+    return replace(case, model=tuple((dict(case.model) | settings).items()))
+
+
+CONTEXT: dict[str, Any] = {"sequence": 32, "settings": (EXACT, ("train.grain_context", 4))}
+FAMILIES = {
+    "gpt": CASE,
+    "documents": replace(CASE, documents=True),
+    "llama": LLAMA,
+    "few-keys": with_model(LLAMA, num_key_value_heads=2),  # fewer key-value heads than pieces
+    "plain": replace(  # attention that torch's fused kernel would compute
+        with_model(LLAMA, num_key_value_heads=8, sliding_window=0, full_attention_layers=0),
+        sequence=33,
+        documents=False,
+        dropout=0.0,
+        tie=True,
+    ),
+    "mixture": MOE,
+    "dropless": with_model(
+        MOE,
+        num_experts=4,
+        experts_per_token=1,
+        expert_capacity_factor=0.0,
+        normalize_expert_weights=False,
+        shared_expert_ffn_hidden_size=0,
+        shared_expert_gate=False,
+        router_aux_loss=0.0,
+    ),
+    "batches": replace(  # products that are computed in batches, in leaves of four samples
+        CASE, layers=2, head_dim=16, ffn=256, vocab=384, sequence=32, batch=32, accumulation=32, steps=2
+    ),
+}
+_OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "sgd": {"eps": 1e-8},
+    "nesterov": {"name": "sgd", "eps": 1e-8, "momentum": 0.9, "nesterov": True, "lr": 0.05},
+}
+
+
+def family(words: str) -> Case:
+    """Return the run of one process that `words` name: a family, and `context` (pieces of sequences), `bf16`, `short`
+    (sequences of two tokens) or the name of an optimizer."""
+    name, *more = words.split()
+    case = FAMILIES[name]
+    for word in more:
+        if word == "context":
+            case = replace(case, **CONTEXT, layers=2, steps=2)
+        elif word == "short":
+            case = replace(with_model(case, experts_per_token=1), sequence=2)
+        elif word == "bf16":
+            case = replace(case, dtype=word)
+        else:  # sizes that two threads share, and shards with odd ends
+            given = {"name": word, **_OPTIMIZERS.get(word, {})}
+            update = tuple((f"optimizer.{key}", value) for key, value in given.items() if key != "name")
+            case = replace(case, optimizer=given["name"], update=update, vocab=344, ffn=200)
+    return case
+
+
+def spread(case: Case, words: str) -> Case:
+    """Return the exact run in a layout (`laid_out`), with micro-batches of one sample if it names no number of them."""
+    made = laid_out(replace(case, settings=(EXACT, *(each for each in case.settings if each != EXACT))), words)
+    return made if "micro" in words else replace(made, accumulation=case.batch // made.dp)
 
 
 def with_layout(case: Case, dp: int, tp: int, pp: int, schedule: str = "1f1b", micro: int = 1, **settings: Any) -> Case:

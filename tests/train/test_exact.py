@@ -1,93 +1,176 @@
-"""An exact run has the same bits in every layout inside its grain."""
+"""An exact run has the same bits in every layout inside its grain: families, dtypes, optimizers, transports."""
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
-from tests.support.exact import CASE, check, check_near_plain, differences, exact_run, slow_but, with_layout
+from tests.support.exact import (
+    CASE,
+    FAMILIES,
+    check,
+    check_near_plain,
+    differences,
+    exact_run,
+    family,
+    spread,
+)
+from tests.support.layouts import AXES, goes_together, in_words
+from tests.support.pairwise import Row, every_value, pairwise
 from tests.support.parity import Case, Trace
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 
-LAYOUTS = {
-    "micro-batch": with_layout(CASE, 1, 1, 1, micro=4),
-    "recompute": with_layout(CASE, 1, 1, 1, train__recompute="full"),
-    "dp 2": with_layout(CASE, 2, 1, 1),
-    "dp 8": with_layout(CASE, 8, 1, 1, micro=2),
-    "tp 2": with_layout(CASE, 1, 2, 1),
-    "tp 8": with_layout(CASE, 1, 8, 1),
-    "tp 4 sp": with_layout(CASE, 1, 4, 1, parallel__sequence_parallel=True, train__recompute="selective"),
-    "pp 3": with_layout(CASE, 1, 1, 3, micro=2),
-    "interleaved": with_layout(CASE, 1, 1, 2, "interleaved"),
-    "looped-bfs": with_layout(CASE, 1, 1, 2, "looped-bfs"),
-    "dp 2 looped-bfs": with_layout(CASE, 2, 1, 2, "looped-bfs", micro=4, parallel__zero=2),
-    "zero-bubble": with_layout(CASE, 1, 1, 2, "zero-bubble"),
-    "zbv": with_layout(CASE, 1, 1, 2, "zbv"),
-    "dualpipev": with_layout(CASE, 1, 1, 2, "dualpipev"),
-    "dp 2 tp 2 pp 2": with_layout(CASE, 2, 2, 2, micro=4),
-    "dp 4 tp 2 sp": with_layout(CASE, 4, 2, 1, parallel__sequence_parallel=True),
+QUICK = [
+    ("gpt", "pp2 zbv"),
+    ("gpt", "dp2,tp2,pp2 micro2"),
+    ("gpt", "dp4 zero1 shards2"),
+    ("gpt nesterov", "dp4 zero1"),
+]
+NAMED = [
+    ("gpt", "tp4 sp selective"),
+    ("gpt", "pp3 micro8"),
+    ("gpt", "dp2,pp2 looped-bfs zero2 micro2"),
+    ("gpt", "dp8 zero3"),
+    ("gpt bf16", "tp8"),
+    ("gpt context", "cp4"),
+    ("gpt context", "tp8 sp"),
+    ("gpt context", "cp4,tp2 sp sockets"),
+    ("documents context", "cp2,tp4 sp"),
+    ("gpt muon", "dp1"),
+    ("few-keys", "dp2,tp4 sp"),
+    ("plain", "tp8"),
+    ("plain bf16", "tp2"),
+    ("mixture", "tp2"),
+    ("mixture", "dp4,tp2 sp ep2"),
+    ("mixture", "dp8 ep8 micro1"),
+    ("mixture", "dp2,tp2,pp2 zbv sp ep2"),
+    ("mixture", "dp4,tp2 sp ep4 zero3 full"),
+    ("mixture short", "dp8 ep8 zero2"),
+    ("dropless", "dp4,pp2 ep2"),
+    ("batches", "dp2,tp2,pp2 sp micro8"),
+    ("batches", "dp8 micro2"),
+]
+"""Layouts that something is known to depend on, each with the family that shows it."""
+ALL_AXES = {
+    "family": ("gpt", "llama", "few-keys", "mixture", "documents"),
+    "dtype": ("", "bf16"),
+    "optimizer": ("", "sgd", "adam", "lion", "muon"),
+    "micro": (16, 8, 4, 2),
+    **AXES,
 }
 
 
-@pytest.mark.parametrize("name", slow_but(LAYOUTS, "zbv", "dp 2 tp 2 pp 2", sweep=[*LAYOUTS][::2]))
-def test_bits_are_those_of_one_process(pool: WorkerPool, one_process: Callable[[Case], Trace], name: str) -> None:
-    check(pool, one_process(CASE), LAYOUTS[name])
+def is_valid(row: Row) -> bool:
+    """Return whether the settings go together; exact mixtures have no context parallelism."""
+    is_whole = row["schedule"] != "dualpipev" or row["micro"] * row["dp"] == 16
+    return goes_together(row, 16, row["micro"]) and is_whole and (row["cp"] == 1 or row["family"] != "mixture")
 
 
-WHOLE_VECTORS = replace(
-    CASE, layers=2, head_dim=16, ffn=256, vocab=384, sequence=32, batch=32, accumulation=32, steps=2
-)
-"""Sizes for which products are computed in batches, in leaves of four samples."""
+def texts(row: Row) -> tuple[str, str]:
+    """Return the words of a row's family and of its layout."""
+    context = "context" if row["cp"] > 1 else ""
+    return " ".join(filter(None, (row["family"], context, row["dtype"], row["optimizer"]))), in_words(row)
 
 
-@pytest.mark.parametrize(
-    "layout",
-    slow_but([(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 1, 1)], (1, 1, 1), sweep=[(1, 8, 1)]),
-)
-def test_bits_of_products_in_batches(
-    pool: WorkerPool, one_process: Callable[[Case], Trace], layout: tuple[int, int, int]
-) -> None:
-    assert WHOLE_VECTORS.config.train.grain_leaf == 4
-    sequence_parallel = {"parallel__sequence_parallel": layout[1] == 2}
-    check_near_plain(pool, one_process(WHOLE_VECTORS), WHOLE_VECTORS)
-    check(pool, one_process(WHOLE_VECTORS), with_layout(WHOLE_VECTORS, *layout, micro=2, **sequence_parallel))
-
-
-def test_exact_run_is_the_run_up_to_rounding(pool: WorkerPool, one_process: Callable[[Case], Trace]) -> None:
-    check_near_plain(pool, one_process(CASE), CASE)
+ROWS = pairwise(ALL_AXES, is_valid)
+FEW = every_value(ROWS)
+MARKED = [
+    *((words, "") for words in QUICK),
+    *((words, "slow") for words in [*NAMED, *(texts(ROWS[place]) for place in FEW)]),
+    *((texts(row), "sweep") for place, row in enumerate(ROWS) if place not in FEW),
+]
 
 
 @pytest.mark.parametrize(
-    ("layout", "settings", "error"),
+    ("words", "layout"),
     [
-        ((1, 1, 1), {"train__grain_tensor": 3}, "grain_tensor is 3 but .* model.vocab_size 88; use 2"),
-        ((1, 1, 1), {"train__grain_tensor": 16}, "grain_tensor is 16 but .* model.vocab_size 88; use 8"),
-        ((1, 1, 1), {"train__grain_samples": 6}, "grain_samples is 6 but .* train.global_batch_size 16; use 4"),
-        ((1, 1, 1), {"train__grain_leaf": 3}, "grain_leaf is 3 but .* the samples of a group, 2; use 2"),
-        ((1, 1, 1), {"train__grain_leaf": 4}, "grain_leaf is 4 but .* the samples of a group, 2; use 2"),
-        ((8, 1, 1), {"train__grain_samples": 4}, "dp is 8 but must divide train.grain_samples 4; use 4"),
-        ((1, 8, 1), {"train__grain_tensor": 2}, "tp is 8 but must divide train.grain_tensor 2, .*; use 2"),
+        pytest.param(*words, id=": ".join(words), marks=[getattr(pytest.mark, mark)] if mark else [])
+        for words, mark in MARKED
     ],
 )
-def test_layout_outside_the_grain_is_refused_with_the_nearest_inside(
-    layout: tuple[int, int, int], settings: dict[str, Any], error: str
+def test_bits_are_those_of_one_process(
+    pool: WorkerPool, one_process: Callable[[Case], Trace], words: str, layout: str
 ) -> None:
-    with pytest.raises(UserError, match=error):
-        _ = with_layout(CASE, *layout, **settings).config
+    case = family(words)
+    check(pool, one_process(case), spread(case, layout))
 
 
-def test_schedule_of_too_few_leaves_is_refused_with_a_leaf_that_works() -> None:
-    with pytest.raises(UserError, match=r"runs the 2 leaves of a replica one by one, but .*; use train.grain_leaf 1"):
-        _ = with_layout(CASE, 4, 1, 2, "dualpipev").config
-    _ = with_layout(CASE, 4, 1, 2, "dualpipev", train__grain_leaf=1).config
+@pytest.mark.parametrize("words", [*FAMILIES, "gpt context", "llama context"])
+def test_exact_run_is_the_run_up_to_rounding(
+    pool: WorkerPool, one_process: Callable[[Case], Trace], words: str
+) -> None:
+    check_near_plain(pool, one_process(family(words)), family(words))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("threads", [2, 4])
-def test_bits_do_not_depend_on_threads(pool: WorkerPool, one_process: Callable[[Case], Trace], threads: int) -> None:
-    few = replace(CASE, layers=1, steps=2)  # threads that share a core wait for each other
-    expected = one_process(few)
-    (found,) = pool.run(1, exact_run, with_layout(few, 1, 1, 1), threads)
-    assert not differences(expected, found)[:6]
+@pytest.mark.parametrize(
+    ("words", "threads"),
+    [
+        ("gpt", 2),
+        ("llama", 2),
+        ("plain", 4),
+        ("mixture", 2),
+        ("gpt bf16", 4),
+        ("plain bf16", 2),
+        ("gpt nesterov", 2),
+        ("gpt muon", 4),
+    ],
+)
+def test_bits_do_not_depend_on_threads(
+    pool: WorkerPool, one_process: Callable[[Case], Trace], words: str, threads: int
+) -> None:
+    few = replace(family(words), layers=1, steps=2)  # threads that share a core wait for each other
+    (found,) = pool.run(1, exact_run, spread(few, "dp1"), threads)
+    assert not differences(one_process(few), found)[:6]
+
+
+@pytest.mark.slow
+def test_norm_of_experts_that_zero_cuts_finer_than_tensor_pieces(
+    pool: WorkerPool, one_process: Callable[[Case], Trace]
+) -> None:
+    odd = replace(family("mixture"), vocab=89)
+    assert spread(odd, "dp1").config.train.grain_tensor == 1
+    check(pool, one_process(odd), spread(odd, "dp8 ep2 zero3"))
+
+
+REFUSED = [
+    ("gpt", "dp1", {"train.grain_tensor": 3}, "grain_tensor is 3 but .* model.vocab_size 88; use 2"),
+    ("gpt", "dp1", {"train.grain_tensor": 16}, "grain_tensor is 16 but .* model.vocab_size 88; use 8"),
+    ("gpt", "dp1", {"train.grain_samples": 6}, "grain_samples is 6 but .* train.global_batch_size 16; use 4"),
+    ("gpt", "dp1", {"train.grain_leaf": 3}, "grain_leaf is 3 but .* the samples of a group, 2; use 2"),
+    ("gpt", "dp1", {"train.grain_leaf": 4}, "grain_leaf is 4 but .* the samples of a group, 2; use 2"),
+    ("gpt", "dp8", {"train.grain_samples": 4}, "dp is 8 but must divide train.grain_samples 4; use 4"),
+    ("gpt", "tp8", {"train.grain_tensor": 2}, "tp is 8 but must divide train.grain_tensor 2, .*; use 2"),
+    ("gpt", "dp4,pp2 dualpipev", {}, r"runs the 2 leaves of a replica one by one, but .*; use train.grain_leaf 1"),
+    ("gpt", "cp2", {"train.grain_context": 1}, "cp is 2 but must divide train.grain_context 1, .*; use .*context 2"),
+    ("gpt context", "cp8", {}, "cp is 8 but must divide train.grain_context 4, .*; use train.grain_context 8"),
+    ("gpt context", "dp1", {"train.grain_context": 32}, "grain_context is 32 but .* twice which divides .*; use 16"),
+    (
+        "gpt context",
+        "dp1",
+        {"train.grain_context": 3},
+        "grain_context is 3 but must be 1, or a power of .*; use 2",
+    ),
+    ("gpt context", "cp2 ring", {}, "cp_method is ring but train.exact is true, .*; use all-gather"),
+    ("gpt context", "dp1", {"train.exact": False}, "grain_context is 4 but train.exact is false; leave it out"),
+    ("gpt context", "tp8 sp", {"train.grain_context": 8}, "tp is 8 but must divide the 4 pieces of a sequence"),
+    ("gpt", "dp2", {"precision.dtype": "fp16"}, "^precision.dtype .*train.exact is true"),
+    ("gpt", "dp2", {"precision.dtype": "fp64"}, "^precision.dtype .*train.exact is true"),
+    ("gpt bf16", "dp2", {"precision.master_weights": False}, "^precision.master_weights .*train.exact is true"),
+    ("gpt", "dp2", {"optimizer.name": "torch.optim:RMSprop"}, "^optimizer.name .*train.exact is true"),
+]
+
+
+@pytest.mark.parametrize(("words", "layout", "settings", "error"), REFUSED)
+def test_what_is_not_exact_is_refused_with_the_nearest_that_is(
+    words: str, layout: str, settings: dict[str, object], error: str
+) -> None:
+    case = spread(family(words), layout)
+    with pytest.raises(UserError, match=error):
+        _ = replace(case, settings=(*case.settings, *settings.items())).config
+
+
+def test_a_smaller_leaf_suits_a_schedule_of_few_leaves() -> None:
+    case = spread(CASE, "dp4,pp2 dualpipev")
+    _ = replace(case, settings=(*case.settings, ("train.grain_leaf", 1))).config

@@ -10,7 +10,8 @@ from tests.train.support import Run, manifest, steps_of, train_rank
 from threefold.launch.worker_pool import WorkerPool
 
 Settings = tuple[tuple[str, Any], ...]
-LAYOUTS: list[tuple[int, int, int, Settings]] = [
+Layout = tuple[int, int, int, Settings]
+TEN: list[Layout] = [
     (1, 1, 1, ()),
     (2, 2, 1, (("parallel.sequence_parallel", True),)),
     (4, 1, 1, (("parallel.zero", 3),)),
@@ -23,32 +24,46 @@ LAYOUTS: list[tuple[int, int, int, Settings]] = [
     (2, 1, 1, (("parallel.zero", 2),)),
 ]
 """dp, tp, pp and further settings, which follow one another."""
-CHANGE = 10
-"""Steps after which the layout changes."""
+TWO: list[Layout] = [(4, 1, 1, (("parallel.zero", 3),)), (2, 2, 1, ())]
+OF_EXPERTS: list[Layout] = [(dp, tp, pp, (*more, ("parallel.ep", 2))) for dp, tp, pp, more in TWO]
+MIXTURE: Settings = (
+    ("model.architecture", "llama"),
+    ("model.num_experts", 4),
+    ("model.expert_capacity_factor", 1.0),
+    ("model.router_aux_loss", 0.1),
+)
 
 
 @pytest.mark.parametrize(
-    "steps", [pytest.param(30, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.sweep)]
+    ("layouts", "change", "steps", "model"),
+    [
+        pytest.param(TWO, 3, 6, (), id="two"),
+        pytest.param(OF_EXPERTS, 3, 6, MIXTURE, id="mixture", marks=pytest.mark.slow),
+        pytest.param(TEN, 10, 30, (), id="three of ten", marks=pytest.mark.slow),
+        pytest.param(TEN, 10, 200, (), id="ten, twice", marks=pytest.mark.sweep),
+    ],
 )
-def test_a_layout_that_changes_every_ten_steps(pool: WorkerPool, tokens: Path, tmp_path: Path, steps: int) -> None:
+def test_a_change_of_layout_leaves_no_trace(
+    pool: WorkerPool, tokens: Path, tmp_path: Path, layouts: list[Layout], change: int, steps: int, model: Settings
+) -> None:
     settings = (
         ("train.exact", True),
         ("train.micro_batch_size", 1),
         ("model.num_layers", 4),
         ("model.vocab_size", 304),
         ("optimizer.decay_steps", steps),
+        ("log.every", 1),
+        *model,
     )
     run = Run(tokens, steps=steps, set=settings)
     pool.run(1, train_rank, run, tmp_path / "unbroken")
-    for end, (dp, tp, pp, more) in zip(range(CHANGE, steps + 1, CHANGE), cycle(LAYOUTS), strict=False):
+    for end, (dp, tp, pp, more) in zip(range(change, steps + 1, change), cycle(layouts), strict=False):
         part = run.but(dp=dp, tp=tp, pp=pp, steps=end, set=(*settings, *more))
-        pool.run(part.world_size, train_rank, part, tmp_path / "changed", end > CHANGE)
+        pool.run(part.world_size, train_rank, part, tmp_path / "changed", end > change)
     expected, found = steps_of(tmp_path / "unbroken"), steps_of(tmp_path / "changed")
     assert list(found) == list(range(1, steps + 1))
     for step, line in expected.items():
         for key in ("loss", "grad_norm", "fingerprint"):
-            assert found[step][key] == line[key], (
-                f"{key} of step {step} in {LAYOUTS[(step - 1) // CHANGE % len(LAYOUTS)]}"
-            )
+            assert found[step][key] == line[key], f"{key} of step {step} in {layouts[(step - 1) // change % 10]}"
     last = f"checkpoints/step_{steps:08d}"
     assert manifest(tmp_path / "changed" / last)["fingerprint"] == expected[steps]["fingerprint"]

@@ -59,17 +59,6 @@ def test_few_and_many_micro_batches(pool, expected, schedule: str, chunks: int, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_with_replicas_and_tensor_ranks(pool, expected, schedule: str) -> None:
-    check(pool, expected, chunked(schedule, dp=2, tp=2, pp=2, accumulation=4, steps=3))
-
-
-@sweep("schedule", ["interleaved", "zbv"], quick=(0,))
-def test_in_single_precision(pool, expected, schedule: str) -> None:
-    check(pool, expected, chunked(schedule, pp=3, accumulation=6, dtype="fp32", optimizer="sgd", clip=0.0))
-
-
-@pytest.mark.slow
 def test_narrow_deferred_gradients_are_accumulated_wide(pool) -> None:
     """Twenty-four micro-batches in bf16: added up in bf16, their gradients would be off by a part in a hundred."""
     settings = {"dtype": "bf16", "accumulation": 24, "steps": 4, "layers": 4}
