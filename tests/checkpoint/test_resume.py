@@ -115,41 +115,6 @@ def test_shards_of_the_replicas_go_on_equal(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({"dp": 4, "set": (("parallel.zero", 3), ("parallel.zero_shards", 2), ("parallel.ep", 2))}, {"tp": 2}),
-        ({"dp": 2}, {"dp": 8, "set": (("parallel.zero", 1), ("parallel.zero_shards", 4), ("parallel.ep", 2))}),
-    ],
-    ids=str,
-)
-def test_copies_of_shared_experts_go_on_equal(
-    pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
-) -> None:
-    model = (("model.architecture", "llama"), ("model.num_experts", 4), ("model.expert_ffn_hidden_size", 16))
-    run = small_run.but(dtype="fp64", steps=WHOLE, set=model)
-    pool.run(1, train_rank, run, tmp_path / "unbroken")
-    first, second = (run.but(**{**each, "set": run.set + each.get("set", ())}) for each in (before, after))
-    assert same(broken_run(pool, first, second, tmp_path / "broken"), losses_of(tmp_path / "unbroken"), "fp64")
-
-
-@pytest.mark.slow
-def test_narrow_shards_go_on_bit_equal(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
-    """The shards are the wide masters."""
-    run = small_run.but(dtype="bf16", **zero(3))
-    pool.run(2, train_rank, run.but(steps=WHOLE), tmp_path / "unbroken")
-    assert broken_run(pool, run, run, tmp_path / "broken") == losses_of(tmp_path / "unbroken")
-
-
-@pytest.mark.slow
-def test_untied_weights(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
-    run = small_run.but(set=(("model.tie_embeddings", False),))
-    pool.run(1, train_rank, run.but(steps=WHOLE), tmp_path / "unbroken")
-    losses = broken_run(pool, run.but(pp=2), run.but(tp=2), tmp_path / "broken")
-    assert same(losses, losses_of(tmp_path / "unbroken"), "fp32")
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [("bf16", "fp32"), ("fp32", "bf16"), ("fp32", "fp64")])
 def test_another_precision_goes_on(pool: WorkerPool, small_run: Run, tmp_path: Path, before: str, after: str) -> None:
     pool.run(1, train_rank, small_run.but(steps=WHOLE), tmp_path / "unbroken")
@@ -254,34 +219,3 @@ def test_the_manifest_says_where_the_run_stands(pool: WorkerPool, small_run: Run
     pool.run(2, train_rank, small_run.but(dp=2, steps=3), tmp_path)
     facts = manifest(tmp_path / "checkpoints" / "step_00000003")
     assert (facts["step"], facts["consumed_samples"], facts["seed"]) == (3, 24, 1234)
-
-
-EXPERTS = (
-    ("model.architecture", "llama"),
-    ("model.num_key_value_heads", 4),
-    ("model.num_experts", 4),
-    ("model.expert_capacity_factor", 1.25),
-    ("model.router_aux_loss", 0.01),
-)
-
-
-@sweep(
-    ("before", "after"),
-    [
-        ({"dp": 2, "tp": 2, "set": (("parallel.ep", 2),)}, {"pp": 2}),
-        ({}, {"dp": 4, "set": (("parallel.ep", 2), ("parallel.zero", 3))}),
-        (
-            {"dp": 2, "tp": 2, "set": (("parallel.ep", 2), ("parallel.zero", 1))},
-            {"dp": 4, "set": (("parallel.ep", 4),)},
-        ),
-    ],
-    ids=["ep2-tp2-to-pp2", "one-to-ep2-zero3", "ep2-tp2-zero1-to-ep4"],
-    slow=(0, 1),
-)
-def test_experts_go_on_equal(
-    pool: WorkerPool, small_run: Run, tmp_path: Path, before: dict[str, Any], after: dict[str, Any]
-) -> None:
-    run = small_run.but(dtype="fp64", steps=WHOLE, set=(*EXPERTS, ("train.global_batch_size", 12)))
-    pool.run(1, train_rank, run, tmp_path / "unbroken")
-    first, second = (run.but(**{**each, "set": run.set + each.get("set", ())}) for each in (before, after))
-    assert same(broken_run(pool, first, second, tmp_path / "broken"), losses_of(tmp_path / "unbroken"), "fp64")

@@ -42,27 +42,6 @@ def test_idle_threads_sleep_unless_the_user_chose_how_they_wait(given: dict[str,
     assert ended.stdout.splitlines()[-1] == f"{spins} False"  # set before torch, which loads OpenMP, is imported
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        (),
-        ("train",),
-        ("generate",),
-        ("eval",),
-        ("data",),
-        ("config",),
-        ("config", "show"),
-        ("config", "size"),
-        ("verify",),
-        ("simulate",),
-    ],
-)
-def test_every_command_has_help(threefold, command: tuple[str, ...]) -> None:
-    status, output, error = threefold(*command, "--help")
-    assert (status, error) == (0, "")
-    assert "Usage: " + " ".join(["threefold", *command]) in output
-
-
 def test_a_command_is_a_function_and_its_line_in_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
     added = ModuleType("say_twice")
     added.command = lambda word: typer.echo(f"{word} {word}")  # type: ignore[attr-defined]
@@ -169,12 +148,6 @@ def test_config_convert(threefold, tmp_path: Path) -> None:
     assert error.count("\n") == 1
 
 
-def test_config_reference(threefold) -> None:
-    status, output, _ = threefold("config", "reference")
-    assert status == 0
-    assert "| `hidden_size` |" in output
-
-
 def test_config_compatibility(threefold) -> None:
     status, output, _ = threefold("config", "compatibility", "zero3", "zbv")
     assert status == 0
@@ -215,12 +188,6 @@ def test_run_dir_that_is_a_file(threefold, config_file: Path) -> None:
     status, _, error = threefold("train", config_file, "--run-dir", config_file)
     assert status == 2
     assert "which is a file" in error
-
-
-def test_console_ranks_that_are_none(threefold, config_file: Path, tmp_path: Path) -> None:
-    status, _, error = threefold("train", config_file, "--run-dir", tmp_path / "run", "--console-ranks", "zero")
-    assert status == 2
-    assert "--console-ranks" in error
 
 
 @pytest.mark.parametrize(
@@ -281,18 +248,6 @@ def test_a_deleted_working_directory_is_told_by_every_command(
         "Error: The working directory cannot be used (No such file or directory), as where it has been deleted; change "
         "to one that exists, as with cd ~.\n"
     )
-
-
-@pytest.mark.slow
-def test_a_new_process_in_a_deleted_working_directory_ends_with_the_sentence(tmp_path: Path) -> None:
-    """Whatever is imported before the command."""
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    there = f"import os, sys; os.chdir({str(gone)!r}); os.rmdir({str(gone)!r}); "
-    start = "os.execv(sys.executable, [sys.executable, '-m', 'threefold', 'doctor'])"
-    ended = subprocess.run([sys.executable, "-c", there + start], capture_output=True, text=True)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    assert ended.stderr.startswith("Error: The working directory cannot be used")
 
 
 def test_run_dir_that_cannot_be_made(threefold, config_file: Path) -> None:

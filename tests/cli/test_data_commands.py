@@ -4,7 +4,6 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +12,6 @@ from typer.testing import CliRunner
 from threefold.cli.data import app
 from threefold.config import Config
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.packed import PackedSamples, split_facts
 from threefold.errors import UserError
 from threefold.launch.training_run import resolve_run
 
@@ -30,37 +28,6 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, run("sample", str(folder))
 
 
-@pytest.mark.slow
-def test_the_sample_is_megabytes_of_english(sample: tuple[Path, str]) -> None:
-    folder, output = sample
-    size = sum(path.stat().st_size for path in folder.iterdir())
-    assert 1e6 < size < 2e7
-    assert f"{size / 1e6:.1f} MB of English text" in output
-    assert f"threefold data prepare {folder} --out" in output
-
-
-@pytest.mark.slow
-def test_the_sample_prepared_and_shown(sample: tuple[Path, str], tmp_path: Path) -> None:
-    out = tmp_path / "tokens"
-    output = run("prepare", str(sample[0]), "--out", str(out), "--vocab-size", "2048")
-    files = TokenFiles.open(out)
-    assert f"{files.meta.tokens:,}" in output
-    assert "2,048 tokens" in output
-    assert files.meta.tokens > 300_000
-    common = files.tokenizer.encode(" the of that is function returns").tokens
-    assert common == ["Ġthe", "Ġof", "Ġthat", "Ġis", "Ġfunction", "Ġreturns"], "the vocabulary is English"
-
-    shown = run("show", str(out), "--sequence-length", "64")
-    assert "uint16" in shown
-    assert "samples of 64" in shown
-    first = PackedSamples.open(files, "train", "949,50,1", 64).read(np.array([0]))[0]
-    assert files.tokenizer.decode(first.tolist(), skip_special_tokens=False) in shown
-    for fact in split_facts(files, "949,50,1", 64):
-        assert [fact.name, f"{fact.documents:,}", f"{fact.tokens:,}", f"{fact.samples:,}"] in map(
-            str.split, shown.splitlines()
-        )
-
-
 def test_mistakes_reach_the_command_line_as_user_errors(tmp_path: Path) -> None:
     for arguments in (["prepare", "gone.txt", "--out", str(tmp_path / "out")], ["show", str(tmp_path / "none")]):
         result = CliRunner().invoke(app, arguments)
@@ -71,19 +38,6 @@ def test_the_command_line_loads_nothing_heavy() -> None:
     heavy = ("torch", "numpy", "tokenizers", "pydantic", "zstandard")
     code = f"import sys, threefold.cli.data; print([name for name in {heavy} if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-def test_the_guides_python_example_runs(
-    sample: tuple[Path, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run("prepare", str(sample[0]), "--out", "tokens", "--vocab-size", "300", "--workers", "1")
-    guide = (Path(__file__).parents[2] / "docs" / "data.md").read_text(encoding="utf-8")
-    code = guide.split("```python\n")[1].split("```")[0]
-    names: dict[str, Any] = {}
-    exec(code, names)
-    assert names["batch"].tokens.shape == (16, 256)
-    names["loader"].close()
 
 
 def test_tokens_outside_the_vocabulary_are_told(sample: tuple[Path, str], tmp_path: Path) -> None:

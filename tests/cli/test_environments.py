@@ -12,13 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer
 from typer.core import TyperCommand, TyperGroup
 
-from tests.convert.foreign_configs import FLEET, FLEET_BASE
-from tests.support import own_token_model, ready
 from tests.support.sweep import sweep
-from threefold.cli.main import app
 
 CONFIG = """
 model: {num_layers: 1, hidden_size: 16, num_attention_heads: 2}
@@ -48,54 +44,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-LATIN = """
-import io, sys
-for number, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
-    raw = io.BufferedWriter(io.FileIO(number, "w", closefd=False))
-    stream = io.TextIOWrapper(raw, "ascii", errors, line_buffering=True)
-    setattr(sys, name, stream)
-    setattr(sys, f"__{name}__", stream)
-sys.argv[0] = "threefold"
-from threefold.cli.main import main
-if __name__ == "__main__":  # not where a worker of `data prepare` imports this
-    main()
-"""
-"""Command line with the streams that an interpreter has under PYTHONIOENCODING=ascii."""
-TRAIN = "train c.yaml --run-dir run"
-GIVEN = {
-    "init": "new.yaml --data tokens",
-    "watch": "run",
-    "report": "run",
-    "generate": "run --prompt na\u00efve\u2014text --max-new-tokens 3",
-    "eval": "run --data texts.jsonl --context 16",
-    "verify": "c.yaml",
-    "inspect": f"{Path(own_token_model.__file__)} --tp 2",
-    "plan": "c.yaml --gpus 2 --hardware a100-40",
-    "show": "c.yaml",
-    "estimate": "c.yaml --hardware a100-40",
-    "simulate": "--stages 2 --microbatches 4",
-    "dry-run": "c.yaml",
-    "data sample": "sample",
-    "data prepare": "texts.jsonl --out others --tokenizer tokens/tokenizer.json",
-    "data show": "tokens",
-    "data verify": "tokens",
-    "data convert": "tokens --to megatron --out corpus",
-    "checkpoint list": "run",
-    "checkpoint show": "run",
-    "checkpoint verify": "run",
-    "checkpoint convert": "run --out weights --format safetensors",
-    "checkpoint export": "run --out hf",
-    "checkpoint import": "hf --out imported",
-    "config show": "c.yaml",
-    "config size": "c.yaml",
-    "config convert": "fleet.yaml --world-size 32 --allow-unsupported",
-    "config diff": "c.yaml run",
-}
-"""Arguments of each command that needs some, in an order in which each finds what it needs."""
-ONLY_HELP = {"doctor", "parity run", "parity compare"}
-"""Commands that measure for long, or need runs of two programs."""
-
-
 def commands(command: TyperCommand | TyperGroup, path: tuple[str, ...] = ()) -> Iterator[str]:
     """Names of all commands below one, such as `data show`."""
     if isinstance(command, TyperGroup):
@@ -103,31 +51,6 @@ def commands(command: TyperCommand | TyperGroup, path: tuple[str, ...] = ()) -> 
             yield from commands(each, (*path, name))
     else:
         yield " ".join(path)
-
-
-EVERY = [*commands(typer.main.get_command(app))]
-
-
-def test_every_command_has_arguments_here() -> None:
-    assert {"train", "data show"} < {*EVERY}
-    assert {*GIVEN} | ONLY_HELP | {"train"} <= {*EVERY}
-
-
-@pytest.mark.sweep
-def test_no_command_ends_at_a_character_that_the_output_lacks(folder: Path) -> None:
-    """Each command of the command line is run, and its help printed, in an encoding of ASCII alone."""
-    (folder / "fleet.yaml").write_text(FLEET)
-    (folder / "base.yaml").write_text(FLEET_BASE)
-    (folder / "latin.py").write_text(LATIN)
-    others = [name for name in EVERY if name not in {"train", *GIVEN, *ONLY_HELP}]
-    runs = [TRAIN, *(f"{name} {given}" for name, given in GIVEN.items()), *others]
-    told = {}
-    for arguments in [*runs, *(f"{name} --help" for name in EVERY)]:
-        command = [sys.executable, folder / "latin.py", *arguments.split()]
-        found = ready.run(command, cwd=folder, env={**os.environ, "HOME": str(folder), "COLUMNS": "120"})
-        if found.returncode or "Traceback" in found.stderr or not found.stdout:
-            told[arguments] = found.stderr[-300:]
-    assert told == {}
 
 
 @pytest.mark.parametrize("encoding", ["latin-1", "latin-1:strict"])

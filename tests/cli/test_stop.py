@@ -143,22 +143,6 @@ def test_second_signal_ends_at_once(config_file: Path, tmp_path: Path) -> None:
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_at_start_up(config_file: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """While the ranks are being started, before any of them trains."""
-    run = tmp_path / "run"
-    process = start(command(config_file, run, *LONG, "--set", "parallel.dp=2"))
-    wait_for(lambda: (run / "config.yaml").exists(), process)
-    process.send_signal(number)
-    code, output, error = end_of(process)
-    assert (code, error) == (130 if number == signal.SIGINT else 0, "")
-    assert output.count("Stopped by") == 1
-    assert f"Stopped by {number.name} " in output
-    assert not (run / "metrics.jsonl").exists() or losses(run) == [] or (run / "checkpoints").exists()
-    assert shlex.split(output.splitlines()[-1])[:2] == ["threefold", "train"]
-
-
 @pytest.mark.sweep
 @pytest.mark.skipif(not shutil.which("c++"), reason="train.compile needs a C++ compiler")
 @pytest.mark.parametrize("to_group", [False, True])
@@ -176,31 +160,6 @@ def test_signal_while_the_model_is_compiled(config_file: Path, tmp_path: Path, t
     assert (code, error) == (0, "")
     assert saved_step(output, "SIGTERM", run) == 1
     assert [step for step, _ in losses(run)] == [1]
-
-
-@pytest.mark.slow
-def test_signal_in_an_evaluation_ends_it_and_saves(config_file: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = start_ready(command(config_file, run, *LONG, *LONG_EVALUATION, "--set", "train.eval_every=1"))
-    read_until(process, " 1/")
-    process.send_signal(signal.SIGTERM)
-    code, output, error = end_of(process)
-    assert (code, error) == (0, "")
-    assert saved_step(output, "SIGTERM", run) == 1
-    assert "valid_loss" not in (run / "metrics.jsonl").read_text()
-
-
-@pytest.mark.slow
-def test_signal_in_a_save_lets_it_end(config_file: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = start_ready(command(config_file, run, *LONG, "--set", "checkpoint.every=1", "--set", "parallel.dp=2"))
-    partial = run / "checkpoints"
-    wait_for(lambda: any(path.suffix == ".partial" for path in partial.glob("*")), process)
-    process.send_signal(signal.SIGTERM)
-    code, output, error = end_of(process)
-    assert (code, error) == (0, "")
-    saved_step(output, "SIGTERM", run)
-    assert not list(partial.glob("*.partial"))
 
 
 @pytest.mark.slow

@@ -5,13 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.support import ready
-from tests.support.processes import CpuWaits
 from threefold.config import load_config
 from threefold.launch.output import log_file
 from threefold.launch.training_run import resolve_run
@@ -132,19 +130,3 @@ def test_interrupt_is_quiet(config_file: Path, tmp_path: Path) -> None:
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=300)
     assert (process.returncode, error) == (130, "")
-
-
-@pytest.mark.slow
-def test_killed_rank_is_named_in_one_message(config_file: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = started(config_file, run, "--set", "parallel.dp=2")
-    ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    with CpuWaits(process.pid) as waits:
-        killed = time.monotonic()
-        os.kill(int(ranks[1]), signal.SIGKILL)
-        _, error = process.communicate(timeout=300)
-        assert waits.seconds_since(killed) <= 10
-    assert process.returncode == 1
-    expected = "Error: rank 1 failed: its process was killed by SIGKILL, as when memory runs out"
-    assert error == f"{expected} (log: {log_file(run, 1)}).\n"
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)

@@ -73,18 +73,6 @@ def test_prompts_are_those_of_transformers(style: str, files: dict[str, Path]) -
     assert ours.end_of_turn() == theirs.convert_tokens_to_ids(TURN_END[style])
 
 
-def test_one_turn_of_chatml_by_hand(files: dict[str, Path]) -> None:
-    ours = encoder(files["chatml"], template=ChatTemplate(CHATML))
-    ids, counted = ours.encode(Chat("x:1", tuple(conversations("chatml")[0])))
-    tokenizer = ours.text.tokenizer
-    learned = [token for token, counts in zip(ids, counted, strict=True) if counts]
-    assert tokenizer.decode(learned, skip_special_tokens=False) == "It is 4.<|im_end|>"
-    assert tokenizer.decode(ids, skip_special_tokens=False) == (
-        "<|im_start|>system\nYou are helpful.<|im_end|>\n<|im_start|>user\nWhat is 2 + 2?<|im_end|>\n"
-        "<|im_start|>assistant\nIt is 4.<|im_end|>\n"
-    )
-
-
 def test_a_completion_counts_with_the_end_after_it(files: dict[str, Path]) -> None:
     text = encoder(files["llama3"]).text
     ids, counted = DocumentEncoder(text, 1).encode(Completion("x:1", "What is 2 + 2?", " It is 4."))
@@ -183,18 +171,6 @@ def test_a_template_that_refuses_is_told_with_the_line(files: dict[str, Path], t
         UserError, match=r"c.jsonl:7 is a conversation, which needs a chat template, and the tokenizer has none"
     ):
         DocumentEncoder(encoder(files["chatml"]).text, 0).encode(Chat("c.jsonl:7", (user, answer)))
-
-
-def test_a_template_cannot_reach_the_interpreter(files: dict[str, Path]) -> None:
-    for attack in (
-        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
-        "{{ dict.__call__.__globals__ }}",
-        "{{ namespace.__init__.__globals__ }}",
-        "{{ raise_exception.__globals__['jinja2'] }}",
-        "{% set n = namespace(__class__=1) %}",
-    ):
-        with pytest.raises(UserError, match="is refused by"):
-            encoder(files["chatml"], template=ChatTemplate(attack)).prompt(conversations("chatml")[0][:1], "x:1")
 
 
 FEATURES = """{%- set n = namespace(found=false) %}

@@ -137,10 +137,6 @@ def test_a_batch_larger_than_the_epoch(write_token_files, random_documents) -> N
     loader.close()
 
 
-def test_seeds_differ(make_loader) -> None:
-    assert not torch.equal(make_loader(seed=1).batch(0).tokens, make_loader(seed=2).batch(0).tokens)
-
-
 class RecordedReads:
     """Samples that record each reading of a training batch: its step, and whether the caller's thread did it."""
 

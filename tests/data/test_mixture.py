@@ -87,13 +87,6 @@ def test_every_count_is_within_one_of_its_weight_at_all_times(weights: tuple[flo
         assert all(abs(c - n * w) < 1 for c, w in zip(blend.counts(n).tolist(), exact(weights), strict=True))
 
 
-def test_any_sample_can_be_asked_for_alone() -> None:
-    blend = Blend((0.7, 0.2, 0.1))
-    for n in (0, 9, 10, 123_456_789_012):
-        corpus, own = blend(np.array([n]))
-        assert own[0] == blend.counts(n)[corpus[0]]
-
-
 def test_weights_of_many_digits_are_rounded_and_tiny_ones_refused() -> None:
     weights = (123_456_789, 987_654_321, 555_555_557)
     assert sum(whole_shares(weights)) == LONGEST_PERIOD
@@ -165,31 +158,6 @@ def test_epochs_are_counted_in_samples_whatever_the_batches_were(make_loader) ->
     loader = make_loader()
     loader.consumed = ConsumedSamples(GLOBAL_BATCH, 3, 100)
     assert loader.corpus_epochs(5) == loader.train.epochs(100 + 2 * GLOBAL_BATCH)
-
-
-@pytest.mark.parametrize("dp", [1, 2, 3])
-def test_resuming_at_every_step_reads_the_rest_exactly_in_any_dp(make_loader, corpora: list[Corpus], dp: int) -> None:
-    steps = 8
-    windows = run_oracle(corpora, 1, steps * GLOBAL_BATCH)
-    local = GLOBAL_BATCH // dp
-    for start in range(steps):
-        shares = [make_loader(index, dp) for index in range(dp)]  # fresh ones, as after a restart
-        for step in range(start, steps):
-            for index, share in enumerate(shares):
-                first = step * GLOBAL_BATCH + index * local
-                assert_is(share.batch(step), windows[first : first + local])
-
-
-def test_an_epoch_of_each_corpus_reads_each_of_its_samples_once(make_loader, corpora: list[Corpus]) -> None:
-    loader = make_loader()
-    for part, corpus in enumerate(corpora):
-        own = PackedSamples.open(corpus, "train", SPLIT, LENGTH)
-        counters = np.arange(40 * len(own))
-        mine = counters[loader.train.blend(counters)[0] == part][: 2 * len(own)]
-        windows = loader.train.labelled(loader.train.ordered(mine, 1))[0].tolist()
-        every = sorted(own.read(np.arange(len(own)))[:, :-1].tolist())
-        assert sorted(windows[: len(own)]) == sorted(windows[len(own) :]) == every
-        assert windows[: len(own)] != windows[len(own) :]
 
 
 def test_one_corpus_is_what_it_is_alone(corpora: list[Corpus]) -> None:

@@ -148,30 +148,6 @@ def test_what_cannot_be_prepared_leaves_nothing(
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_what_stands_at_out_is_safe(lines: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    first = prepare((lines,), out, vocab_size=300)
-    with pytest.raises(UserError, match=r"out exists already; .* --overwrite"):
-        prepare((lines,), out, vocab_size=310)
-    (tmp_path / "bad.jsonl").write_text('{"text": "fine"}\nnot json\n')
-    with pytest.raises(UserError, match=r"bad\.jsonl:2"):
-        prepare((tmp_path / "bad.jsonl",), out, vocab_size=310, overwrite=True)
-    assert TokenFiles.open(out).meta == first.meta
-    assert prepare((lines,), out, vocab_size=310, overwrite=True).vocab_size == 310
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "bad.jsonl", "out"]
-
-
-def test_overwrite_replaces_token_files_and_nothing_else(lines: Path, tmp_path: Path) -> None:
-    (tmp_path / "home").mkdir()
-    prepare((lines,), tmp_path / "home", vocab_size=300)  # an empty folder is as good as none
-    (tmp_path / "thesis").mkdir()
-    (tmp_path / "thesis" / "chapter1.txt").touch()
-    for out in ("thesis", "thesis/chapter1.txt"):
-        with pytest.raises(UserError, match=r"not written by this program|is a file; give the name"):
-            prepare((lines,), tmp_path / out, overwrite=True)
-    assert (tmp_path / "thesis" / "chapter1.txt").exists()
-
-
 RUN = """
 import sys
 from threefold.cli.data import app

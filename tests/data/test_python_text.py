@@ -88,22 +88,3 @@ def test_a_python_without_sources_and_a_place_that_cannot_be_written(library: Pa
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file cannot be written"):
         write_sample(tmp_path / "file", tmp_path / "empty")  # told before the library is read
-
-
-def test_no_file_of_the_users_is_replaced(library: Path, tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / TOPICS_FILE).write_text("mine")
-    with pytest.raises(UserError, match=f"{TOPICS_FILE} was not written by this program"):
-        write_sample(out, library)
-    assert [path.read_text() for path in out.iterdir()] == ["mine"]
-    (out / TOPICS_FILE).unlink()
-    write_sample(out, library)
-    marker = next(out.glob(".*"))
-    written = marker.read_bytes()
-    marker.unlink()  # as an older version leaves it, and the content is the same
-    write_sample(out, library)
-    marker.write_bytes(written)
-    (library / "pydoc_data" / "topics.py").unlink()  # another Python, which writes other files in place of ours
-    (library / "new.py").write_text(f'"""{LONG * 2}"""')
-    write_sample(out, library)

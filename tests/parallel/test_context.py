@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.parallel.support import case
 from tests.support.parity import Case, check, make_engine, shard_of
@@ -12,7 +11,6 @@ from tests.support.sweep import sweep
 from threefold.comm.axis import Event
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.models.layers.attention import Rotary
 from threefold.models.layers.decoder import SampleInfo
 from threefold.parallel.context import SequenceCut
 from threefold.parallel.parameter import draw_
@@ -117,27 +115,3 @@ def test_separate_documents_are_computed_as_if_each_were_alone() -> None:
         for first, end in pairwise(places):
             torch.testing.assert_close(logits[row, first:end], model(tokens[row : row + 1, first:end])[0])
     assert not torch.isclose(logits[1:], model(tokens)[1:]).all()
-
-
-def test_rotary_turns_pairs_like_complex_numbers() -> None:
-    """The formula of the paper on complex numbers, whose parts are a head's two halves (Hugging Face's order)."""
-    rotary = Rotary(6, theta=50.0)
-    q, k = torch.randn(2, 2, 5, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).unbind()
-
-    def by_hand(x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        for place in range(5):
-            for pair in range(3):
-                turn = torch.polar(torch.tensor(1.0).double(), torch.tensor(place * 50.0 ** (-2 * pair / 6)).double())
-                turned = torch.complex(x[:, place, :, pair], x[:, place, :, pair + 3]) * turn
-                out[:, place, :, pair], out[:, place, :, pair + 3] = turned.real, turned.imag
-        return out
-
-    for got, given in zip(rotary(q, k), (q, k), strict=True):
-        torch.testing.assert_close(got, by_hand(given))
-    assert rotary(q.bfloat16(), k.bfloat16())[0].dtype == torch.bfloat16
-
-
-def test_a_model_with_rope_has_no_table_of_positions() -> None:
-    assert "embed.positions.weight" not in dict(model_of(case(positions="rope")).named_parameters())
-    assert "embed.positions.weight" in dict(model_of(case()).named_parameters())

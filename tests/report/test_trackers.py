@@ -114,28 +114,6 @@ def test_mlflow_in_a_folder(tmp_path: Path, small_run: Run, monkeypatch: pytest.
     assert client.get_run(found.info.run_id).info.status == "FAILED"
 
 
-@pytest.mark.slow
-def test_mlflow_with_its_default_address(tmp_path: Path, small_run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As documented, `train.callbacks: [mlflow]`, with what the extra installs: a database in the working folder."""
-    pytest.importorskip("mlflow")
-    pytest.importorskip("alembic")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    try_trackers(["mlflow"])
-    callback = MLflowRun()
-    mesh: Any = None
-    callback.setup(RunContext(small_run.config, tmp_path / "named", mesh))
-    callback.after_step(record(1, loss=2.5))
-    callback.after_fit()
-    callback.close()
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient()
-    assert (tmp_path / "mlflow.db").is_file()
-    (found,) = client.search_runs([client.get_experiment_by_name("threefold").experiment_id])  # type: ignore[union-attr]
-    assert (found.info.status, found.data.metrics["loss"]) == ("FINISHED", 2.5)
-
-
 UNREACHABLE = "http://127.0.0.1:9"
 
 

@@ -3,7 +3,6 @@
 import json
 import math
 import shutil
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,8 +22,7 @@ from threefold.data.preparation import prepare
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.eval_tasks import Perplexity, score
-from threefold.inference.generate import GenerationRequest, Sampling, generate_text
-from threefold.inference.inputs import read_prompts, read_texts
+from threefold.inference.inputs import read_texts
 from threefold.inference.model import Trained
 from threefold.launch.training_run import resolve_run
 from threefold.launch.worker_pool import WorkerError, WorkerPool
@@ -129,14 +127,6 @@ def expected(tuned: Tuned) -> tuple[float, int, list[list[int]]]:
     return total / count, count, ids
 
 
-def test_prepared_tokens_and_mask_are_theirs(tuned: Tuned) -> None:
-    files = TokenFiles.open(tuned.tokens)
-    _, count, ids = expected(tuned)
-    assert [files.tokens[start:end].tolist() for start, end in pairwise(files.documents.tolist())] == ids
-    assert files.loss_mask is not None
-    assert files.loss_mask[: len(files.tokens)].sum() == count
-
-
 def test_both_forms_give_the_same_samples(tuned: Tuned) -> None:
     found = []
     for path in (tuned.lines, tuned.tokens):
@@ -178,23 +168,6 @@ def test_eval_on_the_training_file_is_the_training_loss(tuned: Tuned, pool: Work
     found = {figure.name: figure.value for figure in task.metrics(work, scores)}
     assert math.isclose(found["loss"], losses_of(tmp_path / "longer")[1], rel_tol=1e-9)
     assert found["tokens"] == expected(tuned)[1]
-
-
-def test_an_answer_is_theirs_and_ends_with_its_turn(tuned: Tuned, tmp_path: Path) -> None:
-    trained, prompts = Trained.find(tuned.base), tmp_path / "prompts.jsonl"
-    asked = [chat[:-1] for chat in tuned.chats]
-    prompts.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in asked))
-    request = GenerationRequest(12, Sampling(temperature=0))
-    answers = [""] * len(asked)
-    for number, piece in generate_text(trained.load(dtype="fp64"), read_prompts(prompts), request):
-        answers[number] += piece or ""
-    for answer, chat in zip(answers, asked, strict=True):
-        ids = tuned.tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")["input_ids"]
-        with torch.no_grad():
-            whole = tuned.theirs.double().generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False, pad_token_id=0
-            )
-        assert answer == tuned.tokenizer.decode(whole[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def test_a_run_keeps_its_rule_and_template(tuned: Tuned, pool: WorkerPool, tmp_path: Path) -> None:

@@ -1,16 +1,13 @@
 """What a run writes and prints, and that all layouts and ways of starting give the same losses."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from tests.support.sweep import sweep
-from tests.train.support import Run, losses_of, same, steps_of, train, train_rank
+from tests.train.support import Run, losses_of, same, train, train_rank
 from threefold.errors import UserError
 from threefold.launch import RankInfo, spawn
 from threefold.launch.worker_pool import WorkerError, WorkerPool
@@ -73,19 +70,6 @@ def test_the_newest_checkpoints_are_kept(finished: tuple[Path, list[str]]) -> No
     assert sorted(path.name for path in (finished[0] / "checkpoints").iterdir()) == ["step_00000004", "step_00000006"]
 
 
-@sweep(("dp", "tp", "pp"), [(2, 2, 2), (1, 4, 1), (1, 1, 3), (4, 1, 1)], quick=(0,))
-def test_every_layout_has_the_same_losses(
-    pool: WorkerPool, small_run: Run, tmp_path: Path, dp: int, tp: int, pp: int
-) -> None:
-    run = small_run.but(steps=5)
-    pool.run(1, train_rank, run, tmp_path / "one")
-    split = run.but(dp=dp, tp=tp, pp=pp)
-    pool.run(split.world_size, train_rank, split, tmp_path / "split")
-    assert same(losses_of(tmp_path / "split"), losses_of(tmp_path / "one"), "fp32")
-    one, other = steps_of(tmp_path / "one"), steps_of(tmp_path / "split")
-    assert [line["tokens"] for line in one.values()] == [line["tokens"] for line in other.values()]
-
-
 @pytest.mark.slow
 def test_stages_are_told_and_a_run_goes_on_under_another_schedule(
     pool: WorkerPool, small_run: Run, tmp_path: Path
@@ -137,17 +121,6 @@ def test_workers_started_from_python_have_the_same_losses(pool: WorkerPool, smal
     pool.run(2, train_rank, run, tmp_path / "pool")
     spawn(spawned, (run, tmp_path / "spawn"), 2, run_dir=tmp_path / "logs", start_method="spawn")
     assert losses_of(tmp_path / "spawn") == losses_of(tmp_path / "pool")
-
-
-@pytest.mark.slow
-def test_torchrun_has_the_same_losses(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
-    run = small_run.but(dp=2)
-    pool.run(2, train_rank, run, tmp_path / "pool")
-    (tmp_path / "run.yaml").write_text(run.config.to_yaml())
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = ["-m", "threefold", "train", str(tmp_path / "run.yaml"), "--run-dir", str(tmp_path / "torchrun")]
-    subprocess.run([*torchrun, *command], check=True, capture_output=True, timeout=300)
-    assert losses_of(tmp_path / "torchrun") == losses_of(tmp_path / "pool")
 
 
 def test_an_empty_validation_part_is_told_by_every_rank(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

@@ -157,8 +157,3 @@ def test_another_mixture_is_refused(saved: Path, small_run: Run, folder: Path, t
         file.write('{"text": "one more"}\n')
     with pytest.raises(UserError, match=r"data.mixture has .*three.jsonl with .* but .* was trained on .* there"):
         find_resumption(saved, on(small_run, tmp_path / "other").but(steps=4).config)
-
-
-def test_lines_follow_the_rule_of_older_folders(small_run: Run, folder: Path) -> None:
-    with pytest.raises(UserError, match=r"three.jsonl, made with parse; set data.special_tokens to text, which JSON"):
-        _ = on(small_run, folder, WEIGHTS, ("data.special_tokens", None)).config

@@ -12,7 +12,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import Comparison, Held, coverage
 from threefold.verify.reference import Trace
-from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, LayoutResult
+from threefold.verify.verifier import DEPARTS, EQUAL, FAILED
 
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 
@@ -152,17 +152,3 @@ def test_buffers_are_equal_up_to_the_infinities_of_a_mask(expected: list, got: l
     comparison = Comparison(trace, {}, 0)
     comparison.buffers(0, {"mask": torch.tensor(got)})
     assert [error.relative for error in comparison.errors] == [0.0 if is_equal else float("inf")]
-
-
-@pytest.mark.slow
-def test_result_as_json(pool, tmp_path: Path) -> None:
-    [result] = verify(pool, task("dp2"), tmp_path, "dp2")
-    document = result.to_json()
-    assert document["layout"] == "dp2"
-    assert document["verdict"] == "equal"
-    assert document["bytes_per_step"]["dp"] > 0
-    worst = document["worst_by_parameter"]
-    assert {"embed.tokens.weight", "blocks.0.attn.qkv.weight", "head.norm.bias"} <= set(worst)
-    assert max(worst.values()) <= document["worst"]["relative"] < 1e-12
-    assert "" not in worst, "losses and norms are of no parameter"
-    assert isinstance(result, LayoutResult)

@@ -19,7 +19,6 @@ from threefold.data.corpus import TOKENS_FILE
 from threefold.data.dataset import open_dataset
 from threefold.data.formats import jsonl
 from threefold.data.formats.jsonl import JsonLines
-from threefold.data.loader import Loader, Share
 from threefold.data.packed import PaddedSamples
 from threefold.data.samples import document_runs
 from threefold.errors import UserError
@@ -98,18 +97,6 @@ def test_splits_divide_the_lines(tmp_path: Path, tokenizer: Path) -> None:
     assert sorted(seen) == list(range(200))
     with pytest.raises(UserError, match="gives the test split no lines"):
         opened(lines, 4, "test", "1")
-
-
-def test_the_loader_hands_them_out_like_others(lines: JsonLines) -> None:
-    samples = opened(lines)
-    for dp in (1, 2, 3):
-        loaders = [Loader(samples, samples, Share(len(FILLED), i, dp), 3, True) for i in range(dp)]
-        batches = [loader.batch(0) for loader in loaders]
-        rows = [r for batch in batches for r in zip(batch.tokens.tolist(), batch.labels.tolist(), strict=True)]
-        assert sorted(rows) == sorted(row(ids, LENGTH) for ids in FILLED)
-        assert all((batch.documents == batch.documents[:, :1]).all() for batch in batches)
-        for loader in loaders:
-            loader.close()
 
 
 def test_a_config_names_lines_also_in_a_mixture(tmp_path: Path, lines: JsonLines, tokenizer: Path) -> None:

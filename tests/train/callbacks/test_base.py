@@ -1,6 +1,5 @@
 """When each callback is called, and what the reporting ones make of it."""
 
-import io
 import json
 import random
 from contextlib import closing
@@ -15,7 +14,7 @@ from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
 from threefold.report.loss_curve import smoothed
 from threefold.train.callbacks.base import Callback, CallbackFailed, RunContext, clock
-from threefold.train.callbacks.console import LiveLine, StepLog, Summary
+from threefold.train.callbacks.console import StepLog, Summary
 from threefold.train.callbacks.metrics import MetricsFile
 from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
@@ -192,24 +191,6 @@ def test_a_new_run_begins_its_metrics_file_anew(tmp_path: Path, capsys: pytest.C
     callback.before_fit(0)
     callback.close()
     assert (list(read_metrics(path)), capsys.readouterr().out) == ([], "")
-
-
-def test_the_live_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On something that is not a terminal rich prints the line once, when it ends."""
-    screen = io.StringIO()
-    monkeypatch.setattr("sys.stdout", screen)
-    monkeypatch.setenv("COLUMNS", "120")
-    line = LiveLine(steps=100)
-    line.before_fit(0)
-    for step in range(1, 41):
-        line.after_step(record(step, seconds=2.0))
-    line.after_evaluation(EvaluationRecord(40, 4.5, 10, 1.0))
-    line.after_fit()
-    shown = screen.getvalue().splitlines()
-    assert shown == [
-        "step  40/100  validation loss 4.5000  1.0 s",
-        "step  40/100  loss 11.0834  val 4.5000  lr 5.56e-09  4,096 tok/s  2,000 ms  2:00 left",
-    ]
 
 
 def test_the_summary(tmp_path: Path) -> None:

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.support import Run, record, steps_of, train_rank
-from threefold.launch.worker_pool import WorkerPool
+from tests.train.support import record
 from threefold.train.callbacks.metrics import LineFile, MetricsFile
 from threefold.train.callbacks.metrics_reading import read_metrics, read_metrics_file
 
@@ -149,18 +148,6 @@ def test_a_kill_while_it_is_rewritten_loses_nothing(tmp_path: Path, event: str, 
     callback.close()
     assert shown(path) == [(1, "loss"), (2, "loss")]
     assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
-
-
-@pytest.mark.slow
-def test_a_run_resumes_over_a_damaged_line(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
-    run = small_run.but(set=(("checkpoint.every", 2),))
-    pool.run(1, train_rank, run.but(steps=4), tmp_path)
-    path = tmp_path / "metrics.jsonl"
-    first, _, *others = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([first, b"\xff\0broken\n", *others]))
-    (printed,) = pool.run(1, train_rank, run.but(steps=6), tmp_path, True)
-    assert printed.count("line 2 damaged") == 1
-    assert list(steps_of(tmp_path)) == [1, 3, 4, 5, 6]
 
 
 def test_lines_wait_for_a_full_disk_and_are_told_of_once(tmp_path: Path) -> None:
