@@ -301,7 +301,7 @@ def test_mixed_families_are_told(tmp_path: Path, flags: str, key: str) -> None:
             "echo hello\n",
             "has no flags such as --num-layers 24, so it is not Megatron-LM's; name its system with --from.",
         ),
-        ("a.sh", "X='\n", "a quote in it does not close."),
+        ("a.sh", "X='\n", "a quote that does not close is not read"),
         ("a.sh", "--lr fast\n", "lr is 'fast' but must be a number."),
         ("a.sh", "--fp16 --bf16\n", "--fp16 and --bf16 are both given but one excludes the other; leave one out."),
         ("a.sh", "--world-size 3 --tensor-model-parallel-size 2\n", "the world size is 3 but must be a multiple of 2"),

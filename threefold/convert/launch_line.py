@@ -1,21 +1,30 @@
-"""Training command of a launch script: its flags, and the number of ranks."""
+"""Training command of a launch script: its flags, and the number of ranks; nothing is executed."""
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+import shlex
+from collections.abc import Collection, Iterable, Mapping
+from itertools import dropwhile, pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple
 
-from threefold.convert.key_mapping import Unmapped
-from threefold.convert.shell import Command, Script
+from threefold.convert.key_mapping import Unmapped, shortened
 from threefold.errors import UserError
 
 _TRAINS: Final = re.compile(r"train|finetune|gpt|llama|mixtral|run_", re.IGNORECASE)
 _PREPARES: Final = re.compile(r"preprocess|convert|merge|tokenize|download|generat|evaluat|export", re.IGNORECASE)
-_UNSET: Final = re.compile(r"\$(?:\{[^}]*\}|\([^)]*\)|[A-Za-z_]\w*|[0-9@*#?!])|`[^`]*`")
-_PIECE: Final = re.compile(r"(?:<[A-Za-z][^<>]*>|'[^']*'|\"[^\"]*\"|\S)+")
-"""Part of a flag and its value written as one quoted word, as is common in arrays."""
-_VARIABLE: Final = re.compile(r"\$\{?([A-Za-z_]\w*|\d+)")
+_BRANCHING: Final = (
+    "if then elif else fi case esac for select while until do done function source . eval exit [ [[ { } !"
+)
+_PLAIN, _QUOTED, _SPACE, _BREAK = "\1\2\3\4"  # no variable's `$`, a `$` in quotes, a space in a word, one between words
+_RAW: Final = re.compile(
+    r"(?<![^\s;])#[^\n]*|\\\n|(?<!\S)\d(?=>)|'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.|\$\{[^{}]*\}|"
+    r"<[A-Za-z][^<>\n]*>|(?<=\s)\(\[[^\s()]*\)|`[^`]*`|\$\([^()]*(?:\([^()]*\)[^()]*)*\)",
+    re.DOTALL,
+)
+"""Comment, continued line, redirected descriptor; then what is one word: quoted, `<your path>`, layers, computed."""
+_VARIABLE: Final = re.compile("([$\2])(?:(\\w+)|\\{(\\w+)(\\[[@*]\\]|:-[^$\2`]*)?\\})|[$\2](?![@*#?!])|`")
+_MOST: Final = 1_000_000  # characters of all expanded variables
 
 
 class Launch(NamedTuple):
@@ -26,6 +35,111 @@ class Launch(NamedTuple):
     world: int | None  # number of ranks, if it is given
     notes: list[Unmapped]
     unread: list[str]  # words that belong to no flag
+
+
+class _Script:
+    """Commands and variables of a script that has only assignments, arrays and simple commands."""
+
+    def __init__(self, text: str, path: Path) -> None:
+        self.commands, self.variables = list[list[str]](), dict[str, str | UserError]()
+        self._path, self._size = path, 0
+        lexer = shlex.shlex(_RAW.sub(_marked, text.replace("\r\n", "\n")), posix=True, punctuation_chars="();<>|&\n")
+        lexer.whitespace, lexer.commenters, lexer.whitespace_split = " \t\r", "", True
+        statement: list[str] = []
+        try:
+            tokens = [part for each in lexer for part in (each if each and not each.strip("();<>|&\n") else [each])]
+        except ValueError:
+            raise self._refused("a quote that does not close") from None
+        for token in [*tokens, "\n"]:
+            if token in ("\n", ";") and statement.count("(") <= statement.count(")"):
+                self._read(statement)
+                statement = []
+            elif token != "\n":
+                statement.append(token)
+        if statement:
+            raise self._refused(" ".join(statement))
+
+    def _refused(self, what: str) -> UserError:
+        return UserError(
+            f"{self._path}: {shortened(_shown(what), 60)} is not read, as only assignments, arrays and simple commands "
+            "are; pass the arguments instead: put echo before the training command, and convert a text file with "
+            "what it prints."
+        )
+
+    def _read(self, tokens: list[str]) -> None:
+        """Read a statement: assignments, or a command after any."""
+        if tokens and tokens[0] in ("export", "readonly", "declare"):
+            tokens = list(dropwhile(lambda token: token.startswith("-"), tokens[1:]))
+        while tokens and (assigned := re.match(r"([A-Za-z_]\w*)(\+?)=", tokens[0])):
+            name, end = assigned[1], tokens.index(")") + 1 if tokens[1:2] == ["("] else 1
+            items = tokens[2 : end - 1] if end > 1 else [tokens[0][assigned.end() :]]
+            try:
+                new = [self._expanded(item).replace(_BREAK, " ") for item in items]
+                if end > 1:  # an item that is a flag may have its value in the same word
+                    new = ["", *(item if item.startswith("--") else shlex.quote(item) for item in new)]
+                self.variables[name] = (self._value(name) or "" if assigned[2] else "") + " ".join(new)
+            except UserError as error:  # raised where the variable is used
+                self.variables[name] = error
+            tokens = tokens[end:]
+        end = next((place for place, token in enumerate(tokens) if token in list("();<>|&")), len(tokens))
+        words, rest = tokens[:end], tokens[end:]
+        branches = rest[:1] in (["("], [")"], ["<"]) or rest[:2] in (["&", "&"], ["|", "|"])
+        if branches or {*words[:1]} & {*_BRANCHING.split()} or any(token.startswith("--") for token in rest):
+            raise self._refused(" ".join(tokens))
+        try:
+            given = [_shown(word) for token in words for word in self._expanded(token).split(_BREAK) if word]
+        except UserError:  # such as mkdir "$(dirname $OUT)"
+            if any(word.startswith("--") or word.endswith(".py") for word in words):
+                raise
+            return
+        if any(re.search(r"\.py\s|\.sh$", word) for word in given) and not any(word.endswith(".py") for word in given):
+            raise self._refused(" ".join(tokens))
+        self.commands.append(given)
+
+    def _expanded(self, token: str) -> str:
+        """Return a token with the values of its variables."""
+
+        def value(found: re.Match[str]) -> str:
+            dollar, plain, braced, more = found.groups("")
+            if not dollar:
+                raise self._refused(token)
+            items = self._value(plain or braced) or (more[2:] if more[:1] == ":" else None)
+            self._size += len(items or "")
+            if self._size > _MOST:
+                raise UserError(f"{self._path}: its variables grow beyond {_MOST:,} characters.")
+            divided = dollar == "$" or more[:1] == "["
+            return found[0] if items is None else _BREAK.join(words_of(items)) if divided else items
+
+        return _VARIABLE.sub(value, token)
+
+    def _value(self, name: str) -> str | None:
+        if isinstance(found := self.variables.get(name), UserError):
+            raise found
+        return found
+
+
+def words_of(text: str) -> list[str]:
+    """Divide a text at its spaces outside quotes."""
+    try:
+        return shlex.split(text)
+    except ValueError:  # an apostrophe
+        return text.split()
+
+
+def _marked(found: re.Match[str]) -> str:
+    """Return a part of a script for `shlex`, which then still knows which variables stand in quotes."""
+    part = found[0]
+    if part[0] == "#" or part == "\\\n" or part.isdecimal():
+        return ""
+    if part[0] in "\\'":
+        return part.replace("\\$", _PLAIN).replace("$", _PLAIN)
+    if part[0] == '"':
+        return part.replace("\\\n", "").replace("\\$", _PLAIN).replace("$", _QUOTED)
+    return shlex.quote(re.sub("['\"]", "", part) if part.startswith("${") else part.replace(" ", _SPACE))
+
+
+def _shown(text: str) -> str:
+    return text.replace(_PLAIN, "$").replace(_QUOTED, "$").replace(_SPACE, " ")
 
 
 def launch_of(
@@ -40,80 +154,51 @@ def launch_of(
     `switches` are flags without a value, so that words after them do not belong to them; the values of `several` flags,
     which may be repeated, are lists; `renamed` maps short options to flags.
     """
-    script = Script(text, path)
-    notes = [Unmapped(f"line {line}, {what}", "a branch", reason) for line, what, reason in script.remarks]
-    command = _training(script, notes)
-    words = command.words if command else [word for each in script.commands for word in each.words]
-    if not command and not any(word.startswith("--") for word in words):  # a script that only sets variables
-        values = ([piece for item in items for piece in item.split()] for items in script.scope.variables.values())
+    script, notes = _Script(text, path), list[Unmapped]()
+    trainings = [words for words in script.commands if _start(words)]
+    trainings = [words for words in trainings if not _PREPARES.search(Path(words[_start(words) - 1]).name)] or trainings
+    if len(trainings) > 1:
+        notes.append(Unmapped("trainings", len(trainings), f"the last is taken, {shortened(' '.join(trainings[-1]))}"))
+    words = trainings[-1] if trainings else [word for each in script.commands for word in each]
+    if not any(word.startswith("--") for word in words) and not trainings:  # a script that only sets variables
+        values = [words_of(_shown(value)) for value in script.variables.values() if isinstance(value, str)]
         words = [word for pieces in values if any(each.startswith("--") for each in pieces) for word in pieces]
-    place = _start(words)
-    given = [renamed.get(word, word) for word in words[place:]]
-    if script.missing:
-        line, name = script.missing[0]
-        used = [word for word in given if (found := _VARIABLE.search(word)) and not found[1].isdecimal()]
-        if used or not any(word.startswith("--") for word in given):
-            needs = f"{used[0]} is used and nothing else sets it" if used else "no flags are found without it"
-            raise UserError(
-                f"{path}, line {line}: it reads {name}, which does not exist, and {needs}; put the file there."
-            )
-    if not any(word.startswith("--") for word in (*words, *given)):
+    start = _start(words)
+    before = [*" ".join(re.findall(r"^#SBATCH\s(.*)$", text, re.MULTILINE)).split(), *words[: max(0, start - 1)]]
+    words, script_name = [renamed.get(word, word) for word in words[start:]], words[start - 1] if start else ""
+    if not any(word.startswith("--") for word in (*words, *before)):
         raise UserError(
             f"{path} has no flags such as --num-layers 24, so it is not Megatron-LM's; name its system with --from."
         )
-    flags, unread = _collected(given, switches, several)
-    launcher = words[: max(0, place - 1)]
-    batch = command.batch if command else []
-    for word in [word for word in unread if _UNSET.fullmatch(word)]:
-        unread.remove(word)
-        notes.append(Unmapped(word, "not given", "a variable that the file does not set; flags in it are not known"))
-    for line, name in script.missing:
-        notes.append(Unmapped(name, "not given", f"line {line} reads this file, which does not exist"))
-    if starting := list(dict.fromkeys(word.partition("=")[0] for word in (*batch, *launcher) if word.startswith("--"))):
+    flags, unread = _collected(words, switches, several)
+    reason = "a variable that the file does not set; flags in it are not known"
+    notes += [Unmapped(word, "not given", reason) for word in unread if word.startswith("$")]
+    if starting := list(dict.fromkeys(word.partition("=")[0] for word in before if word.startswith("--"))):
         notes.append(Unmapped("launcher", " ".join(starting), "of these only the number of ranks counts"))
-    world = flags.pop("world-size", None) or flags.pop("world_size", None) or _ranks(launcher, batch, script)
-    number = int(str(world)) if str(world).isdecimal() and len(str(world)) < 10 else 0
-    return Launch(words[place - 1] if place else "", flags, number or None, notes, unread)
-
-
-def _training(script: Script, notes: list[Unmapped]) -> Command | None:
-    started = [command for command in script.commands if _start(command.words)]
-    trainings = [command for command in started if not _PREPARES.search(_file(command).name)] or started
-    named = [command for command in trainings if _TRAINS.search(_file(command).name)] or trainings
-    if len(named) > 1:
-        others = ", ".join(f"line {command.line}" for command in named[:-1])
-        reason = f"that of line {named[-1].line} is taken; the file starts {others} too"
-        notes.append(Unmapped("trainings", len(named), reason))
-    return named[-1] if named else None
-
-
-def _file(command: Command) -> Path:
-    return Path(command.words[_start(command.words) - 1])
+    world = str(flags.pop("world-size", None) or flags.pop("world_size", None) or _ranks(before, script.variables))
+    number = int(world) if world.isdecimal() and len(world) < 10 else 0
+    return Launch(script_name, flags, number or None, notes, [word for word in unread if not word.startswith("$")])
 
 
 def _start(words: list[str]) -> int:
-    """Return the index after the Python file of the training; 0 if there is none."""
-    files = [place for place, word in enumerate(words) if word.endswith(".py")]
-    named = [place for place in files if _TRAINS.search(Path(words[place]).name)]
-    if files:
-        return (named or files)[0] + 1 if len(named) != 1 else named[0] + 1
-    modules = [place for place, word in enumerate(words[1:], 1) if words[place - 1] == "-m" and "train" in word]
-    return modules[-1] + 1 if modules else 0
+    """Return the index after the Python file or module of the training; 0 if there is none."""
+    files = [place for place, word in enumerate(words, 1) if word.endswith(".py")]
+    modules = [place for place, (one, two) in enumerate(pairwise(words), 2) if one == "-m" and "train" in two]
+    return ([n for n in files if _TRAINS.search(Path(words[n - 1]).name)] or files or modules[-1:] or [0])[0]
 
 
 def _collected(
-    words: list[str], switches: Collection[str], several: Collection[str]
+    words: Iterable[str], switches: Collection[str], several: Collection[str]
 ) -> tuple[dict[str, Any], list[str]]:
     """Return flags with their values, and the words that belong to no flag."""
     found: list[tuple[str, list[str]]] = [("", [])]
-    for word in [piece for each in words for piece in (_PIECE.findall(each) if each.startswith("--") else [each])]:
+    for word in words:
+        name, equals, value = word.removeprefix("--").partition("=")
         if word.startswith("--") and word != "--":
-            name, equals, value = word[2:].partition("=")
-            found.append((name, [_unquoted(value)] if equals else []))
+            found.append((name, [value] if equals else []))
         else:
-            found[-1][1].append(_unquoted(word))
-    flags: dict[str, Any] = {}
-    unread = found.pop(0)[1]
+            found[-1][1].append(word)
+    flags, unread = dict[str, Any](), found.pop(0)[1]
     for name, values in found:
         if name.replace("_", "-") in switches and values and values[0].lower() not in ("true", "false"):
             unread += values
@@ -121,34 +206,27 @@ def _collected(
         if name in several:
             flags[name] = [*flags.get(name, []), *values]
         else:
-            flags[name] = True if not values else values[0] if len(values) == 1 else values
+            flags[name] = values if len(values) > 1 else values[0] if values else True
     return flags, unread
 
 
-def _unquoted(word: str) -> str:
-    return word[1:-1] if len(word) > 1 and word[0] == word[-1] and word[0] in "'\"" else word
-
-
-def _ranks(launcher: list[str], batch: list[str], script: Script) -> Any:
-    options = dict(_options([*batch, *launcher]))
-    nodes = options.get("nnodes") or options.get("nodes") or options.get("N") or "1"
-    local = options.get("nproc-per-node")
-    listed = next((options[name] for name in ("gpus", "devices") if "," in options.get(name, "")), None)
-    if "paddle" in " ".join(launcher) and (listed or options.get("gpus", "").isdecimal()):
-        return len(listed.split(",")) if listed else 1
-    if not nodes.isdecimal():  # such as $SLURM_NNODES, which Slurm sets
-        nodes = options.get("nodes") or options.get("N") or ""
-    if local is None:
-        local = options.get("ntasks-per-node")
-        if local is None and (options.get("ntasks") or options.get("n", "")).isdecimal():
-            return options.get("ntasks") or options["n"]
-    if local is not None and local.isdecimal() and nodes.isdecimal():
-        return str(int(local) * int(nodes))
-    return "".join(script.scope.variables.get("WORLD_SIZE", [])[:1]) or None
-
-
-def _options(words: list[str]) -> Iterator[tuple[str, str]]:
-    for word, following in zip(words, [*words[1:], ""], strict=False):
+def _ranks(words: list[str], variables: Mapping[str, str | UserError]) -> str:
+    """Return the number of ranks that the words before the training's file start; empty if it is not known."""
+    options: dict[str, str] = {}
+    for word, following in pairwise([*words, ""]):
         if word.startswith("-"):
             name, equals, value = word.lstrip("-").partition("=")
-            yield name.replace("_", "-"), value if equals else following
+            options[name.replace("_", "-")] = value if equals else following
+    listed = next((options[name] for name in ("gpus", "devices") if "," in options.get(name, "")), None)
+    if "paddle" in " ".join(words) and (listed or options.get("gpus", "").isdecimal()):
+        return str(len(listed.split(","))) if listed else "1"
+    nodes = options.get("nnodes", "")
+    if not nodes.isdecimal():  # not given, or such as $SLURM_NNODES, which Slurm sets
+        nodes = options.get("nodes") or options.get("N") or ("" if nodes else "1")
+    local = options.get("nproc-per-node", options.get("ntasks-per-node"))
+    if local is None and (total := options.get("ntasks") or options.get("n", "")).isdecimal():
+        return total
+    if local is not None and local.isdecimal() and nodes.isdecimal():
+        return str(int(local) * int(nodes))
+    world = variables.get("WORLD_SIZE", "")
+    return world if isinstance(world, str) else ""

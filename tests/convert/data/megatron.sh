@@ -21,7 +21,7 @@ torchrun $DISTRIBUTED_ARGS pretrain_gpt.py \
     "${MODEL_ARGS[@]}" $LR \
     --tensor-model-parallel-size 2 --pipeline-model-parallel-size=2 --sequence-parallel \
     --num-layers-per-virtual-pipeline-stage 4 \
-    --micro-batch-size 4 --global-batch-size $((4 * 32)) --train-iters 500000 --lr-decay-iters 320000 \
+    --micro-batch-size 4 --global-batch-size 128 --train-iters 500000 --lr-decay-iters 320000 \
     --save $CHECKPOINT_PATH --data-path $DATA_PATH --seed 42 \
     --vocab-file gpt2-vocab.json --merge-file gpt2-merges.txt --data-impl mmap --split 900,90,10 \
     --clip-grad 0.5 --lr-warmup-fraction .01 --recompute-activations --adam-beta2 0.95 \
