@@ -2,7 +2,6 @@
 
 import json
 import re
-import tarfile
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,10 +9,8 @@ import pytest
 
 from tests.support.command import Command
 from threefold.checkpoint.folder import DIVERGED, folders
-from threefold.checkpoint.manifest import PARTIAL, REPLACED, read_writer
+from threefold.checkpoint.manifest import PARTIAL, REPLACED
 from threefold.checkpoint.summary import listed
-
-ARCHIVES = Path(__file__).parents[0] / "data"
 
 
 def damage(run: Path) -> None:
@@ -141,21 +138,6 @@ def test_another_place_names_the_nearest_run(
 
 def test_a_folder_in_a_run_is_the_run(threefold: Command, run: Path) -> None:
     assert json.loads(threefold("checkpoint", "list", run / "checkpoints", "--json").output)[0]["step"] == 2
-
-
-def test_older_checkpoints_have_the_layout_of_their_config(threefold: Command, tmp_path: Path) -> None:
-    with tarfile.open(ARCHIVES / "version2.tar.xz") as archive:
-        archive.extractall(tmp_path, filter="data")
-    found = {
-        kind: json.loads(threefold("checkpoint", "list", tmp_path / kind, "--json").output)
-        for kind in ("gpt", "mixture")
-    }
-    assert found["gpt"][0]["layout"]["tp"] == 2
-    layout = found["mixture"][0]["layout"]
-    assert [layout[name] for name in ("dp", "pp", "ep", "zero")] == [2, 2, 2, 1]
-    folder = tmp_path / "gpt" / "checkpoints" / "step_00000002"
-    (folder / "config.yaml").unlink()
-    assert str(read_writer(folder)) == "unknown"
 
 
 def test_one_that_was_being_replaced_counts(threefold: Command, run: Path) -> None:

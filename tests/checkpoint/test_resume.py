@@ -9,11 +9,10 @@ import torch
 from tokenizers import Tokenizer, models
 
 from tests.support.sweep import sweep
-from tests.train.support import Run, engine_of, losses_of, manifest, same, steps_of, train_rank, write_ids
+from tests.train.support import Run, engine_of, losses_of, manifest, same, train_rank, write_ids
 from threefold.checkpoint.folder import newest
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.saving import load_weights, restore_engine
 
 HALF, WHOLE = 3, 6
@@ -198,21 +197,6 @@ def test_tied_weights_are_equal_after_loading(
     assert len(held) == copies
     assert all(copy == stored for copy in held)
     assert len(set(stored["master"])) > 100  # neither zeros nor a constant
-
-
-@pytest.mark.slow
-def test_the_metrics_file_goes_on(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
-    """The steps after the one that is resumed from are made again, and no step appears twice."""
-    run = small_run.but(set=(("checkpoint.every", 2), ("train.eval_every", 1)))
-    pool.run(1, train_rank, run.but(steps=5), tmp_path)
-    (tmp_path / "checkpoints" / "step_00000005" / "checkpoint.json").unlink()
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 6, "lo')  # killed in the middle of a line
-    pool.run(1, train_rank, run.but(steps=WHOLE), tmp_path, True)
-    assert list(steps_of(tmp_path)) == [1, 2, 3, 4, 5, 6]
-    evaluated = [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl") if "valid_loss" in line]
-    assert evaluated == [1, 2, 3, 4, 5, 6]
-    assert "step_00000004" in (tmp_path / "train.log").read_text()
 
 
 def test_the_manifest_says_where_the_run_stands(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

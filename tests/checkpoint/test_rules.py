@@ -139,20 +139,3 @@ def test_no_checkpoint(small_run: Run, tmp_path: Path) -> None:
 def test_nothing_left_to_do(saved: Path, small_run: Run) -> None:
     with pytest.raises(UserError, match=r"train.max_steps is 2 .* at step 2 already; set it to 3"):
         find_resumption(saved, small_run.but(steps=2).config)
-
-
-def warned(saved: Path, run: Run, settings: tuple[tuple[str, Any], ...]) -> list[str]:
-    return list(find_resumption(saved, run.but(steps=40, set=settings).config).warnings)
-
-
-def test_a_decay_that_ended_with_the_steps_of_before_is_warned_of(
-    pool: WorkerPool, small_run: Run, tmp_path: Path
-) -> None:
-    """As a run folder of an older version has it, which stored as given what had followed from `max_steps`."""
-    pinned = (("optimizer.decay_steps", 2), ("optimizer.warmup_steps", 1))
-    pool.run(1, train_rank, small_run.but(steps=2, set=pinned), tmp_path)
-    (sentence,) = warned(tmp_path, small_run, pinned)
-    assert sentence.startswith("optimizer.decay_steps is 2, which train.max_steps was up to now, and train.max_steps ")
-    assert "the steps after 2 are made at optimizer.min_lr 0.001; --set optimizer.decay_steps=null makes it" in sentence
-    follows = warned(tmp_path, small_run, (("optimizer.decay_steps", 40), pinned[1]))
-    assert follows == ["optimizer.decay_steps is 40 from here on; up to now it was 2."]

@@ -2,15 +2,10 @@
 
 import json
 import os
-import resource
-import subprocess
-import sys
 from pathlib import Path
-from random import Random
 
 import pytest
 
-from tests.config.damaged_configs import damaged_config
 from tests.support.command import ends_in_one_process
 
 _TRAIN, _SHOW, _SIZE, _VERIFY = ("train",), ("config", "show"), ("config", "size"), ("verify",)
@@ -62,55 +57,6 @@ def test_an_error_in_a_config_does_not_wait_for_torch(told) -> None:
     """Importing torch takes seconds; none of the commands did."""
     assert {line: slow for line, (_, _, _, slow) in told.items() if "torch" in slow or "transformers" in slow} == {}
     assert "neither an axis such as dp2" in told["verify", "run.yaml", "dp2·zz"][2]
-
-
-@pytest.mark.slow
-def test_names_of_the_parallel_package_are_imported_when_used() -> None:
-    """A config's checks use `threefold.comm.layout`, which needs no torch."""
-    script = (
-        "import sys, threefold.parallel as package\n"
-        "from threefold.comm.layout import Layout\n"
-        "import threefold.verify.layouts, threefold.launch.training_run, threefold.checkpoint.folder\n"
-        "assert 'torch' not in sys.modules\n"
-        "assert package.Layout is Layout\n"
-        "assert 'torch' not in sys.modules\n"
-        "assert all(getattr(package, name).__name__ == name for name in package.__all__)\n"
-        "assert set(package.__all__) <= set(dir(package))\n"
-        "assert 'torch' in sys.modules\n"
-        "assert not hasattr(package, 'RowParallelLinea')\n"
-    )
-    subprocess.run([sys.executable, "-c", script], check=True)
-
-
-def _limited() -> None:
-    """Bounds that no command comes near which answers at once: 30 s of CPU, 8 GiB."""
-    resource.setrlimit(resource.RLIMIT_CPU, (30, 30))
-    resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
-
-
-@pytest.mark.slow
-def test_hostile_configs_through_the_command(tmp_path: Path) -> None:
-    """Each is a process of its own, as a user would start it: the config is shown, or refused in one line."""
-    source = Random(21)
-    os.mkfifo(tmp_path / "fifo")
-    files: list[str | Path] = ["/dev/zero", "/dev/stdin", tmp_path, tmp_path / "fifo", "x" * 5000]
-    for number in range(24):
-        files.append(tmp_path / f"{number}.yaml")
-        Path(files[-1]).write_bytes(damaged_config(source))
-    (tmp_path / "deep.yaml").write_text("[" * 100_000)
-    for file in (*files, tmp_path / "deep.yaml"):
-        ran = subprocess.run(
-            [sys.executable, "-m", "threefold", "config", "show", file],
-            cwd=tmp_path,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            preexec_fn=_limited,
-        )
-        assert ran.returncode == 2, (file, ran)  # no data is there
-        assert ran.stdout == ""
-        assert ran.stderr.startswith("Error: ")
-        assert ran.stderr.count("\n") == 1
 
 
 _LONG = "x" * 5000

@@ -11,8 +11,6 @@ import pytest
 from tests.huggingface.hand_made import write_llama
 from tests.support.command import Command
 from tests.support.other_systems import write_megatron
-from threefold.data.corpus import META_FILE
-from threefold.data.formats.threefold_folder import Meta
 from threefold.output import MARKER
 
 
@@ -138,23 +136,6 @@ def test_an_out_that_is_no_folder_to_make(
         assert rule in refused.error, (out, refused)
         assert refused.error.count("\n") == 1
         assert sorted(map(str, work.rglob("*"))) == before
-
-
-def test_outputs_of_older_versions(threefold: Command, work: Path) -> None:
-    """Token files without checksums and runs without a marker are known by what they are; models of Hugging Face are
-    not, as nothing tells them from another's."""
-    make_run(threefold, work)
-    old = work / "corpora" / "old"
-    shutil.copytree(work / "corpora" / "tokens", old)
-    meta = Meta.read(old)
-    Meta(**{**vars(meta), "checksums": {}}).write(old / META_FILE)
-    assert threefold(*COMMANDS["prepare"](work, old), "--overwrite").status == 0
-    for name, replaced in (("import", True), ("export", False)):
-        assert threefold(*COMMANDS[name](work, work / name)).status == 0
-        (work / name / MARKER).unlink()
-        ended = threefold(*COMMANDS[name](work, work / name), "--overwrite")
-        assert (ended.status == 0) == replaced, ended
-    assert "was not written by this program" in ended.error
 
 
 def test_a_pair_of_files(threefold: Command, work: Path) -> None:

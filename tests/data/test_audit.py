@@ -13,7 +13,7 @@ from tests.support.other_systems import write_fleet, write_megatron
 from threefold.data.audit import audit
 from threefold.data.corpus import DOCUMENTS_FILE, META_FILE, TOKENS_FILE
 from threefold.data.formats.jsonl import JsonLines
-from threefold.data.formats.threefold_folder import CHECKED, Meta, TokenFiles
+from threefold.data.formats.threefold_folder import CHECKED, TokenFiles
 from threefold.data.preparation import to_threefold
 from threefold.errors import UserError
 from threefold.output import SILENT
@@ -117,22 +117,6 @@ def test_each_flipped_bit_of_the_hash_of_encoded_lines_is_found(tmp_path: Path, 
         assert str(stamp) in sentence
         stamp.write_bytes(content)
     assert problems(path) == []
-
-
-def test_a_folder_of_an_older_version(folder: Path) -> None:
-    meta = Meta.read(folder)
-    Meta(**{**vars(meta), "checksums": {}}).write(folder / META_FILE)
-    assert json.loads((folder / META_FILE).read_text())["version"] == 1
-    assert TokenFiles.open(folder).meta.tokens == meta.tokens
-    found = {one.path.name: one.found for one in audit(folder, None, SILENT)}
-    assert found[TOKENS_FILE] == "no checksum; tokens in the vocabulary, documents ended"
-    tokens = np.fromfile(folder / TOKENS_FILE, dtype="<u2")
-    for place, value, rule in ((7, 300, "token 300 at position 7 (document 0)"), (81, 5, "document 1, which does not")):
-        damaged = tokens.copy()
-        damaged[place] = value
-        damaged.tofile(folder / TOKENS_FILE)
-        (sentence,) = problems(folder)
-        assert rule in sentence
 
 
 def test_files_of_other_systems(tmp_path: Path, tokenizer: Path) -> None:

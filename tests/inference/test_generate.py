@@ -27,7 +27,6 @@ from threefold.inference.inputs import read_prompts
 from threefold.inference.model import Model, Trained
 from threefold.launch.worker_pool import WorkerPool
 
-CONTEXT = 16
 PROMPTS = [
     torch.randint(1, 300, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for length in (1, 9, 4, 13, 2, 20)

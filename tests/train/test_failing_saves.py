@@ -1,7 +1,6 @@
 """A checkpoint that cannot be written, is lost or cannot be deleted does not end the training."""
 
 import contextlib
-import ctypes
 import fcntl
 import io
 import os
@@ -9,7 +8,7 @@ import resource
 import shutil
 import signal
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,23 +43,6 @@ def set_read_only(folder: Path, value: bool) -> None:
         set_immutable(folder, value)
     else:
         folder.chmod(0o555 if value else 0o755)
-
-
-@contextlib.contextmanager
-def small_tmpfs(folder: Path, size: int) -> Iterator[None]:
-    """Mount a tmpfs of `size` bytes.
-
-    Raises:
-        OSError: this process may not mount.
-    """
-    folder.mkdir()
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mount(b"tmpfs", bytes(folder), b"tmpfs", 0, f"size={size}".encode()):
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    try:
-        yield
-    finally:
-        libc.umount2(bytes(folder), 2)  # MNT_DETACH
 
 
 def limit_files(size: int) -> None:
@@ -163,27 +145,3 @@ def test_nothing_is_pruned_before_a_new_one_is_there(pool: WorkerPool, small_run
     pool.run(2, train_rank, run, tmp_path / "unbroken")
     pool.run(2, train_rank, run, tmp_path / "run", True)
     assert losses_of(tmp_path / "run") == losses_of(tmp_path / "unbroken")
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("in_background", [pytest.param(False, marks=pytest.mark.sweep), True])
-def test_a_small_disk(pool: WorkerPool, small_run: Run, tmp_path: Path, in_background: bool) -> None:
-    """A file system that has room for one checkpoint and a half: the first stays, and the last is an error."""
-    settings = (("checkpoint.every", 2), ("checkpoint.keep", 0), ("checkpoint.async_save", in_background))
-    run = small_run.but(dp=2, steps=7, set=settings)
-    pool.run(2, train_rank, run, tmp_path / "unbroken")
-    (size, *_) = {
-        sum(file.stat().st_size for file in path.iterdir())
-        for path in (tmp_path / "unbroken" / "checkpoints").iterdir()
-    }
-    with contextlib.ExitStack() as stack:
-        try:
-            stack.enter_context(small_tmpfs(tmp_path / "disk", int(1.6 * size)))
-        except OSError as error:
-            pytest.skip(f"this process may not mount a file system ({error})")
-        with pytest.raises(Exception, match="step_00000007 cannot be written"):
-            pool.run(2, train_rank, run, tmp_path / "disk" / "run")
-        assert [checkpoint.step for checkpoint in complete(tmp_path / "disk" / "run")] == [2]
-        shutil.copytree(tmp_path / "disk" / "run", tmp_path / "moved")
-    pool.run(2, train_rank, run, tmp_path / "moved", True)
-    assert losses_of(tmp_path / "moved") == losses_of(tmp_path / "unbroken")

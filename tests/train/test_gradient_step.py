@@ -23,20 +23,16 @@ from tests.support.own_models import (
 from tests.support.parity import MOE, Case, make_engine, shard_of, whole_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError
 from threefold.models.loss_terms import CountedLoss, LossSums, LossTerm
 from threefold.models.sharding import Column, ModelPlan, Normal, Replicated, Row
-from threefold.parallel.leaf import local
 from threefold.parallel.parallelize import TrainingSettings
 from threefold.parallel.parameter import offset
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.train.step import GradientStep
 from threefold.train.update_rule import LossScale
 from threefold.verify.compare import relative_error
-
-WIDTHS = (3, 8, 5, 2)
 
 
 class Flat(nn.Module):
@@ -285,18 +281,6 @@ def test_wrong_settings(pool, layout: Layout, settings: TrainingSettings, messag
         pool.run(layout.world_size, refused, (X, Y), squares, layout, settings)
 
 
-def terms_of_pipeline() -> None:
-    settings = replace(DOUBLE, micro_batches=2)
-    GradientStep(network, NETWORK, Mesh(Layout(pp=2)), settings).train_batch((X, Y), 0, terms)
-
-
-def test_a_refused_loss_of_a_pipeline_is_one_sentence(pool) -> None:
-    with pytest.raises(WorkerError) as caught:
-        pool.run(2, terms_of_pipeline)
-    assert isinstance(caught.value.error, UserError)
-    assert str(caught.value.error).startswith("The loss returns the terms 'a' but has no counts(batch)")
-
-
 def test_a_scalar_is_the_mean_over_samples_whatever_the_micro_batches() -> None:
     losses = []
     for micro_batches in (1, 2, 6):
@@ -306,66 +290,8 @@ def test_a_scalar_is_the_mean_over_samples_whatever_the_micro_batches() -> None:
     assert losses[1:] == pytest.approx([losses[0]] * 2, rel=1e-12)
 
 
-def test_a_loss_of_torch_and_a_batch_of_one_tensor() -> None:
-    step = GradientStep(network, NETWORK, Mesh.alone(), DOUBLE)
-    target = torch.zeros(6, 4, 2, dtype=torch.float64)
-
-    def to_zero(output: Tensor, batch: Tensor) -> Tensor:
-        return F.mse_loss(output, target)
-
-    found = step.train_batch(X, 0, to_zero)
-    assert found.samples == 6
-    assert found.loss > 0
-    assert all(local(weight.parameter) is weight.leaf for weight in step.model.weights)
-
-
-class Scores(nn.Linear):
-    """A last layer of either kind: it computes the summed loss where it gets labels."""
-
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        scores = super().forward(x)
-        return scores if labels is None else summed(scores, labels)
-
-
 def summed(scores: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
-
-
-def of_tokens() -> nn.Sequential:
-    """Its first layers take one tensor and no `samples`."""
-    return nn.Sequential(nn.Embedding(11, 6), nn.Tanh(), Scores(6, 11))
-
-
-def both_kinds(layout: Layout) -> list[tuple[float, int, list[Tensor]]]:
-    """Loss, count and gradients with the loss in the last layer, and with one of the user's on the same tokens."""
-    mesh = Mesh(layout)
-    made = torch.Generator().manual_seed(5)
-    tokens, labels = (torch.randint(11, (8, 7), generator=made) for _ in range(2))
-    labels[torch.rand(labels.shape, generator=made) < 0.4] = -100
-    rows = torch.arange(8)[mesh.dp.index :: mesh.dp.size]
-    batch = Batch(tokens[rows], labels[rows], rows)
-    own = CountedLoss(
-        lambda scores, batch: {"tokens": summed(scores, batch[1])}, lambda batch: {"tokens": (batch[1] != -100).sum()}
-    )
-    plan = ModelPlan({"*": Replicated()}, ("0", "1", "2"), (1.0, 0.0, 1.0), lambda name: Normal(0.5))
-    found = []
-    for loss in (None, own):
-        step = GradientStep(of_tokens, plan, mesh, replace(DOUBLE, micro_batches=2))
-        term, count = step.compute_gradients(batch, 0, loss)
-        gradients = [step.gradients[weight.leaf].clone() for weight in step.model.weights]
-        found.append((term.item(), count, gradients))
-        assert step.train_batch(batch, 0, loss).samples == 8
-    return found
-
-
-@pytest.mark.parametrize("layout", [Layout(), Layout(dp=2, pp=2)], ids=str)
-def test_tokens_with_a_loss_in_the_last_layer_or_of_the_users(pool, layout: Layout) -> None:
-    for (term, count, gradients), (own_term, own_count, own_gradients) in pool.run(
-        layout.world_size, both_kinds, layout
-    ):
-        assert own_count == count > 10
-        assert own_term == pytest.approx(term, rel=1e-12)
-        torch.testing.assert_close(own_gradients, gradients, rtol=1e-12, atol=1e-14)
 
 
 def scaled_gradients(case: Case) -> list[dict[str, Tensor]]:

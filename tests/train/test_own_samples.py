@@ -1,7 +1,6 @@
 """A model of the user on samples that are not tokens: one loss in every layout, resumed; and checks of what is read."""
 
 import csv
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,7 @@ from threefold.data.map_dataset import DistributedDataLoader
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.plugins import import_file
-from threefold.report.callbacks import CSVLog, EpochRecord
-from threefold.train.callbacks.records import StepRecord
 from threefold.train.data_checks import DataCheck
-from threefold.train.step import several
 
 WHOLE = Share(4)
 FILE = Path(__file__).parents[2] / "examples" / "two_tower.py"
@@ -190,35 +186,6 @@ def test_ranks_that_read_other_samples_are_named(pool: WorkerPool, file: Path) -
     assert found[0].startswith("At step 1 rank 3 (dp 1, pp 0, tp 1) read other samples than the others of its replica")
     found = pool.run(4, checked, file, True)
     assert found == ["At step 1 the replicas dp 0 and dp 1 read the same samples; each must have its own."] * 4
-
-
-def record(step: int, **terms: float) -> StepRecord:
-    return StepRecord(step, 1.0, 1.0, 0.1, 4 * step, 8, 0, step - 1, 0.0, 1.0, terms=terms)
-
-
-def test_the_terms_of_an_epoch_are_weighted_means_of_those_that_count_something() -> None:
-    epoch = EpochRecord(0, 1, 1)
-    for each in (record(1, a=1.0, b=math.nan), record(2, a=4.0, b=5.0)):
-        epoch.add(each)
-    assert epoch.terms == {"a": 3.0, "b": 5.0}
-    assert several({"loss": 2.0}) == {}
-    assert several({"loss": 2.0, "a": 1.0}) == {"loss": 2.0, "a": 1.0}
-
-
-def test_the_table_gets_a_column_for_each_term(small_run: Run, tmp_path: Path) -> None:
-    from threefold.train.callbacks.base import RunContext
-
-    log = CSVLog()
-    log.setup(RunContext(small_run.config, tmp_path, None))  # type: ignore[arg-type]
-    log.before_fit(0)
-    log.after_step(record(1))
-    log.after_step(record(2, a=0.5))
-    log.close()
-    log.before_fit(1)
-    log.after_step(record(2, a=0.25, b=1.0))
-    log.close()
-    rows = list(csv.DictReader((tmp_path / "metrics.csv").open()))
-    assert [(row["step"], row["term/a"], row["term/b"]) for row in rows] == [("1", "", ""), ("2", "0.25", "1.0")]
 
 
 DRAWN = """

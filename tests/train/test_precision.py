@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from tests.support.parity import Case, in_layout, make_engine, shard_of, whole_tensors
 from tests.support.sweep import sweep
 from tests.train.overflows import FP16, check_skipped_by_all, overflowing
-from tests.train.support import Run, losses_of, manifest, steps_of, train_rank
+from tests.train.support import Run, manifest, steps_of, train_rank
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.resolve import resolve
@@ -118,37 +118,6 @@ def test_the_scale_doubles_after_a_window_and_halves_to_a_floor() -> None:
         scale.update(finite=False)
     assert scale.value == 1.0
     assert scale.is_least
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("before", "after", "window"),
-    [((2, 1, 2), (2, 1, 2), 3), ((1, 1, 2), (2, 2, 1), 1000)],  # which scale overflows depends on the micro-batches
-    ids=str,
-)
-def test_half_and_half_is_the_whole(
-    pool, small_run: Run, tmp_path: Path, before: tuple[int, int, int], after: tuple[int, int, int], window: int
-) -> None:
-    """k steps, a checkpoint and k steps: the losses, scales and skips of 2k steps, in another layout too."""
-    settings = (("precision.loss_scale", 2.0**22), ("precision.loss_scale_window", window))
-    run = small_run.but(dtype="fp16", set=settings)
-    runs = [run.but(dp=dp, tp=tp, pp=pp) for dp, tp, pp in (before, after)]
-    pool.run(runs[0].world_size, train_rank, runs[0].but(steps=12), tmp_path / "whole")
-    pool.run(runs[0].world_size, train_rank, runs[0].but(steps=6), tmp_path / "parts")
-    facts = manifest(tmp_path / "parts" / "checkpoints" / "step_00000006")
-    pool.run(runs[1].world_size, train_rank, runs[1].but(steps=12), tmp_path / "parts", True)
-    whole, parts = (list(steps_of(tmp_path / name).values()) for name in ("whole", "parts"))
-    assert facts["loss_scale"] == whole[6]["loss_scale"] < 2.0**22
-    for key in ("loss_scale", "skipped"):
-        assert [line[key] for line in parts] == [line[key] for line in whole]
-    assert whole[0]["skipped"]
-    assert whole[0]["grad_norm"] is None
-    assert not all(line["skipped"] for line in whole[-2:])
-    losses = losses_of(tmp_path / "whole")
-    assert losses_of(tmp_path / "parts") == (losses if before == after else pytest.approx(losses, rel=2e-3))
-    log = (tmp_path / "whole" / "train.log").read_text()
-    assert "global step 1, skipped: the gradient overflowed at loss scale 4.1943e+06" in log
-    assert f"loss scale: {whole[11]['loss_scale']:g}" in log
 
 
 def test_the_scale_and_its_good_steps_are_restored(pool, small_run: Run, tmp_path: Path) -> None:
