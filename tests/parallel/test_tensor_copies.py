@@ -17,7 +17,7 @@ from threefold.comm.mesh import Mesh
 from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel.gradients import GradientBuckets
 from threefold.parallel.parameter import has_uneven_shards, is_split
-from threefold.resilience.corruption import BitHash
+from threefold.random.tensor_hash import bit_hash
 
 SMALL = Case(batch=12, layers=1, ffn=12, sequence=63, tie=False, accumulation=1)
 """Its vocabulary divides equally over no tp; many weights are held whole (positions), in reach of what that shifts."""
@@ -49,11 +49,12 @@ def held_whole(case: Case) -> tuple[tuple[int, int, int], dict[str, int], bool]:
     engine = make_engine(case)
     for step in range(3):
         engine.train_step(shard_of(case, step, engine.mesh.dp.index), step)
-    bits, found = BitHash(engine.mesh.device), {}
+    found: dict[str, int] = {}
     for entry in engine.optimizer.entries:
         if not is_split(entry.parameter):
             state = {"gradient": entry.gradient, "weight": entry.master, **engine.optimizer.rule.state(entry)}
-            found |= {f"{name} of {entry.name}": int(bits(value)) for name, value in state.items()}
+            for name, value in state.items():
+                found[f"{name} of {entry.name}"] = int(bit_hash(value, engine.mesh.device))
     place = engine.mesh.coordinates
     return (
         (place.dp, place.pp, place.cp),

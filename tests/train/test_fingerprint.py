@@ -14,7 +14,8 @@ from tests.train.support import Run, manifest, steps_of, train_rank
 from threefold.checkpoint.manifest import read_manifest, write_manifest
 from threefold.checkpoint.summary import summarize_checkpoint
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.fingerprint import PartHash, TensorHashes
+from threefold.random.tensor_hash import PartHash
+from threefold.train.fingerprint import TensorHashes
 
 EXACT = ("train.exact", True)
 SIZES = {"layers": 2, "heads": 8, "head_dim": 4, "ffn": 64, "vocab": 88, "sequence": 16, "batch": 8}

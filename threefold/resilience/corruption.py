@@ -1,14 +1,7 @@
 """Silent data corruption: detects bits that changed on one rank without an error, and names the rank.
 
-The watch compares a fast exact hash of each tensor's bits, and with `GradientCheck` also the gradients that two
-replicas compute from the same samples.
-
-The hash is multilinear (Carter and Wegman, "Universal classes of hash functions", 1979; Lemire and Kaser, "Strongly
-universal string hashing is fast", 2014): the tensor's bits, as words, are multiplied by odd 64-bit factors that depend
-on their position, and summed modulo 2^64. Integer sums do not round, so the order of additions does not matter.
-Changing one word always changes the hash, as an odd factor keeps every bit of the difference; swapping words goes
-unnoticed in about one case of 2^32. The hash protects against hardware faults, not against an attacker. The factor of a
-word is that of its row times that of its column in a table of `_COLUMNS` columns, so only one per row is computed.
+The watch compares a fast exact hash of each tensor's bits (`threefold.random.tensor_hash`), and with `GradientCheck`
+also the gradients that two replicas compute from the same samples.
 """
 
 import hashlib
@@ -29,50 +22,10 @@ from threefold.models.layers.experts import Routing
 from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import Weight, axes_of, is_split, offset
 from threefold.random.rng import draws_in_sequence
+from threefold.random.tensor_hash import bit_hash, combined
 from threefold.train.callbacks.base import Guard
-from threefold.train.fingerprint import WORDS, odd_factors
 from threefold.train.optim import Optimizer
 from threefold.train.step import Engine
-
-_COLUMNS = 1 << 12
-_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 24}
-"""Words whose products are in memory at once; on a CPU few enough for a core's cache."""
-
-
-class BitHash:
-    """Hash of a tensor's bits, computed on `device`; small tensors on another device are copied to it.
-
-    Equal bits have equal hashes on every device. Equal values with different bits (0 and -0) have different hashes.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._columns = factors(1 << 40, _COLUMNS, device)  # far from the positions of rows
-        self._at_once = _AT_ONCE.get(device.type, _COLUMNS)
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        """Hash a tensor's bits in the order of its elements, as an int64 scalar."""
-        words = tensor.detach().to(self._device).reshape(-1).view(WORDS[tensor.element_size()])
-        total = torch.zeros((), dtype=torch.int64, device=words.device)
-        whole = words.numel() - words.numel() % _COLUMNS
-        for start in range(0, whole, self._at_once):
-            part = words[start : min(whole, start + self._at_once)]
-            rows = (part.view(-1, _COLUMNS) * self._columns).sum(1)
-            total += (rows * factors(start // _COLUMNS, len(rows), words.device)).sum()
-        rest = words[whole:]
-        if rest.numel():
-            total += (rest * self._columns[: rest.numel()]).sum() * factors(whole // _COLUMNS, 1, words.device)[0]
-        return total
-
-
-def combined(hashes: Tensor) -> Tensor:
-    """Combine hashes, int64 [n], into one int64 scalar that depends on their order."""
-    return (hashes * factors(0, len(hashes), hashes.device)).sum()
-
-
-def factors(start: int, count: int, device: torch.device) -> Tensor:
-    """Return the odd factors of `count` positions from `start` on, int64 [count]."""
-    return odd_factors(torch.arange(start, start + count, device=device))
 
 
 class Verdict(NamedTuple):
@@ -97,7 +50,6 @@ class GradientCheck:
 
     def __init__(self, engine: Engine, loader: Loader) -> None:
         self._engine, self._loader = engine, loader
-        self._hash = BitHash(engine.mesh.device)
         layout = engine.mesh.layout
         bound = any(draws_in_sequence(module) or isinstance(module, Routing) for module in engine.model.modules())
         somewhere = engine.mesh.world.all_reduce_max_(torch.tensor([int(bound)], device=engine.mesh.device))
@@ -142,7 +94,7 @@ class GradientCheck:
 
     def _observe(self) -> None:
         def add(gradients: Tensor) -> None:
-            self._sum = self._sum + self._hash(gradients)
+            self._sum = self._sum + bit_hash(gradients, self._sum.device)
 
         self._sum = torch.zeros_like(self._sum)
         self._engine.gradients.observe(add)
@@ -338,7 +290,6 @@ class CorruptionWatch(Guard):
         gradients: GradientCheck | None = None,
     ) -> None:
         self._engine, self._every, self._newest, self._gradients = engine, every, newest, gradients
-        self._hash = BitHash(engine.mesh.device)
         mesh = engine.mesh
         most = 2 * len({_sharing(weight, engine.model) for weight in engine.model.weights})
         self._groups = int(mesh.world.all_reduce_max_(torch.tensor([most], device=mesh.device)))
@@ -415,7 +366,7 @@ class CorruptionWatch(Guard):
 
     def _hashes(self, watched: Sequence[Watched]) -> Tensor:
         with torch.no_grad():
-            found = [self._hash(each.tensor) for each in watched]
+            found = [bit_hash(each.tensor, self._engine.mesh.device) for each in watched]
         return torch.stack(found) if found else torch.zeros(0, dtype=torch.int64, device=self._engine.mesh.device)
 
     def _compare(self, step: int) -> Tensor:

@@ -22,7 +22,7 @@ from threefold.models.source import ModelSource
 from threefold.parallel.parallelize import PieceSizes
 from threefold.parallel.parameter import offset
 from threefold.parallel.plan_check import check_source
-from threefold.train.fingerprint import PartHash
+from threefold.random.tensor_hash import PartHash
 from threefold.train.step import Engine
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Held

@@ -4,14 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from threefold.resilience.corruption import BitHash, combined, factors
+from threefold.random.tensor_hash import bit_hash, combined, odd_factors
 
-HASH = BitHash(torch.device("cpu"))
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def value(tensor: Tensor) -> int:
-    return int(HASH(tensor))
+    return int(bit_hash(tensor, torch.device("cpu")))
 
 
 def test_it_is_the_sum_of_words_times_their_factors() -> None:
@@ -19,8 +18,9 @@ def test_it_is_the_sum_of_words_times_their_factors() -> None:
     words = torch.randint(
         -(1 << 31), 1 << 31, (150_001,), generator=torch.Generator().manual_seed(1), dtype=torch.int32
     )
-    columns, rows = factors(1 << 40, 4096, words.device).tolist(), factors(0, 37, words.device).tolist()
-    total = sum(word * columns[place % 4096] * rows[place // 4096] for place, word in enumerate(words.tolist()))
+    columns, rows = ((odd_factors(torch.arange(size) + start)).tolist() for start, size in ((1 << 60, 4096), (0, 37)))
+    (block,) = odd_factors(torch.tensor([1 << 61])).tolist()
+    total = sum(word * columns[place % 4096] * rows[place // 4096] for place, word in enumerate(words.tolist())) * block
     assert value(words) % (1 << 64) == total % (1 << 64)
     assert all(factor % 2 for factor in columns + rows)
     assert len({*columns, *rows}) == 4096 + 37
