@@ -10,7 +10,6 @@ import pytest
 from tests.cli.runs import write_config
 from tests.support import ready
 from threefold.config import load_config
-from threefold.config.loading import load_stored_config, recorded_settings
 from threefold.errors import UserError
 from threefold.files import describe_error, hide_secrets, on_one_line, shown, without_secrets
 from threefold.launch.failure import formatted, from_exception
@@ -88,13 +87,6 @@ def test_the_sentence_says_where_to_put_it(setting: str, sentence: str, tmp_path
         load_config(write_config(tmp_path, tokens), [setting])
     assert sentence in str(error.value)
     assert SECRET not in str(error.value)
-
-
-def test_one_that_an_earlier_version_stored_is_hidden(tmp_path: Path, tokens: Path) -> None:
-    config = write_config(tmp_path, tokens)
-    config.write_text(config.read_text().replace("{every: 2}", f"{{remote: '{WITH_PASSWORD}'}}"))
-    assert load_stored_config(config).checkpoint.remote == "memory://***@host/x"
-    assert recorded_settings(config)["checkpoint"] == {"remote": "memory://***@host/x"}
 
 
 def test_a_traceback_is_written_without_it() -> None:

@@ -17,7 +17,6 @@ from tests.support.command import Silent
 from tests.train.support import Run, losses_of, same, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.cli.main import app
-from threefold.config.model import model_settings
 from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.files import choose_type, split
@@ -249,18 +248,6 @@ def test_the_commands(tmp_path: Path) -> None:
     torch.testing.assert_close(file_tensors(tmp_path / "back"), file_tensors(source), rtol=0, atol=0)
     with pytest.raises(UserError, match="--shard-size '5 apples' is not a size such as 500MB or 5GB; use 5GB"):
         runner.invoke(app, [*back, "--shard-size", "5 apples"], catch_exceptions=False)
-
-
-def test_every_setting_is_shown_to_a_family() -> None:
-    """A setting that is added to the model's section has to be thought of in the translation of config.json."""
-    thought_of = """preset architecture num_layers hidden_size num_attention_heads num_key_value_heads head_dim
-        ffn_hidden_size vocab_size max_position_embeddings hidden_dropout attention_dropout position_embedding
-        rope_theta rope_scaling rope_factor rope_original_positions rope_low_frequency_factor rope_high_frequency_factor
-        rope_beta_fast rope_beta_slow rope_attention_factor norm_eps qkv_bias qk_norm sliding_window
-        full_attention_layers num_experts experts_per_token expert_ffn_hidden_size shared_expert_ffn_hidden_size
-        shared_expert_gate normalize_expert_weights expert_capacity_factor moe_every dense_layers router_aux_loss
-        router_z_loss initializer_range tie_embeddings activation embedding_dropout file arguments"""
-    assert set(model_settings()) == set(thought_of.split())
 
 
 def test_a_parameter_is_split_as_the_files_have_it() -> None:
