@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from threefold.data.loader import Batch, Loader, Share, fingerprint
+from threefold.data.fingerprint import fingerprint_of
+from threefold.data.loader import Batch, Loader, Share
 from threefold.data.packed import PackedSamples
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
@@ -113,7 +114,7 @@ def test_documents_are_those_of_the_token_files(make_loader) -> None:
                 assert any(text[at : at + len(part)] == part for at in range(len(text)))
             ends = np.flatnonzero(row[:-1] == loader.train.files.eod)
             assert np.array_equal(np.flatnonzero(np.diff(documents)), ends)
-        assert fingerprint(batch) != fingerprint(dataclasses.replace(batch, documents=None))
+        assert fingerprint_of(batch) != fingerprint_of(dataclasses.replace(batch, documents=None))
     told.close()
 
 
@@ -236,15 +237,15 @@ def test_how_many_evaluation_batches(make_loader) -> None:
 def test_fingerprints_tell_contents_apart(make_loader) -> None:
     loader = make_loader()
     batch = loader.batch(0)
-    mark = fingerprint(batch)
+    mark = fingerprint_of(batch)
     assert 0 <= mark < 2**63
-    assert mark == fingerprint(make_loader().batch(0))
+    assert mark == fingerprint_of(make_loader().batch(0))
     for name in ("tokens", "labels", "rows"):
         changed = Batch(batch.tokens.clone(), batch.labels.clone(), batch.rows.clone())
         getattr(changed, name).view(-1)[-1] += 1
-        assert fingerprint(changed) != mark
-    assert fingerprint(Batch(batch.tokens.T, batch.labels, batch.rows)) != mark
-    assert fingerprint(loader.batch(1)) != mark
+        assert fingerprint_of(changed) != mark
+    assert fingerprint_of(Batch(batch.tokens.T, batch.labels, batch.rows)) != mark
+    assert fingerprint_of(loader.batch(1)) != mark
 
 
 def test_batches_are_pinned_where_a_gpu_copies_them(make_loader, monkeypatch: pytest.MonkeyPatch) -> None:

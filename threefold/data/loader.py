@@ -3,7 +3,6 @@
 The samples of a step follow from the seed and the samples consumed before it. So resuming needs no sampler state.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -32,16 +31,6 @@ class Batch:
     documents: torch.Tensor | None = None  # [rows, S], of each token if the attention mask separates documents
     positions: torch.Tensor | None = None  # [rows, S], of each token if positions restart with each document
     padding: torch.Tensor | None = None  # [rows], number of padding tokens of each row
-
-
-def fingerprint(batch: Batch) -> int:
-    """Return a 63-bit content hash (BLAKE2b) of a CPU batch, on which all ranks of a tp or pp group must agree."""
-    digest = hashlib.blake2b(digest_size=8)
-    known = [each for each in (batch.documents, batch.positions) if each is not None]
-    for part in (batch.tokens, batch.labels, batch.rows, *known):
-        digest.update(str(tuple(part.shape)).encode())
-        digest.update(part.contiguous().numpy().data)
-    return int.from_bytes(digest.digest(), "little") >> 1
 
 
 @dataclass(frozen=True)

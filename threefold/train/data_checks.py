@@ -25,7 +25,7 @@ from threefold.data.corpus import Content, Corpus, checksum_of_tokens
 from threefold.data.dataset import Dataset
 from threefold.data.fingerprint import fingerprint_of
 from threefold.data.formats.own_data import OwnData, named
-from threefold.data.loader import Batch, fingerprint
+from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles, write_own
@@ -102,7 +102,7 @@ class DataCheck(Callback):
 
     def before_step(self, step: int, batch: Any) -> None:
         self.step_interval = self.every
-        mine = fingerprint(batch) if isinstance(batch, Batch) else fingerprint_of((batch, self.rows))
+        mine = fingerprint_of(batch if isinstance(batch, Batch) else (batch, self.rows))
         found = [number for (number,) in numbers_of_ranks(self.mesh.world, self.mesh.device, mine)]
         if problem := disagreement(found, self.mesh.layout):
             raise UserError(f"At step {step} {problem}.")
