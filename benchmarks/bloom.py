@@ -3,7 +3,7 @@
     python benchmarks/bloom.py [--steps 100]
 
 A GPT of 473,728 parameters with dropout, in fp32, on tokens from this Python's own documentation, is trained in one
-process for 100 steps; the README shows the row. No idle machine is needed: nothing is timed.
+process for 100 steps, in micro-batches of one sample; the README shows the row. No idle machine is needed: nothing is timed.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from rich.table import Table
 CONFIG = """\
 data: {path: tokens, sequence_length: 128}
 model: {num_layers: 8, hidden_size: 64, num_attention_heads: 4, hidden_dropout: 0.1, attention_dropout: 0.1}
-train: {max_steps: STEPS, global_batch_size: 16, eval_every: 0, device: cpu}
+train: {max_steps: STEPS, global_batch_size: 16, micro_batch_size: 1, eval_every: 0, device: cpu}
 optimizer: {lr: 1.0e-3, decay_steps: 1000}
 """
 LAYOUTS = {"one process": (1, 1, 1), "tp 4 · pp 2": (1, 4, 2), "tp 2 · pp 4": (1, 2, 4), "tp 1 · pp 8": (1, 1, 8)}
