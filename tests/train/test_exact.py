@@ -18,6 +18,7 @@ from tests.support.exact import (
 from tests.support.layouts import AXES, goes_together, in_words
 from tests.support.pairwise import Row, every_value, pairwise
 from tests.support.parity import Case, Trace
+from tests.support.sweep import sweep
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 
@@ -96,7 +97,7 @@ def test_bits_are_those_of_one_process(
     check(pool, one_process(case), spread(case, layout))
 
 
-@pytest.mark.parametrize("words", [*FAMILIES, "gpt context", "llama context"])
+@sweep("words", [*FAMILIES, "gpt context", "llama context"], quick=(0, 2))
 def test_exact_run_is_the_run_up_to_rounding(
     pool: WorkerPool, one_process: Callable[[Case], Trace], words: str
 ) -> None:
