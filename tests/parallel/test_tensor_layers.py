@@ -260,38 +260,6 @@ def test_what_no_rank_holds_is_an_error(pool, what: str, message: str) -> None:
     assert all(message in found for found in pool.run(2, unknown_values, what))
 
 
-def own_weights() -> tuple[Tensor, Tensor, Tensor]:
-    axis = Mesh(Layout(tp=torch.distributed.get_world_size())).tp
-    layers = [ColumnParallelLinear(6, 5, axis, name=name) for name in ("a", "b", "a")]
-    first, second, again = (whole(layer.weight.detach()) for layer in layers)
-    return first, second, again
-
-
-def test_initial_weights_follow_the_name_not_the_split(pool) -> None:
-    alone = pool.run(1, own_weights)[0]
-    for first, second, again in pool.run(3, own_weights):
-        assert torch.equal(first, again)
-        assert not torch.isclose(first, second).any()
-        assert torch.equal(first, alone[0])
-
-
-def shown() -> list[str]:
-    axis = Mesh(Layout(tp=torch.distributed.get_world_size())).tp
-    return [
-        repr(ColumnParallelLinear(4, 6, axis, name="a")),
-        repr(RowParallelLinear(5, 4, axis, name="b")),
-        repr(VocabParallelEmbedding(7, 4, axis, name="c")),
-    ]
-
-
-def test_the_representation_has_the_whole_shape_and_that_of_this_rank(pool) -> None:
-    assert pool.run(2, shown)[1] == [
-        "ColumnParallelLinear(weight (6, 4), (3, 4) on tp rank 1 of 2, gather_output=True)",
-        "RowParallelLinear(weight (4, 5), (4, 2) on tp rank 1 of 2, input_is_parallel=False)",
-        "VocabParallelEmbedding(weight (7, 4), (3, 4) on tp rank 1 of 2, rows 4:7)",
-    ]
-
-
 def test_layers_of_a_mesh_of_one_process_without_a_group() -> None:
     axis = Mesh.alone().tp
     up, down = ColumnParallelLinear(4, 6, axis, name="a"), RowParallelLinear(6, 4, axis)
@@ -303,15 +271,3 @@ def test_layers_of_a_mesh_of_one_process_without_a_group() -> None:
     torch.testing.assert_close(y, (table.weight @ up.weight.T + up.bias) @ down.weight.T + down.bias)
     assert up.weight.grad is not None
     assert up.weight.grad.shape == (6, 4)
-
-
-def from_a_transposed_weight() -> tuple[tuple[int, ...], bool]:
-    source = nn.Linear(4, 6)
-    source.weight = nn.Parameter(torch.randn(4, 6).t())
-    layer = ColumnParallelLinear.from_linear(source, Mesh(Layout(tp=2), torch.device("cpu")).tp)
-    return layer.weight.stride(), layer.weight.is_contiguous()
-
-
-def test_a_parameter_is_contiguous_whatever_its_source(pool) -> None:
-    """Its shard is, and a stride of the whole that differs from it would make views fail."""
-    assert pool.run(2, from_a_transposed_weight) == [((4, 1), True)] * 2

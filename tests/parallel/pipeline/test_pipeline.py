@@ -1,15 +1,12 @@
-"""Stages, their bounds, and what a schedule keeps alive."""
+"""Stages and their bounds."""
 
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from tests.support.parity import Case, make_engine, shard_of
-from tests.support.sweep import sweep
+from tests.support.parity import Case
 from threefold.errors import UserError
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
@@ -25,7 +22,6 @@ from threefold.parallel.pipeline.partition import (
     stage_bounds,
     stage_map,
 )
-from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 from threefold.parallel.shard_modules import shard_modules
 
@@ -235,62 +231,6 @@ def test_tied_weights_know_the_stages_that_share_them() -> None:
     assert shared_between(plan, StageMap((0, 1, 3, 4, 6), (0, 1, 1, 0))) == {}
     untied = gpt_plan(Case(layers=4, tie=False).config.model, 8)
     assert shared_between(untied, StageMap((0, 3, 6), (0, 1))) == {}
-
-
-def alive_at_most(case: Case) -> int:
-    """The most micro-batches whose activations this stage held at once."""
-    engine = make_engine(case)
-    assert isinstance(engine.runner, PipelineRunner)
-    (stage,) = engine.runner.scheduled_stages
-    seen: list[int] = []
-    forward = stage.forward_one_chunk
-
-    def watch(*args: Any, **options: Any) -> Any:
-        out = forward(*args, **options)
-        seen.append(len(stage.fwd_cache))
-        return out
-
-    with patch.object(stage, "forward_one_chunk", watch):
-        engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0)
-    assert not stage.fwd_cache
-    return max(seen)
-
-
-@sweep(("pp", "micro_batches"), [(2, 1), (2, 6), (3, 2), (3, 6), (4, 4), (4, 8)], quick=(1, 3))
-def test_one_forward_one_backward_keeps_few_micro_batches(pool, pp: int, micro_batches: int) -> None:
-    case = Case(layers=4, accumulation=micro_batches, steps=1).with_layout(1, 1, pp)
-    alive = pool.run(pp, alive_at_most, case)
-    assert alive == [min(micro_batches, pp - stage) for stage in range(pp)]
-
-
-def test_gpipe_keeps_all(pool) -> None:
-    case = Case(layers=4, accumulation=6, schedule="gpipe", steps=1).with_layout(1, 1, 3)
-    assert pool.run(3, alive_at_most, case) == [6, 6, 6]
-
-
-def objects_sent(case: Case) -> tuple[int, int]:
-    """How many metadata objects the stages exchanged: while the engine was made, and in three steps."""
-    engine = make_engine(case)
-    sent: list[int] = []
-    send, receive = dist.send_object_list, dist.recv_object_list
-
-    def count(call: Any) -> Any:
-        def counted(*args: Any, **options: Any) -> Any:
-            sent.append(1)
-            return call(*args, **options)
-
-        return counted
-
-    with patch.object(dist, "send_object_list", count(send)), patch.object(dist, "recv_object_list", count(receive)):
-        for step in range(3):
-            engine.train_step(shard_of(case, step, engine.mesh.dp.index), step)
-    assert isinstance(engine.runner, PipelineRunner)
-    return len(sent), len(engine.runner.scheduled_stages[0]._stage_meta.inputs or ())
-
-
-def test_declared_shapes_need_no_metadata_traffic(pool) -> None:
-    case = Case(layers=4).with_layout(1, 1, 3)
-    assert pool.run(3, objects_sent, case) == [(0, 1)] * 3
 
 
 def test_a_stage_takes_no_name_that_a_layer_may_have() -> None:
