@@ -1,4 +1,4 @@
-# Commands of the project; each installs what it needs first, into .venv. Needs python3 (3.11 or newer) with pip, make and bash.
+# Commands of the project; each installs what it needs first, into .venv. Needs python3 (3.11 to 3.13) with pip, make and bash.
 
 SHELL := bash
 .SHELLFLAGS := -o pipefail -ec

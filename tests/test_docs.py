@@ -1,8 +1,18 @@
-"""The generated parts of the site: each can be made from the sources, belongs to one page, and shows what it is for."""
+"""The generated parts of the site, each of which belongs to one page, and the files of a release."""
+
+import re
+import runpy
+import shutil
+import tomllib
+from pathlib import Path
 
 import pytest
+import yaml
 
+import threefold
 from docs import capabilities, generate
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(("name", "rows"), [("capabilities", 60), ("guarantees", 130)])
@@ -49,3 +59,48 @@ def test_a_part_is_made(name: str) -> None:
         "rooms": ["| **train** |"],
     }
     assert [text for text in wanted[name] if text not in made] == []
+
+
+RELEASE = runpy.run_path(str(ROOT / ".ci/release.py"))
+
+
+def test_links_of_a_released_readme_are_absolute() -> None:
+    text = RELEASE["absolute"]((ROOT / "README.md").read_text(), "https://host.example/me/threefold", "v1.2.3")
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert len(links) > 40
+    assert [link for link in links if not link.startswith("https://")] == []
+    assert "](https://host.example/me/threefold/raw/v1.2.3/docs/proof.png)" in text
+    assert "](https://host.example/me/threefold/blob/v1.2.3/docs/verify.md)" in text
+
+
+def test_a_release_has_the_addresses_of_the_project() -> None:
+    text = RELEASE["with_urls"]((ROOT / "pyproject.toml").read_text(), "https://host.example/me/threefold", "v1.2.3")
+    urls = tomllib.loads(text)["project"]["urls"]
+    assert urls["Homepage"] == "https://host.example/me/threefold"
+    assert urls["Changelog"].endswith("/v1.2.3/CHANGELOG.md")
+
+
+def test_a_tag_of_another_version_is_refused(tmp_path: Path) -> None:
+    for name in ("threefold/__init__.py", "CITATION.cff", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    version = threefold.__version__
+    assert RELEASE["problem"](tmp_path, "v9.9.9") == f"the tag is v9.9.9, but the package's version is {version}"
+    (tmp_path / "CHANGELOG.md").write_text(f"# Changelog\n\n## {version}\n")
+    assert RELEASE["problem"](tmp_path, f"v{version}") == ""
+    (tmp_path / "CITATION.cff").write_text("version: 0.0.1\n")
+    assert RELEASE["problem"](tmp_path, f"v{version}") == f"CITATION.cff does not have the version {version}"
+
+
+def test_the_versions_of_python_agree() -> None:
+    """The package's metadata, CI, and what the README, the page on installing and the container say."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    versions = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    first, last = versions[0], versions[-1]
+    after = f"3.{int(last.split('.')[1]) + 1}"
+    assert project["requires-python"] == f">={first},<{after}"
+    ci = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())
+    assert ci["jobs"]["quick"]["strategy"]["matrix"]["python"] == versions
+    assert f"python-{first}_to_{last}-blue" in (ROOT / "README.md").read_text()
+    assert f"Python {', '.join(versions[:-1])} or {last}" in (ROOT / "docs/install.md").read_text()
+    assert f"python:{first}" in (ROOT / "Dockerfile").read_text()
