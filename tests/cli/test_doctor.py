@@ -21,12 +21,9 @@ def test_a_quick_examination(tmp_path: Path) -> None:
     assert [rates["ranks"] for rates in found["rates"]] == [1, 2]
     assert all(rates["matrix"]["fp32"]["64"] > 0 and rates["memory_bandwidth"] > 0 for rates in found["rates"])
     collectives = found["rates"][1]["collectives"]
-    assert all(each["seconds"] > 0 and each["latency"] > 0 for each in collectives.values())
-    transports = {name: each["transport"] for name, each in collectives.items()}
-    assert transports.pop("send") == "gloo"
-    assert set(transports) == {"all_reduce", "all_gather", "reduce_scatter", "pairs", "stages"}
-    assert set(transports.values()) == {"shared memory"}
-    assert [route["axis"] for route in found["routes"]] == ["dp", "pp", "cp", "tp", "ep"]
+    assert set(collectives) == {"all_reduce", "pairs"}
+    assert all(each["bandwidth"] > 0 and each["latency"] > 0 for each in collectives.values())
+    assert {each["transport"] for each in collectives.values()} == {"shared memory"}
     assert not [finding for finding in found["findings"] if finding["severity"] == "error"]
     assert found["disk"]["bandwidth"] > 0
     hardware = find_hardware(str(entry))

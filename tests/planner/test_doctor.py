@@ -11,13 +11,8 @@ from threefold.planner.cost import block_seconds, cost_block
 from threefold.planner.doctor import (
     DiskSpeed,
     Examination,
-    Gpu,
-    Interface,
     Machine,
-    axis_routes,
     findings_of,
-    gpu_of,
-    interfaces,
     measure_disk,
     measured_entry,
     this_machine,
@@ -36,19 +31,19 @@ from threefold.planner.systems import SYSTEMS
 
 MACHINE = Machine(
     host="here",
+    address="10.0.0.2",
     system="Linux",
     processor="A processor, 4 cores",
     cores=4,
     machine_cores=8,
     quota=0.0,
     memory=16 * 10**9,
-    swap=10**9,
     shared_memory=8 * 10**9,
-    open_files=65536,
     load=0.1,
     compiler="/usr/bin/g++",
+    gpus=0,
     versions={"torch": "2.13.0"},
-    backends={"gloo": True, "nccl": True},
+    backends=("gloo", "nccl"),
 )
 DISK = DiskSpeed("/runs", 1e9, 10**12)
 
@@ -61,7 +56,7 @@ def rates_of(ranks: int, fp32: float = 1e9, depth: float = 100.0, transport: str
     for name, group in (("all_reduce", ranks), ("pairs", 2)):
         latency = 2 * 5e-6 * ({2: 1, 4: 2, 8: 3}.get(group, 1) if transport == NCCL else 1)
         seconds = latency + 2 * (group - 1) / group * (1 << 20) / 4e9
-        collectives[name] = Collective(latency, seconds, 1 << 20, transport)
+        collectives[name] = Collective(latency, (1 << 20) / max(seconds - latency, 1e-9), transport)
     attention = []
     for positions, width in ((128, 32), (128, 128), (1024, 128)):
         share = fp32 * positions / (positions + 200) * width / (width + 16)
@@ -71,27 +66,26 @@ def rates_of(ranks: int, fp32: float = 1e9, depth: float = 100.0, transport: str
 
 
 def said(machine: Machine = MACHINE, device: str = "cpu", disk: DiskSpeed = DISK, ranks: int = 4) -> str:
-    return "\n".join(map(str, findings_of(machine, device, [rates_of(ranks)], disk)))
+    found = findings_of(machine, device, [rates_of(ranks)], disk)
+    return "\n".join(f"{finding.text}: {finding.remedy}." for finding in found)
 
 
 def test_a_sound_machine_has_no_findings_of_its_host() -> None:
     (only,) = findings_of(MACHINE, "cpu", [rates_of(4)], DISK)
-    assert str(only).startswith("Bf16 products reach 0% of the rate of fp32 on this processor: train with precision")
+    assert (only.severity, only.text) == ("warning", "bf16 products reach 0% of the rate of fp32 here")
 
 
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"cores": 2}, "4 ranks share 2 cores"),
-        ({"compiler": ""}, "There is no C compiler, which train.compile needs: install one"),
-        ({"shared_memory": 1 << 20}, "/dev/shm has 1.0 MB free"),
-        ({"shared_memory": 0}, "/dev/shm is missing, full or read-only"),
-        ({"open_files": 256}, "may have 256 files open"),
-        ({"swap": 0}, "There is no swap"),
+        ({"compiler": ""}, "there is no C compiler, which train.compile needs: install one"),
+        ({"shared_memory": 1 << 20}, "/dev/shm has 1.0 MB to write"),
         ({"quota": 1.5}, "allows 1.5 cores' worth of time, on 8 cores"),
         ({"load": 7.0}, "keep 7.0 processes busy on 4 cores"),
-        ({"backends": {"gloo": False}}, "has no gloo"),
-        ({"gpus": (Gpu("A GPU"),)}, "There are 1 GPUs, and torch 2.13.0 can use none"),
+        ({"backends": ()}, "has no gloo"),
+        ({"gpus": 2}, "torch can use none of the 2 GPUs"),
+        ({"address": "127.0.1.1"}, "the name here resolves to 127.0.1.1"),
     ],
 )
 def test_what_is_wrong_with_a_host(changes: dict[str, object], words: str) -> None:
@@ -99,23 +93,14 @@ def test_what_is_wrong_with_a_host(changes: dict[str, object], words: str) -> No
     assert words in said(replace(MACHINE, **changes))  # type: ignore[arg-type]
 
 
-def test_what_is_wrong_with_gpus_and_disks() -> None:
-    limited = Gpu("NVIDIA H100", "550", 345, 1980, "Disabled", 500, 700)
-    text = said(replace(MACHINE, gpus=(limited, Gpu("another")), backends={"gloo": True, "nccl": False}), "cuda")
-    assert "has no NCCL" in text.splitlines()[0]  # the worst first
-    for words in ("ECC is disabled", "limited to 500 W of 700 W", "345 MHz of 1980 MHz", "of different types"):
-        assert words in text
-    assert "takes 20.0 MB/s" in said(disk=DiskSpeed("/runs", 20e6, 10**12))
-
-
-def test_an_address_that_no_other_host_reaches() -> None:
-    found = findings_of(MACHINE, "cpu", [], None, Interface("lo", "127.0.1.1"))
-    assert "the name here resolves to 127.0.1.1" in str(found[0]).lower()
-    assert findings_of(MACHINE, "cpu", [], None, Interface("eth0", "10.0.0.2")) == []
+def test_a_slow_disk_and_the_worst_first() -> None:
+    found = findings_of(replace(MACHINE, backends=(), compiler=""), "cpu", [], DiskSpeed("/runs", 20e6, 10**12))
+    assert [finding.severity for finding in found] == ["error", "warning", "note"]
+    assert "takes 20.0 MB/s" in found[1].text
 
 
 def test_the_entry_of_measured_rates(tmp_path: Path) -> None:
-    found = Examination(MACHINE, "cpu", (), (), (rates_of(1), rates_of(8)), DISK, ())
+    found = Examination(MACHINE, "cpu", (rates_of(1), rates_of(8)), DISK, ())
     entry = measured_entry(found)
     assert entry is not None
     assert (entry.name, entry.title, entry.gpus_per_node) == ("this-machine", "A processor, 4 cores", 8)
@@ -140,29 +125,11 @@ def test_rates_that_do_not_grow_and_one_rank_alone() -> None:
     assert measured_link(rates_of(8, transport=NCCL)).latency == pytest.approx(5e-6), "of trees"
 
 
-def test_what_nvidia_smi_answers() -> None:
-    gpu = gpu_of("NVIDIA H100 80GB HBM3, 550.54.15, 345, 1980, Enabled, 700.00, 700.00")
-    assert gpu == Gpu("NVIDIA H100 80GB HBM3", "550.54.15", 345.0, 1980.0, "Enabled", 700.0, 700.0)
-    assert gpu_of("A GPU, 1, [N/A], , [N/A]") == Gpu("A GPU", "1", ecc="N/A")
-
-
-def test_axes_and_interfaces() -> None:
-    found = interfaces()
-    assert any(each.address.startswith("127.") for each in found)
-    routes = {
-        route.axis: route for route in axis_routes("cpu", [Interface("lo", "127.0.0.1"), Interface("e", "9.9.9.9")])
-    }
-    assert list(routes) == ["dp", "pp", "cp", "tp", "ep"]
-    assert routes["tp"].here == routes["pp"].here == "shared memory"
-    assert routes["ep"].here == "gloo over lo (127.0.0.1)"
-    assert all("NCCL" in route.here for route in axis_routes("cuda", found))
-
-
 def test_this_machine_and_its_disk(tmp_path: Path) -> None:
     machine = this_machine()
     assert machine.cores >= 1
     assert machine.memory > 1 << 28
-    assert machine.backends["gloo"]
+    assert "gloo" in machine.backends
     assert machine.versions["torch"].startswith("2.")
     found = measure_disk(tmp_path, 4 << 20)
     assert found.bandwidth > 0
@@ -174,7 +141,7 @@ def test_this_machine_and_its_disk(tmp_path: Path) -> None:
 
 def test_host_work_is_what_kernels_do_not_explain() -> None:
     without, with_block = (
-        Examination(MACHINE, "cpu", (), (), (replace(rates_of(8), block=block),), DISK, ()) for block in (0.0, 5e-2)
+        Examination(MACHINE, "cpu", (replace(rates_of(8), block=block),), DISK, ()) for block in (0.0, 5e-2)
     )
     before, entry = measured_entry(without), measured_entry(with_block)
     assert before is not None
@@ -185,11 +152,8 @@ def test_host_work_is_what_kernels_do_not_explain() -> None:
     assert before.achievable.block == 0.0 < kernels < 5e-2
     assert entry.achievable.block == pytest.approx(5e-2 - kernels)
     rates = replace(rates_of(8), block=5e-2, sharded_block=8e-2, tensor_block=7e-2, context_block=4e-2)
-    found = measured_entry(Examination(MACHINE, "cpu", (), (), (rates,), DISK, ()))
+    found = measured_entry(Examination(MACHINE, "cpu", (rates,), DISK, ()))
     assert found is not None
     reached = found.achievable
     longer = reached.sharded_block, reached.tensor_block, reached.context_block
     assert longer == pytest.approx((3e-2, 2e-2, 0.0)), "which is never less than nothing"
-    on_gpu = measured_entry(replace(with_block, device="cuda"))
-    assert on_gpu is not None
-    assert on_gpu.achievable.block == 5e-2, "which runs beside the kernels"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,73 +64,51 @@ def command(
     entry = measured_entry(found)
     saved = None if entry is None or (quick and save is None) else save_hardware(entry, save)
     if as_json:
-        typer.echo(json.dumps({**found.as_json(), "saved": None if saved is None else str(saved)}))
+        typer.echo(json.dumps({**asdict(found), "saved": None if saved is None else str(saved)}))
     else:
         _print_examination(found, entry, saved)
     if any(finding.severity == "error" for finding in found.findings):
         raise typer.Exit(1)
 
 
-_PAIRS = {"pairs": "all_reduce, pairs", "send": "send of cp's ring, pairs", "stages": "send of pp's stages, pairs"}
-
-
 def _print_examination(found: "Examination", entry: "Hardware | None", saved: Path | None) -> None:
     """Print tables of the examination, and a line for each finding."""
     machine = found.machine
-    backends = ", ".join(name for name, there in machine.backends.items() if there)
-    rows: list[tuple[str, ...]] = [
+    rows = [
         ("processor", f"{machine.processor}, of {machine.machine_cores}"),
-        ("memory", f"{format_bytes(machine.memory)}, swap {format_bytes(machine.swap)}"),
-        ("/dev/shm", f"{format_bytes(machine.shared_memory)} free"),
-        *((f"GPU {number}", gpu.name) for number, gpu in enumerate(machine.gpus)),
-        ("system", machine.system),
+        ("memory", f"{format_bytes(machine.memory)}, {format_bytes(machine.shared_memory)} free in /dev/shm"),
+        ("GPUs", f"{machine.gpus}"),
+        ("system", f"{machine.system}, {machine.address or 'no address'}"),
         ("versions", ", ".join(f"{name} {version}" for name, version in machine.versions.items())),
-        ("backends", backends or "none"),
+        ("backends", ", ".join(machine.backends) or "none"),
         ("C compiler", machine.compiler or "none"),
-        ("open files", f"{machine.open_files:,} a process"),
     ]
     if found.disk is not None:
         speed, free = format_bytes(int(found.disk.bandwidth)), format_bytes(found.disk.free)
         rows.append(("disk", f"{found.disk.folder}: {speed}/s written, {free} free"))
     print_table((machine.host, ""), rows)
-    routes = [(route.axis, route.here, route.hosts) for route in found.routes]
-    print_table(("axis", "ranks of this host", "ranks of other hosts"), routes)
-    if found.rates:
-        _print_rates(found)
+    rates = [
+        (
+            *(str(each.ranks), str(each.threads)),
+            *(_three_digits(max(each.matrix[dtype].values()) / 1e9) for dtype in ("fp32", "bf16")),
+            _three_digits(each.memory_bandwidth / 1e9),
+            *(
+                f"{1e6 * sent.latency:,.0f} µs, {_three_digits(sent.bandwidth / 1e9)}"
+                for sent in each.collectives.values()
+            ),
+        )
+        for each in found.rates
+    ]
+    print_table(("ranks", "threads", "fp32, GFLOP/s", "bf16", "memory, GB/s", "all-reduce, GB/s", "of pairs"), rates)
+    typer.echo("Of each rank while all do the same: the fastest product of square matrices, a copy, sums over ranks.\n")
     for finding in found.findings:
-        typer.echo(f"{finding.severity.capitalize()}: {finding}")
+        text = finding.text[0].upper() + finding.text[1:]
+        typer.echo(f"{finding.severity.capitalize()}: {text}: {finding.remedy}.")
     if not found.findings:
         typer.echo("Nothing is wrong.")
     if entry is not None and saved is not None:
         name = entry.name if saved.stem == entry.name else str(saved)
         typer.echo(f"\nSaved the hardware entry {saved}; use it with: threefold estimate CONFIG --hardware {name}")
-
-
-def _print_rates(found: "Examination") -> None:
-    dtypes = sorted({dtype for rates in found.rates for dtype in rates.matrix}, reverse=True)
-    sizes = sorted({size for rates in found.rates for by_size in rates.matrix.values() for size in by_size})
-    rows: list[tuple[str, ...]] = []
-    for rates in found.rates:
-        for dtype in dtypes:
-            of_dtype = rates.matrix.get(dtype, {})
-            cells = [_three_digits(of_dtype[size] / 1e9) if size in of_dtype else "" for size in sizes]
-            bandwidth = _three_digits(rates.memory_bandwidth / 1e9) if dtype == dtypes[0] else ""
-            rows.append((f"{rates.ranks}", str(rates.threads), dtype, *cells, bandwidth))
-    header = ("ranks", "threads", "dtype", *(f"{size}²" for size in sizes), "memory, GB/s")
-    print_table(header, rows)
-    typer.echo("GFLOP/s of each rank in products of square matrices, and its memory bandwidth, while all compute.")
-    sent = [
-        (
-            *(str(rates.ranks), _PAIRS.get(name, name), each.transport),
-            *(f"{1e6 * each.latency:,.0f}", _three_digits(each.bandwidth / 1e9)),
-        )
-        for rates in found.rates
-        for name, each in rates.collectives.items()
-    ]
-    if sent:
-        print_table(("ranks", "collective", "over", "latency, µs", "GB/s"), sent)
-        nbytes = format_bytes(found.rates[-1].collectives["all_reduce"].nbytes)
-        typer.echo(f"Of {nbytes} on all ranks at the same time; pairs: of groups of two ranks.\n")
 
 
 def _three_digits(value: float) -> str:
