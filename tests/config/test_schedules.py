@@ -9,7 +9,7 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from threefold.config import Config
 from threefold.config.resolve import resolve
-from threefold.config.schedules import SCHEDULES, Action, FileSchedule, find_schedule, read_schedule_file, schedule_name
+from threefold.config.schedules import SCHEDULES, Action, OwnSchedule, find_schedule, read_schedule_file, schedule_name
 from threefold.errors import UserError
 
 ABSTRACT = ("PipelineScheduleSingle", "PipelineScheduleMulti")
@@ -69,7 +69,7 @@ def test_a_wrong_name_lists_what_there_is(given: str) -> None:
 
 def test_facts_follow_from_a_file(tmp_path: Path) -> None:
     schedule = find_schedule(write(tmp_path, ONE_F_ONE_B))
-    assert isinstance(schedule, FileSchedule)
+    assert isinstance(schedule, OwnSchedule)
     assert (schedule.ranks, schedule.micro_batches, schedule.stages_per_rank) == (2, 2, 1)
     assert schedule.stage_ranks(2, 1) == (0, 1)
     assert [schedule.in_flight(2, rank, 1) for rank in (0, 1)] == [2, 1]

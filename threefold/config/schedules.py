@@ -115,31 +115,6 @@ def read_schedule_file(path: str) -> Orders:
     return rules.checked(filter(None, (field.strip().strip('"') for field in line)) for line in fields)
 
 
-def write_schedule_file(path: Path, orders: Sequence[Sequence[Action]]) -> None:
-    """Write actions as a CSV file; raise a `UserError` if it cannot be written or exists with other actions."""
-    text, what = "".join(",".join(map(str, order)) + "\n" for order in orders), f"The pipeline schedule {shown(path)}"
-    check_schedule_path(path)
-    if len(text) > LARGEST_FILE:
-        rule = f"would have {len(text):,} bytes and is read up to {LARGEST_FILE:,}; use fewer micro-batches"
-        raise UserError(f"{what} {rule}.")
-    try:
-        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
-            raise UserError(f"{what} exists already and has other actions; remove it first.")
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"{what} cannot be written: {error.strerror or error}.") from None
-
-
-def check_schedule_path(path: Path) -> None:
-    """Check that a schedule can be written to a path, before computing it; raise a `UserError` if not."""
-    what = f"The pipeline schedule {shown(path)}"
-    if path.suffix.lower() != ".csv":
-        use = shown(path.with_suffix(".csv"))
-        raise UserError(f"{what} must end in .csv, as parallel.schedule names it; use {use}.")
-    if not path.parent.is_dir():
-        raise UserError(f"{what} cannot be written: there is no folder {shown(path.parent)}.")
-
-
 class _Rules:
     """Rules for a user's actions. Messages number the ranks by the unit (`line` or `rank`) from `first`."""
 
@@ -316,41 +291,7 @@ SCHEDULES: Final = {row[0]: TorchSchedule(*row) for row in _ROWS}
 
 
 class OwnSchedule(Schedule):
-    """Custom schedule, given by its actions."""
-
-    @abstractmethod
-    def orders(self, pp: int, micro_batches: int) -> Orders:
-        """Return the actions of each rank, for numbers that the schedule accepts."""
-
-
-class FileSchedule(OwnSchedule):
-    """Schedule of a CSV file: its path, and the actions of each rank."""
-
-    def __init__(self, path: str, orders: Orders) -> None:
-        self.name, self._orders = path, orders
-        self.ranks = len(orders)
-        self.micro_batches = 1 + max(action.micro_batch for order in orders for action in order)
-        self.stages_per_rank = max(map(_stage_count_of, orders))
-        self.defers_weight_gradients = _defers(orders)
-
-    def orders(self, pp: int, micro_batches: int) -> Orders:
-        return self._orders
-
-    def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
-        return _ranks_of_stages(self._orders)
-
-    def accepts(self, pp: int, micro_batches: int) -> bool:
-        return micro_batches == self.micro_batches
-
-    def micro_batch_rule(self, pp: int, micro_batches: int) -> str:
-        return f"has actions for {self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
-
-    def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float | None:
-        return _most_held(self._orders[rank]) / _stage_count_of(self._orders[rank])
-
-
-class PythonSchedule(OwnSchedule):
-    """Schedule of a Python function: its import path, and the function of (pipeline ranks, micro-batches).
+    """Custom schedule: the actions of a CSV file, or a Python function of (pipeline ranks, micro-batches).
 
     The number of stages, their ranks and whether weight gradients are deferred follow from the actions, and must not
     depend on the number of micro-batches. The number of stages per rank must not depend on that of the ranks either.
@@ -359,15 +300,19 @@ class PythonSchedule(OwnSchedule):
     _MOST: Final = 64
     """Largest numbers of ranks and micro-batches tried to find ones that the function supports."""
 
-    def __init__(self, name: str, function: Callable[[int, int], Any]) -> None:
-        self.name = name
-        self._found = cache(partial(_orders_by, name, function))
+    def __init__(self, name: str, given: Orders | Callable[[int, int], Any]) -> None:
+        self.name, self._given = name, given
+        self._found: Callable[[int, int], Orders | str] = cache(partial(_orders_by, name, given))
         self._example = cache(self._example_of)
+        if not callable(given):
+            self.ranks = len(given)
+            self.micro_batches = 1 + max(action.micro_batch for order in given for action in order)
 
-    def __reduce__(self) -> tuple[Callable[[str], Schedule], tuple[str]]:
-        return find_schedule, (self.name,)
+    def __reduce__(self) -> tuple[Callable[..., Schedule], tuple[Any, ...]]:
+        return (find_schedule, (self.name,)) if callable(self._given) else (OwnSchedule, (self.name, self._given))
 
     def orders(self, pp: int, micro_batches: int) -> Orders:
+        """Return the actions of each rank, for numbers that the schedule accepts."""
         orders = self._found(pp, micro_batches)
         if isinstance(orders, str):
             raise UserError(f"parallel.schedule {shown(self.name)} {self.micro_batch_rule(pp, micro_batches)}.")
@@ -382,9 +327,13 @@ class PythonSchedule(OwnSchedule):
         return orders
 
     def accepts(self, pp: int, micro_batches: int) -> bool:
+        if self.micro_batches is not None:
+            return micro_batches == self.micro_batches
         return not isinstance(self._found(pp, micro_batches), str) and bool(self.orders(pp, micro_batches))
 
     def micro_batch_rule(self, pp: int, micro_batches: int) -> str:
+        if self.micro_batches is not None:
+            return f"has actions for {self.micro_batches} micro-batch{'es' * (self.micro_batches != 1)}"
         return f"does not support {micro_batches} of them on {pp} ranks ({self._found(pp, micro_batches)})"
 
     def stage_ranks(self, pp: int, stages_per_rank: int) -> tuple[int, ...]:
@@ -398,8 +347,12 @@ class PythonSchedule(OwnSchedule):
         found = self._example(pp)
         if found is None:
             return None
-        held = _most_held(found[rank])
-        return None if held == sum(each.kind == "F" for each in found[rank]) else held / _stage_count_of(found[rank])
+        held = most = 0
+        for action in found[rank]:
+            held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
+            most = max(most, held)
+        holds_all = self.micro_batches is None and most == sum(action.kind == "F" for action in found[rank])
+        return None if holds_all else most / _stage_count_of(found[rank])
 
     @cached_property
     def _any_example(self) -> Orders:
@@ -424,11 +377,13 @@ class PythonSchedule(OwnSchedule):
         return _defers(self._any_example)
 
 
-def _orders_by(name: str, function: Callable[[int, int], Any], pp: int, micro_batches: int) -> Orders | str:
-    """Return the checked actions of a schedule in Python, or why it does not support these numbers."""
+def _orders_by(name: str, given: Orders | Callable[[int, int], Any], pp: int, micro_batches: int) -> Orders | str:
+    """Return the checked actions of a custom schedule, or why it does not support these numbers."""
+    if not callable(given):
+        return given
     asked = f"parallel.schedule {shown(name)} for {pp} ranks and {micro_batches} micro-batches"
     try:
-        ranks = [list(order) for order in function(pp, micro_batches)]
+        ranks = [list(order) for order in given(pp, micro_batches)]
     except ValueError as error:
         return " ".join(str(error).split()) or "a ValueError"
     except Exception as error:
@@ -448,15 +403,6 @@ def _ranks_of_stages(orders: Orders) -> tuple[int, ...]:
 
 def _defers(orders: Orders) -> bool:
     return any(action.kind in "IW" for order in orders for action in order)
-
-
-def _most_held(order: Sequence[Action]) -> int:
-    """Return the maximum number of micro-batch passes whose activations a rank holds at once."""
-    held = most = 0
-    for action in order:
-        held += {"F": 1, "B": -1, "I": 0, "W": -1}[action.kind]
-        most = max(most, held)
-    return most
 
 
 def _stage_count_of(order: Sequence[Action]) -> int:
@@ -491,12 +437,12 @@ def find_schedule(name: str) -> Schedule:
     if is_python_schedule(name):
         return _of_python(name, load_path(name, "parallel.schedule"))
     if is_own_schedule(name):
-        return FileSchedule(name, read_schedule_file(name))
+        return OwnSchedule(name, read_schedule_file(name))
     return SCHEDULES[schedule_name(name)]
 
 
 @cache
-def _of_python(name: str, function: Any) -> PythonSchedule:
+def _of_python(name: str, function: Any) -> OwnSchedule:
     if not callable(function):
         raise UserError(f"parallel.schedule is {shown(name)} but that is not a function; name one.")
-    return PythonSchedule(name, function)
+    return OwnSchedule(name, function)

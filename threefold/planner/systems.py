@@ -5,8 +5,10 @@ them; the system `own` has this package's own kernels. A system only switches wo
 depends on it.
 """
 
+import tomllib
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal
+from pathlib import Path
+from typing import Any, Final, Literal
 
 from threefold.errors import UserError
 from threefold.files import shown
@@ -69,107 +71,20 @@ class System:
         return hash(self.name)
 
 
-_CORE: Final = System(
-    "megatron-core", about="Megatron-LM since 2023: flash attention, fused kernels, sums of gradients overlapped"
-)
-_OWN: Final = System(
-    "own",
-    scatters_sends=False,
-    drops_in_flash=False,
-    fused=False,
-    fused_norm=False,
-    fused_gradients=False,
-    overlap_tensor_backward=False,
-    overlap_context=False,
-    overlap_sends=False,
-    data_inside_pipeline=False,
-    chunked_loss=True,
-    about="this package: PyTorch's kernels one by one, flash attention, sums of gradients overlapped",
-)
-_MEGATRON_2021: Final = System(
-    "megatron-2021",
-    narrow_gradients=("fp16",),
-    flash=False,
-    overlap_tensor_backward=False,
-    overlap_gradients=False,
-    overlap_sends=False,
-    about="Megatron-LM of 2021: attention weights in memory, fused kernels, nothing overlapped",
-)
-_LLAMA_2023: Final = System(
-    "llama-2023",
-    narrow_gradients=("bf16", "fp16"),
-    whole_logits=True,
-    fused=False,
-    fused_norm_recomputed=False,  # as in arXiv 2311.05610, none of whose runs combines fused norms with recompute
-    scatters_sends=False,
-    overlap_tensor_backward=False,
-    overlap_sends=False,
-    about="trainers of 2023 with flash attention 2 and fused norms, and no overlap of tensor-parallel collectives",
-)
-_TORCHTITAN: Final = replace(
-    _CORE,
-    name="torchtitan-compiled",
-    tuned_attention=False,
-    fused_gradients=False,
-    replays_operations=True,
-    data_inside_pipeline=False,
-    about="torchtitan with torch.compile",
-)
-_ROWS: Final = (
-    _OWN,
-    replace(
-        _OWN, name="own-compiled", fused=True, fused_norm=True, fused_loss=True, about="this package with train.compile"
-    ),
-    replace(_OWN, name="own-cpu", overlap_gradients=False, about="this package on a CPU, whose cores communicate too"),
-    _MEGATRON_2021,
-    replace(
-        _MEGATRON_2021,
-        name="megatron-2022",
-        overlap_tensor_backward=True,
-        about="Megatron-LM of 2022: tensor-parallel collectives of the backward pass beside products for weights",
-    ),
-    _LLAMA_2023,
-    replace(
-        _LLAMA_2023,
-        name="llama-2023-plain-norm",
-        fused_norm=False,
-        fused_norm_recomputed=True,
-        about="the same with root-mean-square norms of single operations",
-    ),
-    _CORE,
-    replace(
-        _CORE,
-        name="simumax",
-        overlap_tensor_backward=False,
-        overlap_gradients=False,
-        about="Megatron-Core with every overlap switched off",
-    ),
-    replace(
-        _TORCHTITAN,
-        name="fsdp",
-        fused=False,
-        about="PyTorch's fully sharded data parallelism with flash attention and unfused work between",
-    ),
-    replace(
-        _CORE,
-        name="nemo",
-        fused_loss=True,
-        overlap_tensor=True,
-        sharded_optimizer=True,
-        gradient_bytes=2,
-        narrow_gradients=("bf16", "fp16"),
-        about="NeMo of 2024: tensor-parallel collectives in pieces beside products, gradients summed in bf16",
-    ),
-    replace(
-        _TORCHTITAN,
-        name="torchtitan",
-        fused=False,
-        fused_norm=False,  # the PyTorch releases of its published runs computed a norm operation by operation
-        about="torchtitan without torch.compile: PyTorch's kernels, FSDP with gathers overlapped",
-    ),
-    _TORCHTITAN,
-)
-SYSTEMS: Final = {row.name: row for row in _ROWS}
+def _systems() -> dict[str, System]:
+    """Read the systems of the package, each with what differs from the defaults or from the one that it is `like`."""
+    given = tomllib.loads(Path(__file__).with_name("systems.toml").read_text(encoding="utf-8"))
+
+    def features(name: str) -> dict[str, Any]:
+        row = dict(given[name])
+        like = row.pop("like", None)
+        own = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        return {**(features(like) if like else {}), **own}
+
+    return {name: System(name, **features(name)) for name in given}
+
+
+SYSTEMS: Final = _systems()
 """Training systems by name."""
 
 
@@ -250,7 +165,7 @@ def keeps_of(system: str, device: str) -> Keeps:
     """Return the memory behaviour of a training system on a device, `cpu` or `cuda`; on a CPU that of this package."""
     found = find_system(system)
     if device == "cpu":
-        return Keeps(_OWN)
+        return Keeps(SYSTEMS["own"])
     shared = Kernels(fused_norm=True, wide_statistics=True, grouped=True, widens_logits=True)
     if found.name.startswith("own"):
         return Keeps(found, replace(shared, loss_by_columns=True), fragmentation=FRAGMENTATION)

@@ -10,9 +10,10 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, steps_of, train_rank
 from tests.verify.support import task, verify
 from threefold.checkpoint.folder import newest, stored_config
-from threefold.config.schedules import read_schedule_file, write_schedule_file
+from threefold.config.schedules import read_schedule_file
 from threefold.errors import UserError
 from threefold.parallel.pipeline.runner import PipelineRunner
+from threefold.planner.commands.simulate import write_schedule
 from threefold.planner.schedule import orders_of
 
 OUT_OF_TURN = """\
@@ -62,7 +63,7 @@ def test_a_file_trains_what_one_process_trains(pool, expected, schedule: tuple[s
 
 
 def test_zb_h2_as_the_planner_writes_it_trains_what_one_process_trains(pool, expected, tmp_path: Path) -> None:
-    write_schedule_file(tmp_path / "h2.csv", orders_of("zb-h2", 4, 1, 8))
+    write_schedule(tmp_path / "h2.csv", orders_of("zb-h2", 4, 1, 8))
     case = Case(dtype="fp64", layers=7, dropout=0.1, pp=4, schedule=str(tmp_path / "h2.csv"), accumulation=8, batch=8)
     found = departures(expected(case), pool.run(4, in_layout, case), case)
     assert not found, "\n".join(found[:10])

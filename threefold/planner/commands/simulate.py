@@ -14,6 +14,9 @@ from threefold.report.figures import require_picture
 from threefold.terminal import print_table, shortened, whole_number
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from threefold.config.schedules import Action
     from threefold.planner.schedule import Simulation
 
 
@@ -58,11 +61,10 @@ def command(
     Examples:
       threefold simulate --schedule zbv --stages 4 --microbatches 12 --png a.png
     """
-    from threefold.config.schedules import check_schedule_path, write_schedule_file
     from threefold.planner.schedule import find_planned, simulated
 
     if csv is not None:
-        check_schedule_path(csv)
+        _check_path(csv)
     if picture is not None:
         require_picture(picture)
     row = find_planned(schedule)
@@ -88,7 +90,7 @@ def command(
         about = about_step(timeline.length / 1000, timeline.bubble, rows)
         draw_timeline(picture, spans_of(timeline), _named(found), about, called=rows)
     if csv is not None:
-        write_schedule_file(csv, found.timeline.program.orders)
+        write_schedule(csv, found.timeline.program.orders)
     if as_json:
         typer.echo(json.dumps(found.facts()))
     else:
@@ -150,3 +152,30 @@ def _named(found: "Simulation") -> str:
     of_ranks = f" on {counted(found.pp, 'rank')}" if stages > found.pp else ""
     micro_batches = counted(found.micro_batches, "micro-batch", "es")
     return f"{found.schedule.name}: {counted(stages, 'stage')}{of_ranks}, {micro_batches}"
+
+
+def write_schedule(path: Path, orders: "Sequence[Sequence[Action]]") -> None:
+    """Write actions as a CSV file; raise a `UserError` if it cannot be written or exists with other actions."""
+    from threefold.config.schedules import LARGEST_FILE
+
+    text, what = "".join(",".join(map(str, order)) + "\n" for order in orders), f"The pipeline schedule {shown(path)}"
+    _check_path(path)
+    if len(text) > LARGEST_FILE:
+        rule = f"would have {len(text):,} bytes and is read up to {LARGEST_FILE:,}; use fewer micro-batches"
+        raise UserError(f"{what} {rule}.")
+    try:
+        if path.exists() and path.read_text(encoding="utf-8", errors="replace") != text:
+            raise UserError(f"{what} exists already and has other actions; remove it first.")
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{what} cannot be written: {error.strerror or error}.") from None
+
+
+def _check_path(path: Path) -> None:
+    """Check that a schedule can be written to a path, before computing it; raise a `UserError` if not."""
+    what = f"The pipeline schedule {shown(path)}"
+    if path.suffix.lower() != ".csv":
+        use = shown(path.with_suffix(".csv"))
+        raise UserError(f"{what} must end in .csv, as parallel.schedule names it; use {use}.")
+    if not path.parent.is_dir():
+        raise UserError(f"{what} cannot be written: there is no folder {shown(path.parent)}.")
