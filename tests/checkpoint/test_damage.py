@@ -4,7 +4,6 @@ import builtins
 import io
 import json
 import os
-import random
 import re
 import shutil
 from collections.abc import Callable
@@ -13,8 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
 
 from tests.support.command import Command, Silent
 from tests.support.sweep import sweep
@@ -23,7 +20,7 @@ from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import folders, path_of, select_checkpoint
 from threefold.checkpoint.manifest import read_manifest
 from threefold.checkpoint.resume import find_resumption, find_warm_start, has_all_steps
-from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.checkpoint.tensors import stored_tensors
 from threefold.checksums import seal_text
 from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
@@ -175,41 +172,6 @@ def test_a_damaged_one_is_not_among_those_that_are_kept(pool: WorkerPool, small_
     assert [path.name for path in folders(run)] == ["step_00000002", "step_00000004", "step_00000005"]
 
 
-def everything(run: Path) -> dict[str, Tensor]:
-    """All tensors of the newest good checkpoint."""
-    checkpoint = select_checkpoint(run, lambda none: f"{run} has {none}.").checkpoint
-    tensors = {
-        name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(checkpoint.path).items()
-    }
-    load_tensors(tensors, checkpoint.path, alone=True)
-    return tensors
-
-
-@pytest.mark.slow
-def test_sixty_flipped_bits_are_all_seen(run: Path) -> None:
-    """In every file of a checkpoint, half of them anywhere and half in the small files."""
-    shutil.rmtree(path_of(run, 2))
-    folder, chance = path_of(run, 4), random.Random(20)
-    files = sorted(folder.iterdir())
-    assert [path.name for path in files] == [
-        *("checkpoint.json", "config.yaml", "tensors-00000.bin", "tensors-00001.bin", "tensors.json", "tokenizer.json"),
-        "writer.json",
-    ]
-    everything(run)
-    for number in range(60):
-        path = files[number % len(files)]
-        content = path.read_bytes()
-        damaged, place = bytearray(content), chance.randrange(8 * len(content))
-        damaged[place // 8] ^= 1 << place % 8
-        path.write_bytes(damaged)
-        with pytest.raises(UserError) as caught:
-            everything(run)
-        assert path.name in str(caught.value)
-        assert "\n" not in str(caught.value)
-        path.write_bytes(content)
-    everything(run)
-
-
 def rewrite(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
     """Change a file of JSON as somebody would who knows about its checksum, and the manifest's."""
     document = json.loads(path.read_text())
@@ -349,12 +311,6 @@ def test_parts_may_not_overlap(run: Path) -> None:
     rewrite(path_of(run, 4) / "tensors.json", overlap)
     (warning,) = Trained.find(run).warnings
     assert "do not make up the whole" in warning
-
-
-def resize(path: Path) -> None:
-    """Put a file's size into the manifest, not its checksum."""
-    held = path.stat().st_size
-    rewrite(path.with_name("checkpoint.json"), lambda document: document["files"][path.name].update(bytes=held))
 
 
 @sweep(

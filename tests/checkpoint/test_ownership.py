@@ -1,14 +1,12 @@
 """Runs that meet at one address: neither replaces copies of the other, nor continues from them."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.remotes import address_of, content, looked
-from tests.support import ready
-from tests.train.support import Run, steps_of, train_rank
+from tests.train.support import Run, train_rank
 from threefold.checkpoint.folder import path_of
 from threefold.checkpoint.mirror import claim_address
 from threefold.checkpoint.ownership import OWNER_FILE, Claimant, Owner, terms_of
@@ -167,38 +165,3 @@ def test_two_runs_of_a_sweep_on_their_ranks(pool: WorkerPool, small_run: Run, tm
             pool.run(2, train_rank, other.but(steps=6), tmp_path / "second", resumes)
     assert {path: path.read_bytes() for path in there.rglob("*") if path.is_file()} == before
     assert not list((tmp_path / "second").glob("checkpoints/step_*"))
-
-
-@pytest.mark.slow
-def test_two_runs_of_a_sweep(small_run: Run, tmp_path: Path) -> None:
-    """As commands: a second writer, a foreign folder that resumes, and the same run in a new folder."""
-    file = tmp_path / "small.yaml"
-    file.write_text(
-        f"data: {{path: {small_run.data}, sequence_length: 16, split: '80,20'}}\n"
-        "model: {num_layers: 1, hidden_size: 8, num_attention_heads: 2}\n"
-        "train: {max_steps: 12, global_batch_size: 4, eval_every: 0, device: cpu}\n"
-        f"checkpoint: {{every: 4, remote: 'file://{tmp_path / 'there'}'}}\n"
-    )
-
-    def train(name: str, *options: str) -> tuple[int, str, str]:
-        command = [sys.executable, "-m", "threefold", "train", str(file), "--run-dir", str(tmp_path / name)]
-        done = ready.run([*command, *options], timeout=100)
-        return done.returncode, done.stdout, done.stderr
-
-    code, _, error = train("a")
-    assert (code, error) == (0, "")
-    copies = {path: path.read_bytes() for path in (tmp_path / "there").rglob("*") if path.is_file()}
-    for options in ((), ("--resume",), ("--resume=auto",)):
-        code, output, error = train("b", "--set", "optimizer.lr=0.003", *options)
-        assert (code, error.count("\n")) == (2, 1)
-        assert f"which belongs to the run in {tmp_path / 'a'} on host " in error
-        assert "nothing left to do" not in output
-    assert {path: path.read_bytes() for path in (tmp_path / "there").rglob("*") if path.is_file()} == copies
-    shutil.rmtree(tmp_path / "there" / "step_00000012")  # as if the run had been lost after step 8
-    code, output, error = train("elsewhere", "--resume=auto")
-    assert (code, error) == (0, "")
-    assert f"Resuming from {path_of(tmp_path / 'elsewhere', 8)}" in output
-    assert "is this run's from here on; it was that of the run in" in output
-    whole, last = (steps_of(tmp_path / name) for name in ("a", "elsewhere"))
-    assert {step: line["loss"] for step, line in last.items()} == {step: whole[step]["loss"] for step in range(9, 13)}
-    assert train("elsewhere", "--resume=auto")[1].endswith("nothing left to do.\n")

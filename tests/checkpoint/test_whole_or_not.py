@@ -189,17 +189,6 @@ def test_one_that_lost_a_file_is_not_whole(two: Path, name: str) -> None:
     assert steps(two) == [2]
 
 
-def test_one_that_was_cut_short_is_not_whole(two: Path) -> None:
-    file = path_of(two, 4) / "tensors-00000.bin"
-    os.truncate(file, file.stat().st_size - 1)
-    assert steps(two) == [2]
-
-
-def test_a_partial_one_is_not_whole(two: Path) -> None:
-    path_of(two, 4).rename(path_of(two, 4).with_name("step_00000004.partial"))
-    assert steps(two) == [2]
-
-
 def test_a_damaged_one_is_replaced(pool: WorkerPool, small_run: Run, two: Path) -> None:
     (path_of(two, 4) / "tensors.json").unlink()
     pool.run(1, train_rank, small_run, two, True)

@@ -3,11 +3,10 @@
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 import torch
 
 from tests.inference.support import Oracle
-from threefold.inference.model import Cache, CachedAttention, Cursor, Model, Trained, caching
+from threefold.inference.model import Cache, CachedAttention, Model, Trained, caching
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(1, 300, (4, 30), generator=torch.Generator().manual_seed(1)).tolist()
@@ -75,27 +74,3 @@ def test_afterwards_the_model_is_as_it_was(trained: Trained) -> None:
         fill(model, cache, [0, 1, 2, 3], [tokens[:10] for tokens in TOKENS])
     assert repr(model.stage) == before[0]
     assert torch.equal(model.stage(torch.tensor(TOKENS)[:, :16]), before[1])
-
-
-def off_by_one(cursor: Cursor, positions: list[int], device: torch.device) -> None:
-    original_advance(cursor, positions, device)
-    cursor.positions = cursor.positions - 1
-
-
-def pads_seen(cursor: Cursor, slots: int) -> torch.Tensor:
-    return original_held(cursor, slots).clamp(min=0)
-
-
-def rows_alike(cursor: Cursor, positions: list[int], device: torch.device) -> None:
-    original_advance(cursor, [max(positions)] * len(positions), device)
-
-
-original_advance, original_held = Cursor.advance, Cursor.held
-
-
-@pytest.mark.parametrize(("method", "mistake"), [("advance", off_by_one), ("held", pads_seen), ("advance", rows_alike)])
-def test_mistakes_show(
-    method: str, mistake: Callable, runs: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(Cursor, method, mistake)
-    assert departs(Trained.find(runs("learned")), 2) > 1e-6

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -121,21 +120,6 @@ def test_no_tensor_is_as_large_as_the_matrix(dtype: torch.dtype, window: int, ki
         out, sums = module._forward(q, k, v, documents, window)
         module._backward(out, q, k, v, out, sums, documents, window)
     assert 0 < largest <= length * 64 < length**2 / 40
-
-
-@pytest.mark.parametrize(
-    ("mistake", "window", "kind"),
-    [
-        (lambda mask: AttentionMask(mask.window + 1, mask.documents), 9, "none"),
-        (lambda mask: AttentionMask(mask.window, None), 0, "few"),
-        (lambda mask: AttentionMask(mask.window, mask.documents[:1].expand(2, -1)), 0, "few"),
-    ],
-    ids=["a key more", "documents left out", "of the first row"],
-)
-def test_a_mistake_would_be_seen(mistake: Callable[[AttentionMask], AttentionMask], window: int, kind: str) -> None:
-    wrong = patch.object(module, "AttentionMask", lambda *given: mistake(AttentionMask(*given)))
-    with wrong, pytest.raises(AssertionError):
-        check(inputs(2, 300, 300), window, numbered(kind, 2, 300))
 
 
 def test_gradients_of_keys_that_many_tiles_use_do_not_stagnate() -> None:

@@ -64,13 +64,3 @@ def logged_loss_of_one_replica() -> list[Patch]:
 
 def biases_decayed() -> list[Patch]:
     return [(update_rule.Entry, "decays", True)]
-
-
-def counts_of_one_replica() -> list[Patch]:
-    exchange = step_batch.BatchPreparation._exchange_counts
-
-    def own(self: step_batch.BatchPreparation, unknown: bool, size: int, counts: Any) -> Any:
-        found = exchange(self, unknown, size, counts)
-        return found[0], found[1], {name: count * self.mesh.dp.size for name, count in counts.items()}
-
-    return [(step_batch.BatchPreparation, "_exchange_counts", own)]

@@ -11,7 +11,6 @@ import torch
 
 from tests.support.exact import slow_but
 from tests.support.mistakes import Patch
-from tests.support.sweep import sweep
 from tests.verify.support import MistakenPool, config
 from threefold.comm.layout import parse
 from threefold.config import Config
@@ -25,7 +24,6 @@ from threefold.verify.layouts import by_validity, prepare_exact, select_exact, s
 from threefold.verify.verifier import DEPARTS, EQUAL, Verification
 
 LAYOUTS = ("dp2 full accumulation4", "dp2·tp2 sp", "pp2 zbv", "tp8")
-CONTEXT = ("dp2·cp2 zero3", "cp2 full accumulation4", "cp4·tp2 sp", "pp2·cp2 zbv")
 NAME = "blocks.1.mlp.up.weight"
 
 
@@ -49,24 +47,11 @@ def one_process(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> E
     return trained_alone(pool, tmp_path_factory.mktemp("exact"), *LAYOUTS)
 
 
-@pytest.fixture(scope="module")
-def in_context(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> ExactVerifier:
-    """A verifier that has trained in one process with pieces of each sequence."""
-    return trained_alone(pool, tmp_path_factory.mktemp("context"), *CONTEXT)
-
-
 @pytest.mark.parametrize("layout", slow_but(LAYOUTS, "dp2·tp2 sp", "pp2 zbv"))
 def test_layouts_have_the_bits_of_one_process(one_process: ExactVerifier, layout: str) -> None:
     result = one_process.verify(parse(layout))
     assert (result.verdict, result.first) == (EQUAL, None), result
     assert result.fingerprint == one_process.fingerprint
-
-
-@pytest.mark.parametrize("layout", slow_but(CONTEXT, sweep=CONTEXT[1:3]))
-def test_layouts_with_context_parallelism_have_the_bits_of_one_process(in_context: ExactVerifier, layout: str) -> None:
-    result = in_context.verify(parse(layout))
-    assert (result.verdict, result.first) == (EQUAL, None), result
-    assert result.fingerprint == in_context.fingerprint
 
 
 @pytest.mark.slow
@@ -75,29 +60,7 @@ def test_threads_leave_the_bits(one_process: ExactVerifier) -> None:
     assert (result.verdict, result.first) == (EQUAL, None), result
 
 
-MIXTURE = given(
-    model={
-        "architecture": "llama",
-        "vocab_size": 50304,
-        "num_experts": 8,
-        "shared_expert_ffn_hidden_size": 512,
-        "shared_expert_gate": True,
-        "expert_capacity_factor": 1.0,
-        "router_aux_loss": 0.1,
-        "router_z_loss": 0.01,
-    }
-)
-
-
-@sweep("dtype", ["fp32", "bf16"], slow=(1,))
-def test_layouts_of_a_mixture_have_the_bits_of_one_process(pool: WorkerPool, tmp_path: Path, dtype: str) -> None:
-    specs = [parse(layout) for layout in ("dp2·tp2 sp", "dp4·tp2·ep4 zero1", "dp4·pp2·ep2 zbv full accumulation2")]
-    base = shrink_exact(prepare_exact(MIXTURE, dtype, vocab_size=1), specs)
-    check = ExactVerifier(Verification(base, 2, RandomBatches()), pool, tmp_path)
-    check.run_one_process()
-    for result in map(check.verify, specs):
-        assert (result.verdict, result.first) == (EQUAL, None), result
-        assert result.fingerprint == check.fingerprint
+MIXTURE = given(model={"architecture": "llama", "vocab_size": 50304, "num_experts": 8, "expert_capacity_factor": 1.0})
 
 
 def test_expert_parallelism_is_inside_the_grain() -> None:

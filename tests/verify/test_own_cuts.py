@@ -6,18 +6,16 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.mistakes import Patch
 from tests.support.sweep import sweep
 from tests.verify.own_cut_model import Fused
-from tests.verify.support import MistakenPool, task, verify
+from tests.verify.support import task, verify
 from threefold.config.loading import config_of
 from threefold.errors import UserError
 from threefold.models.plan import Plan
 from threefold.models.sharding import Column, Replicated, Sharded, Split, check_tensor_axis
 from threefold.models.source import ObjectSource
 from threefold.parallel.plan_check import check_plan
-from threefold.parallel.shard_modules import ConcatenatedLinear
-from threefold.verify.verifier import DEPARTS, EQUAL, Verification
+from threefold.verify.verifier import EQUAL, Verification
 
 
 def fused_task(*layouts: str, dtype: str = "fp64") -> Verification:
@@ -43,18 +41,6 @@ def fused_task(*layouts: str, dtype: str = "fp64") -> Verification:
 def test_layouts_are_equal(pool, tmp_path: Path, dtype: str, layouts: tuple[str, ...]) -> None:
     for result in verify(pool, fused_task(*layouts, dtype=dtype), tmp_path, *layouts):
         assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)
-
-
-def thirds_of_another_order() -> list[Patch]:
-    forward = ConcatenatedLinear.forward
-    return [(ConcatenatedLinear, "forward", lambda self, x: torch.cat(forward(self, x).chunk(3, -1)[::-1], -1))]
-
-
-def test_a_wrong_order_is_found(pool, tmp_path: Path) -> None:
-    [result] = verify(MistakenPool(pool, thirds_of_another_order), fused_task("tp2"), tmp_path, "tp2")
-    assert result.verdict == DEPARTS
-    assert result.first is not None
-    assert (result.first.what, result.first.step) == ("gradient", 1)
 
 
 def scaled(**rules: Split) -> None:

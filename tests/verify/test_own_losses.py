@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.support.mistakes import counts_of_one_replica
 from tests.support.own_models import OwnBatches, OwnCase, frozen_case, own_case
 from tests.support.sweep import sweep
-from tests.verify.support import MistakenPool, verify
+from tests.verify.support import verify
 from threefold.config import Config
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ModelSource
-from threefold.verify.verifier import DEPARTS, EQUAL, Verification
+from threefold.verify.verifier import EQUAL, Verification
 
 LAYOUTS = ("dp2·tp2", "pp2", "dp2 zero3", "pp2·dp2 zbv")
 
@@ -56,10 +55,3 @@ def test_layouts_of_a_model_with_frozen_parameters_are_equal(pool, tmp_path: Pat
     todo = Verification(own.case.config, 3, OwnBatches(own.batches), Made(own))
     for result in verify(pool, todo, tmp_path, *LAYOUTS):
         assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)
-
-
-def test_a_mean_of_means_is_found(pool, tmp_path: Path) -> None:
-    [result] = verify(MistakenPool(pool, counts_of_one_replica), task("masked"), tmp_path, "dp2")
-    assert result.verdict == DEPARTS
-    assert result.first is not None
-    assert (result.first.what, result.first.step) == ("gradient", 1)
