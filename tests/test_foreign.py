@@ -173,9 +173,9 @@ FUNCTIONS: Final = {
     "a config, prompts, data or an output that the user names": """
         api/trainer.py::read_config checkpoint/resume.py::find_warm_start
         cli/config.py::show cli/config.py::diff cli/data.py::show cli/data.py::_show_conversations
-        cli/init.py::command cli/inspect.py::command terminal.py::read_config terminal.py::require_page
+        cli/init.py::command terminal.py::read_config terminal.py::require_page
         inference/commands/eval.py::command inference/commands/eval.py::_is_earlier_output
-        inference/commands/eval.py::_write
+        inference/commands/eval.py::_write verify/inspect_command.py::command
         inference/inputs.py::read_prompts inference/inputs.py::require_texts
         report/document.py::write_page report/figures.py::require_picture report/figures.py::save
         train/saving.py::Checkpoints._sidecar_texts

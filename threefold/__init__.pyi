@@ -6,7 +6,6 @@ from threefold.api import pipeline as pipeline
 from threefold.api import types as types
 from threefold.api.checkpoint import load as load
 from threefold.api.checkpoint import save as save
-from threefold.api.inspect_model import inspect as inspect
 from threefold.api.launch import init_mesh as init_mesh
 from threefold.api.launch import notebook_launcher as notebook_launcher
 from threefold.api.launch import run as run
@@ -47,6 +46,7 @@ from threefold.random.rng import RandomStreams as RandomStreams
 from threefold.train.callbacks.base import Callback as Callback
 from threefold.train.stop import Stopped as Stopped
 from threefold.verify.api import verify_model as verify_model
+from threefold.verify.inspection import inspect as inspect
 
 __version__: str
 __all__: list[str]

@@ -1,6 +1,6 @@
 """User's own model with nothing of this package in its layers: they take and return one tensor; the loss is a function.
 
-Its plan is the one proposed in tests/api/test_inspect_model.py.
+Its plan is the one proposed in tests/verify/test_inspection.py.
 """
 
 from typing import Any

@@ -2,8 +2,6 @@
 
 from typing import Any
 
-from threefold.api.inspect_model import InspectedModule as InspectedModule
-from threefold.api.inspect_model import Inspection as Inspection
 from threefold.api.model import DistributedModel as DistributedModel
 from threefold.api.model_optimizer import ModelOptimizer as ModelOptimizer
 from threefold.api.prepared_loader import PreparedLoader as PreparedLoader

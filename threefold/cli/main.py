@@ -25,7 +25,6 @@ from threefold.terminal import forget_narrow_terminal, guard_streams
 COMMANDS: Final = {
     "init": ("Train and use", "threefold.cli.init:command"),
     "train": ("Train and use", "threefold.cli.train:command"),
-    "inspect": ("Check", "threefold.cli.inspect:command"),
     "data": ("Files", "threefold.cli.data:app"),
     "checkpoint": ("Files", "threefold.cli.checkpoint:app"),
     "config": ("Files", "threefold.cli.config:app"),

@@ -2,10 +2,20 @@
 
 from typing import Final
 
-COMMANDS: Final = {"verify": ("Check", "threefold.verify.command:command")}
+COMMANDS: Final = {
+    "inspect": ("Check", "threefold.verify.inspect_command:command"),
+    "verify": ("Check", "threefold.verify.command:command"),
+}
 HOOKS: Final = {
     "check_layout": "threefold.verify.self_check:self_check",
     "check_loop": "threefold.verify.loop_check:LoopCheck",
 }
-NAMES: Final = {"verify_model": "threefold.verify.api:verify_model"}
-TYPES: Final = {"VerifiedModel": "threefold.verify.api:VerifiedModel"}
+NAMES: Final = {
+    "inspect": "threefold.verify.inspection:inspect",
+    "verify_model": "threefold.verify.api:verify_model",
+}
+TYPES: Final = {
+    "InspectedModule": "threefold.verify.inspection:InspectedModule",
+    "Inspection": "threefold.verify.inspection:Inspection",
+    "VerifiedModel": "threefold.verify.api:VerifiedModel",
+}

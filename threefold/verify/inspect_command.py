@@ -34,10 +34,10 @@ def command(
         read = load_config(config, overrides or ())
         settings = {key: value for key, value in read.model.settings().items() if key != "preset"}
         given = config_of({**read.sections(), "model": {**settings, **own}})
-    from threefold.api.inspect_model import inspect_made
     from threefold.config import resolve
     from threefold.data.dataset import USUAL_VOCABULARY
     from threefold.models.source import file_source
+    from threefold.verify.inspection import inspect_made
 
     resolved = resolve(given, given.model.vocab_size or USUAL_VOCABULARY)
     made, plan = file_source(resolved.model).on_meta_device(resolved.model)
