@@ -19,7 +19,9 @@ from typing import Any, Final
 
 from threefold.errors import UserError
 
-ROOMS: Final = ("cpu", "verify", "parity", "planner", "huggingface", "convert", "resilience", "report", "inference")
+ROOMS: Final = (
+    *("exact", "cpu", "verify", "parity", "planner", "huggingface", "convert", "resilience", "report", "inference"),
+)
 """Attached rooms that add something, in the order in which commands are listed and callbacks are called."""
 
 

@@ -12,7 +12,7 @@ from threefold.comm.axis import Axis, Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.cpu.shared_memory import SharedMemorySizes
-from threefold.ops.exact_products import tree_sum
+from threefold.exact.products import tree_sum
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 LENGTHS = (1, 3, 64, 1013)

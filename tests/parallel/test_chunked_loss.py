@@ -23,7 +23,7 @@ from threefold.models.layers.decoder import Linear, LinearCrossEntropy
 from threefold.ops import cross_entropy
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 from threefold.parallel.leaf import local
-from threefold.parallel.parallelize import PieceSizes
+from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.tensor import ColumnParallelLinear
 from threefold.planner.activations import head_bytes
 from threefold.planner.systems import Kernels
@@ -228,7 +228,7 @@ def test_layout(pool, expected, layout: dict[str, Any]) -> None:
 
 def logits_kept() -> list[Patch]:
     """As on a GPU."""
-    return [(PieceSizes, "of_device", classmethod(lambda cls, device: cls(kept_logits_at_once=200)))]
+    return [(ChunkSizes, "of_device", classmethod(lambda cls, device: cls(kept_logits_at_once=200)))]
 
 
 @pytest.mark.parametrize(
@@ -246,7 +246,7 @@ def test_layout_that_keeps_the_logits(pool, expected, layout: dict[str, Any]) ->
 
 def kept(case: Case, at_once: int = 0) -> int:
     """Bytes that this rank's head keeps of the whole batch."""
-    engine = make_engine(case, pieces=PieceSizes(kept_logits_at_once=at_once))
+    engine = make_engine(case, chunks=ChunkSizes(kept_logits_at_once=at_once))
     stage, cut = engine.stages[0], engine.parallelism.context.cut
     x = torch.randn(case.batch, case.sequence // cut.shares, case.heads * case.head_dim)
     labels = torch.zeros(case.batch, case.sequence, dtype=torch.int64)

@@ -12,9 +12,12 @@ from tests.support.parity import LLAMA, Case, Trace, in_layout, make_engine
 from tests.support.sweep import sweep
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
+from threefold.models.layers.decoder import Linear
 from threefold.models.sharding import Column, ModelPlan, Normal, Replicated, Split
 from threefold.ops import fp8
+from threefold.ops.arithmetic import FLOAT8
 from threefold.parallel.shard_modules import float8_layers, use_fp8
+from threefold.parallel.split_layer import SplitLinear
 
 ON = (("precision.fp8", True),)
 GPT = Case(layers=2, heads=4, head_dim=8, ffn=48, sequence=12, dropout=0.1, steps=2, settings=ON)
@@ -55,10 +58,10 @@ def test_a_layout_computes_what_one_process_does(pool, name: str) -> None:
 def in_fp8(case: Case) -> dict[str, bool]:
     engine = make_engine(case)
     return {
-        name: module.fp8
+        name: module.arithmetic is FLOAT8
         for stage in engine.model.stages
         for name, module in stage.named_modules()
-        if hasattr(module, "fp8")
+        if isinstance(module, Linear | SplitLinear)
     }
 
 

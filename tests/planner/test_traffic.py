@@ -8,7 +8,7 @@ from tests.planner.step_traffic import Table, Volume, step_traffic, wire_bytes
 from tests.support.parity import Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.parallel import gradients as data
-from threefold.parallel.parallelize import PieceSizes
+from threefold.parallel.parallelize import ChunkSizes
 
 SHARED = (("parallel.sequence_parallel", True),)
 ROTARY_SHARED = (*SHARED, ("model.position_embedding", "rope"))
@@ -21,7 +21,7 @@ EVEN = {"sequence": 12, "layers": 4}
 def counted_and_computed(case: Case, bucket_bytes: int | None = None) -> tuple[Table, Table]:
     limit = bucket_bytes or data.BUCKET_BYTES
     with patch.object(data.in_buckets, "__defaults__", (limit,)):
-        engine = make_engine(case, PieceSizes(bucket_bytes=limit))
+        engine = make_engine(case, ChunkSizes(bucket_bytes=limit))
         with engine.mesh.recorder.recording() as events:
             engine.train_step(shard_of(case, 0, engine.mesh.dp.index), 0)
         counted: Table = defaultdict(dict)

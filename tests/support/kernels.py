@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.mistakes import Patch
-from threefold.ops import exact_products
-from threefold.ops.exact_products import Products
+from threefold.exact import products as exact_products
+from threefold.exact.products import Products
 
 Kernel = Callable[[Tensor, Tensor], Tensor]
 

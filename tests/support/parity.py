@@ -17,7 +17,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch, Share
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.family import make_model, model_plan
-from threefold.parallel.parallelize import PieceSizes
+from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import Weight, offset
 from threefold.train.step import Engine
 from threefold.verify import reference
@@ -233,12 +233,12 @@ def one_process(case: Case) -> Trace:
     return Trace.last(reference.one_process(make, plan, config, CaseRows(case), case.steps))
 
 
-def make_engine(case: Case, pieces: PieceSizes | None = None) -> Engine:
+def make_engine(case: Case, chunks: ChunkSizes | None = None) -> Engine:
     config = case.config
     layout, exact = Layout.from_config(config.parallel), config.train.exact
     mesh = Mesh(layout, device_of(case.device), shared_memory=case.shared_memory, exact=exact)
     plan = model_plan(config.model, case.sequence)
-    return Engine(partial(make_model, config.model), plan, mesh, config, pieces=pieces)
+    return Engine(partial(make_model, config.model), plan, mesh, config, chunks=chunks)
 
 
 def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:

@@ -10,8 +10,8 @@ from tests.support.kernels import KERNELS, with_kernel
 from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case
 from tests.support.sweep import sweep
+from threefold.exact.products import PRODUCTS
 from threefold.launch.worker_pool import WorkerPool
-from threefold.ops.exact_products import PRODUCTS
 
 SP: dict[str, Any] = {"parallel__sequence_parallel": True}
 GPT = replace(CASE, layers=1, steps=2)

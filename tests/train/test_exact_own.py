@@ -14,11 +14,12 @@ from tests.support.parity import Case, Trace, trained
 from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
+from threefold.exact import custom_functions
+from threefold.exact.arithmetic import check_grain
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.loss_terms import CountedLoss, LossTerm
 from threefold.models.plan import Plan
 from threefold.models.sharding import Column, Replicated, Row, Sharded, Vocab
-from threefold.parallel.plan_check import check_grain
 
 WORDS, WIDTH, LENGTH, INNER, HEADS, SAMPLES = 40, 24, 9, 40, 4, 16
 
@@ -141,7 +142,7 @@ def run_own(own: OwnCase, threads: int = 1) -> tuple[Trace, list[str], list[floa
         dp, config = engine.mesh.dp, own.case.config
         trace = trained(engine, own.case.steps, lambda step: batches.batch(config, step, dp.index, dp.size))
         found = engine.eval_batch(batches.batch(config, 9, dp.index, dp.size), own.loss)
-        return trace, engine.unknown_calls(), [found.loss, *found.terms.values()]
+        return trace, engine.arithmetic.take_notes(), [found.loss, *found.terms.values()]
     finally:
         torch.set_num_threads(before)
 

@@ -15,10 +15,10 @@ from tests.support.mistakes import Patch, patched
 from tests.support.sweep import sweep
 from tests.verify.support import MistakenPool, config
 from threefold.config import Config
+from threefold.exact.experts import computed_rows
+from threefold.exact.products import PRODUCTS, Products
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.source import ConfigSource
-from threefold.ops.exact_experts import computed_rows
-from threefold.ops.exact_products import PRODUCTS, Products
 from threefold.verify import exact
 from threefold.verify.layouts import prepare_exact
 from threefold.verify.products import ProductsTried, try_products

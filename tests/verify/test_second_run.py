@@ -18,7 +18,7 @@ from threefold.verify.verifier import DEPARTS, EQUAL
 
 
 def overflow_that_another_rank_counts_is_unseen() -> list[Patch]:
-    return [(step.GradientNorm, "squared_or_overflow", step.GradientNorm.squared)]
+    return [(step.GradientNorm, "squares", lambda self, masked: self._of_counted().reshape(-1))]
 
 
 def optimizer_state_is_not_saved() -> list[Patch]:

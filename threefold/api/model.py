@@ -25,7 +25,7 @@ from threefold.models.plan import Plan, tying
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ObjectSource, error_line
 from threefold.parallel.gradient_sums import COMPRESSIONS
-from threefold.parallel.parallelize import PieceSizes, TrainingSettings
+from threefold.parallel.parallelize import ChunkSizes, TrainingSettings
 from threefold.parallel.parameter import publish_
 from threefold.parallel.whole_state import LoadedKeys, load_whole_state, on_all_stages, whole_state
 from threefold.plugins import require_one_of
@@ -328,7 +328,7 @@ def parallelize(
         recompute=recompute,
         recompute_every=recompute_every,
         compile=compile,
-        pieces=PieceSizes.of_device(mesh.device.type),
+        chunks=ChunkSizes.of_device(mesh.device.type),
     )
     with naming_arguments():
         try:

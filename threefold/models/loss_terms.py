@@ -136,13 +136,8 @@ class TermSums:
                 into.setdefault(name, []).append(value.detach().double())
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
 
-    def values(self, device: torch.device) -> Tensor:
-        """fp64 [2 · terms]: the sums and the weighted sums in the order of `counts`; zero for missing ones."""
-        zero = torch.zeros((), dtype=torch.float64, device=device)
-        return torch.stack([sum(each[1:], each[0]) if len(each) else zero for each in self.each(device)])
-
-    def each(self, device: torch.device) -> list[Tensor]:
-        """fp64 [micro-batches] for each of `values`: the numbers that it is the sum of."""
+    def values(self, device: torch.device) -> list[Tensor]:
+        """Return the summands of each term and of each weighted one, in the order of `counts`: fp64 [micro-batches]."""
         none = torch.zeros(0, dtype=torch.float64, device=device)
         found = [terms.get(name) for terms in (self.terms, self.weighted) for name in self.counts]
         return [none if each is None else torch.stack(each) for each in found]

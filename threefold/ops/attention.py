@@ -2,7 +2,7 @@
 
 Without either, torch's kernels or plain products compute it (`ops.kernels`). On a GPU, torch's fused kernel for
 sequences of different lengths takes windows, and documents that are each in one piece (`varlen_attention`). Everything
-else is computed tile by tile (`ops.tiles`): windows and documents on a CPU or in fp32, documents in several pieces, and
+else is computed tile by tile (`ops.tiles`): windows and documents on a CPU or in fp32, documents in several parts, and
 on a CPU the last queries of a long sequence.
 """
 
@@ -54,7 +54,7 @@ def varlen_serves(q: Tensor) -> bool:
 
 @torch.compiler.disable  # compiled code would be recompiled for the documents of every batch
 def varlen_lengths(q: Tensor, k: Tensor, mask: AttentionMask) -> Lengths | None:
-    """Return the documents of the last Q of K positions, on the device of `q`; None if one is in several pieces."""
+    """Return the documents of the last Q of K positions, on the device of `q`; None if one is in several parts."""
     keys = k.shape[1]
     ends_q, ends_k, most_q, most_k = [0], [0], 0, 0
     for bounds in document_bounds(len(q), keys, mask.documents):

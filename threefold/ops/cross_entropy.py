@@ -22,8 +22,6 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from threefold.constants import COMPILED, IGNORE_INDEX, LOGITS_AT_ONCE
-from threefold.ops.exact import last_dim_summed
-from threefold.ops.exact_products import tree_sum
 from threefold.ops.kernels import product
 from threefold.torch_private.tensors import assert_async
 
@@ -61,23 +59,13 @@ def tops_and_sums(logits: Tensor, least: Tensor | None = None, at_once: int = LO
         top = top if least is None else torch.maximum(top, least)
         return top, (logits.to(wide) - top.unsqueeze(1)).exp().sum(1)
     tops, sums = (logits.new_empty(len(logits), dtype=wide) for _ in range(2))  # two tensors, as one may be kept alone
-    buffer = logits.new_empty(_rows_at_once(logits, at_once), logits.shape[1], dtype=wide)
-    for rows in _runs(logits, at_once):
+    buffer = logits.new_empty(rows_at_once(logits, at_once), logits.shape[1], dtype=wide)
+    for rows in runs_of_rows(logits, at_once):
         shifted = buffer[: rows.stop - rows.start]
         run = logits[rows] if logits.dtype == wide else shifted.copy_(logits[rows])
         top = run.amax(1) if least is None else torch.maximum(run.amax(1), least[rows])
         tops[rows], sums[rows] = top, torch.sub(run, top.unsqueeze(1), out=shifted).exp_().sum(1)
     return tops, sums
-
-
-def sum_of_exponentials(logits: Tensor, top: Tensor, pieces: int, at_once: int = LOGITS_AT_ONCE) -> Tensor:
-    """Return Σ exp(logit − top) of each row of `logits` [T, V], as the tree sum of `pieces` equal runs of columns."""
-    buffer = top.new_empty(_rows_at_once(logits, at_once), logits.shape[1])
-    sums, shift = top.new_empty(pieces, len(logits)), top.unsqueeze(1)
-    for rows in _runs(logits, at_once):
-        run = torch.sub(logits[rows], shift[rows], out=buffer[: rows.stop - rows.start])
-        sums[:, rows] = last_dim_summed(run.exp_().unflatten(1, (pieces, -1))).squeeze(-1).t()
-    return tree_sum(sums.unbind())
 
 
 def scaled_exponentials(
@@ -98,8 +86,8 @@ def scaled_exponentials(
         return others.to(logits.dtype).scatter(1, column, there.to(logits.dtype))
     out = torch.empty_like(logits, memory_format=torch.contiguous_format)
     is_wide, shift = out.dtype == top.dtype, top.unsqueeze(1)
-    buffer = top.new_empty(0 if is_wide else _rows_at_once(logits, at_once), logits.shape[1])
-    for rows in _runs(logits, at_once):
+    buffer = top.new_empty(0 if is_wide else rows_at_once(logits, at_once), logits.shape[1])
+    for rows in runs_of_rows(logits, at_once):
         if is_wide:
             run = torch.sub(logits[rows], shift[rows], out=out[rows])
         else:
@@ -110,18 +98,18 @@ def scaled_exponentials(
     return out
 
 
-def _runs(logits: Tensor, at_once: int) -> Iterator[slice]:
+def runs_of_rows(logits: Tensor, at_once: int) -> Iterator[slice]:
     """Yield runs of rows to process at once: all on a GPU, as many as fit its caches on a CPU.
 
     A dry run, which has nothing to compute, gets only the first run: all need the same memory.
     """
-    count, rows = len(logits), max(1, _rows_at_once(logits, at_once))
+    count, rows = len(logits), max(1, rows_at_once(logits, at_once))
     firsts = range(0, count, rows)
     for first in firsts[:1] if logits.untyped_storage().device.type == "meta" else firsts:
         yield slice(first, min(first + rows, count))
 
 
-def _rows_at_once(logits: Tensor, at_once: int) -> int:
+def rows_at_once(logits: Tensor, at_once: int) -> int:
     count, columns = logits.shape
     fitting = max(1, at_once // max(1, columns))
     return min(count, fitting) if logits.device.type == "cpu" else count

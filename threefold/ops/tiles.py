@@ -107,7 +107,7 @@ class _Runs(NamedTuple):
 
 
 def _runs(ids: Ids) -> _Runs:
-    """Return the runs of a sample: one per document, or one for all pieces of a document and everything in between."""
+    """Return the runs of a sample: one per document, or one for all parts of a document and everything in between."""
     bounds = np.concatenate([[0], np.flatnonzero(np.diff(ids)) + 1, [len(ids)]])
     if (np.diff(ids) >= 0).all():
         return _Runs(bounds, ids)

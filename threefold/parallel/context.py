@@ -2,8 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from math import gcd
 from typing import Any
 
 import torch
@@ -11,12 +9,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from threefold.comm.axis import Axis
-from threefold.comm.differentiable import all_gather_equal, all_reduce, reduce_scatter
+from threefold.comm.differentiable import all_gather_equal, reduce_scatter
 from threefold.errors import UserError
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.ops.exact import Grain, Pieces, RowSum, widened
-from threefold.ops.exact_products import tree_sum
+from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.ops.kernels import AttentionMask, serve_heads
 from threefold.ops.tiles import Tile, tiles
 from threefold.random.dropout import drop
@@ -81,7 +78,7 @@ class ShardingContext:
 
     Attributes:
         tp_shares: number of neighbouring tensor ranks that share a unit → axis of these ranks.
-        grain: pieces of an exact run's sums; None for any other run.
+        arithmetic: how layers multiply and add.
         own: whether the model is a user's own, whose activations may have any shapes.
     """
 
@@ -91,7 +88,7 @@ class ShardingContext:
     sequence_parallel: bool = False
     cp_method: str = "all-gather"
     tp_shares: Mapping[int, Axis] = field(default_factory=dict)
-    grain: Grain | None = None
+    arithmetic: LayerArithmetic = PLAIN
     own: bool = False
 
     @property
@@ -108,29 +105,7 @@ class ShardingContext:
     @property
     def divides(self) -> bool:
         """Whether any layer has to be replaced."""
-        return self.tp.size > 1 or self.cp.size > 1 or self.ep.size > 1 or self.grain is not None
-
-    @property
-    def pieces(self) -> Pieces | None:
-        """Pieces of an exact run's sums that this rank holds; None for any other run."""
-        if self.grain is None:
-            return None
-        positions, context = self.grain.positions, self.grain.context // self.cp.size
-        over_tp, features = partial(all_reduce, axis=self.tp), self.grain.tensor // self.tp.size
-        whole = RowSum(positions, context=context)
-        shares = whole
-        if self.sequence_parallel and context == 1:
-            shares = RowSum(positions // self.tp.size, over_tp)
-        elif self.sequence_parallel:
-            gather = partial(all_gather_equal, axis=self.tp, dim=0)
-            shares = RowSum(context * positions // self.tp.size, None, context, gather)
-        return Pieces(features, shares, whole, RowSum(features, over_tp, context))
-
-    def pieces_of(self, count: int) -> Pieces | None:
-        """Return the pieces of a layer whose features are `count` units, divided equally among the tensor ranks."""
-        if self.grain is None or self.pieces is None:
-            return None
-        return self.pieces._replace(features=gcd(self.grain.tensor, count) // self.tp.size)
+        return self.tp.size > 1 or self.cp.size > 1 or self.ep.size > 1 or self.arithmetic.replaces_layers
 
 
 def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
@@ -169,19 +144,17 @@ class SequenceChunk:
 class ContextParallelAttention(nn.Module):
     """Causal attention with all-gathered keys and values, for the queries of this rank's `heads`.
 
-    An exact run has the bits of one process on any number of ranks: the queries of each chunk of its context pieces
-    attend separately, so no tile of attention crosses the bounds of a chunk. The gradients of keys and values are
-    summed over the two chunks of a piece, then over the pieces in a tree, whose upper part is over the context ranks.
+    The queries of each of a rank's chunks attend separately.
 
     Args:
-        pieces: context pieces of an exact run's grain, a multiple of the ranks; None for any other run.
+        core: attention of one device.
+        runs: runs of chunks per rank, each with its mirror images.
     """
 
-    def __init__(self, core: CausalAttention, axis: Axis, heads: Slice, pieces: int | None = None) -> None:
+    def __init__(self, core: CausalAttention, axis: Axis, heads: Slice, runs: int = 1) -> None:
         super().__init__()
-        whole = pieces or axis.size
-        self.axis, self.is_exact, self.own = axis, pieces is not None, whole // axis.size
-        numbers = list(range(self.own * axis.index, self.own * (axis.index + 1)))
+        self.axis, self.runs, whole = axis, runs, runs * axis.size
+        numbers = list(range(runs * axis.index, runs * (axis.index + 1)))
         self.numbers = numbers + [2 * whole - 1 - each for each in reversed(numbers)]
         self.chunks = nn.ModuleList(of_chunk(core, heads, SequenceChunk(number, 2 * whole)) for number in self.numbers)
 
@@ -190,26 +163,24 @@ class ContextParallelAttention(nn.Module):
 
         Keys and values [B, S / cp, key-value heads, d] are of the same positions, documents of the whole sequence.
         """
-        size = chunk_length(q.shape[1]) // self.own
-        own = torch.stack([k, v])
-        if self.is_exact:
-            by_piece = _KeysOfPieces.apply(own, self.axis, self.own)
-        else:
-            by_piece = (_GatherSequence.apply(own, self.axis, 2),)
-        keys = [each.unbind() for each in by_piece]
+        size = chunk_length(q.shape[1]) // self.runs
+        keys = [each.unbind() for each in self.gathered(torch.stack([k, v]))]
         out = []
-        for number, of_piece, attend, queries in zip(
+        for number, of_run, attend, queries in zip(
             self.numbers, keys + keys[::-1], self.chunks, q.split(size, 1), strict=True
         ):
-            k, v = (each[:, : (number + 1) * size] for each in of_piece)
+            k, v = (each[:, : (number + 1) * size] for each in of_run)
             out.append(attend(queries, k, v, samples))
         return torch.cat(out, 1)
+
+    def gathered(self, own: Tensor) -> Sequence[Tensor]:
+        """Gather keys and values [2, B, S, heads, d] of the whole sequence, once for each run of chunks."""
+        return (_GatherSequence.apply(own, self.axis, 2),)
 
 
 def of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> CausalAttention:
     """Restrict attention to some heads and queries, with the dropout masks of the whole."""
-    attention = CausalAttention(window=core.window)
-    attention.exact = core.exact
+    attention = type(core)(window=core.window)
     # Dropout is of weights [B, heads, queries, keys]; keys start at position 0, so their dim has no offset.
     attention.dropout = core.dropout.of_part({1: heads, 2: queries})
     return attention
@@ -245,23 +216,6 @@ class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return reduce_scatter(by_rank(grad, ctx.axis, ctx.dim), ctx.axis, ctx.dim), None, None
-
-
-class _KeysOfPieces(torch.autograd.Function):
-    """Keys and values [2, B, S, heads, d] of the whole sequence, once for each context piece of this rank."""
-
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, axis: Axis, pieces: int) -> tuple[Tensor, ...]:
-        ctx.axis = axis
-        whole = in_order(own, axis, 2)
-        return tuple(whole.view_as(whole) for _ in range(pieces))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        total = tree_sum(widened(each).clone() for each in grads)
-        own = reduce_scatter(by_rank(total, ctx.axis, 2), ctx.axis, 2)
-        return own.to(grads[0].dtype), None, None
 
 
 def _held(cp: int) -> list[int]:

@@ -4,6 +4,7 @@ A rank computes its own columns of the logits (`ops.cross_entropy`); a maximum a
 once for all chunks of columns.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,14 +15,8 @@ from threefold.comm.axis import Axis
 from threefold.comm.differentiable import all_reduce, all_reduce_max, reduce_from
 from threefold.comm.layout import shard_bounds
 from threefold.constants import IGNORE_INDEX, LOGITS_AT_ONCE
-from threefold.ops.cross_entropy import (
-    check_labels,
-    logit_sums,
-    scaled_exponentials,
-    sum_of_exponentials,
-    tops_and_sums,
-)
-from threefold.ops.exact import Pieces
+from threefold.ops.arithmetic import PLAIN, LayerArithmetic
+from threefold.ops.cross_entropy import check_labels, logit_sums, scaled_exponentials
 
 
 class ParallelCrossEntropy(nn.Module):
@@ -31,7 +26,7 @@ class ParallelCrossEntropy(nn.Module):
         vocab_size: whole size V of the vocabulary; need not be divisible by the axis.
         axis: mesh axis that the vocabulary is split over.
         logits_at_once: number of logits that it goes over at once on a CPU; changes no result.
-        pieces: pieces of an exact run's sums; None for any other run.
+        arithmetic: how the sums over the vocabulary are added.
 
     Example:
         >>> head = threefold.ColumnParallelLinear(512, 50257, mesh.tp, gather_output=False)
@@ -39,10 +34,10 @@ class ParallelCrossEntropy(nn.Module):
     """
 
     def __init__(
-        self, vocab_size: int, axis: Axis, logits_at_once: int = LOGITS_AT_ONCE, pieces: Pieces | None = None
+        self, vocab_size: int, axis: Axis, logits_at_once: int = LOGITS_AT_ONCE, arithmetic: LayerArithmetic = PLAIN
     ) -> None:
         super().__init__()
-        self.pieces = pieces
+        self.arithmetic = arithmetic
         self.axis, self.vocab_size, self.logits_at_once = axis, vocab_size, logits_at_once
         self.start, self.end = shard_bounds(vocab_size, axis.size, axis.index)
 
@@ -60,7 +55,7 @@ class ParallelCrossEntropy(nn.Module):
             RuntimeError: a label is neither in the vocabulary nor -100 (on a GPU as a device-side assertion).
         """
         check_labels(labels, self.vocab_size)
-        shard = (self.start, self.axis, self.logits_at_once, 0 if self.pieces is None else self.pieces.features)
+        shard = (self.start, self.axis, self.logits_at_once, self.arithmetic)
         flat = _SplitCrossEntropy.apply(logits.flatten(0, -2), labels.flatten(), *shard)
         return flat.view(labels.shape)
 
@@ -94,19 +89,12 @@ class ParallelCrossEntropy(nn.Module):
 
 class _SplitCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Axis, at_once: int, pieces: int) -> Tensor:
+    def forward(
+        ctx: Any, logits: Tensor, labels: Tensor, start: int, axis: Axis, at_once: int, arithmetic: LayerArithmetic
+    ) -> Tensor:
         ctx.at_once = at_once
         columns = logits.shape[-1]
-        wide = torch.promote_types(logits.dtype, torch.float32)
-        # Finite, so that a shard whose logits are all −∞ adds zero to the sum, not NaN.
-        least = logits.new_full(labels.shape, torch.finfo(wide).min, dtype=wide)
-        if pieces:
-            top = all_reduce_max(logits.amax(1).to(wide), axis)
-            total = sum_of_exponentials(logits, top, pieces, at_once)
-        else:
-            own_top, total = tops_and_sums(logits, least, at_once) if columns else (least, torch.zeros_like(least))
-            top = all_reduce_max(own_top, axis)
-            total = total * (own_top - top).exp()
+        top, total = arithmetic.softmax_sums(logits, partial(all_reduce_max, axis=axis), at_once)
         column = labels - start
         mine = (column >= 0) & (column < columns)
         column = column.masked_fill(~mine, 0)

@@ -4,14 +4,14 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from threefold.comm.axis import Axis
-from threefold.parallel.gradient_sums import LeafOrder, NarrowSum, SenderTrees
+from threefold.parallel.gradient_sums import NarrowSum
 
 Item = TypeVar("Item")
 Observer = Callable[[Tensor], None]
@@ -19,8 +19,14 @@ Observer = Callable[[Tensor], None]
 BUCKET_BYTES = 25 << 20
 
 
-class _Place:
-    """A leaf's part of a bucket; longer than the leaf, by `gap`, if another tensor rank has a longer shard."""
+class Place:
+    """A leaf's part of a bucket; longer than the leaf, by `gap`, if another tensor rank has a longer shard.
+
+    Attributes:
+        adds_in_place: whether autograd may add a gradient of the bucket's dtype to `view` itself.
+    """
+
+    adds_in_place: ClassVar[bool] = True
 
     def __init__(self, flat: Tensor, leaf: Tensor) -> None:
         # In memory order of the dense leaf, as autograd's own gradients: fused optimizers go by memory order alone.
@@ -58,38 +64,16 @@ class _Place:
             leaf.grad = self.view
 
 
-class _TreePlace(_Place):
-    """Place of a leaf whose gradients are summed in the order of an exact run."""
-
-    def __init__(self, flat: Tensor, leaf: Tensor, order: LeafOrder, senders: int) -> None:
-        super().__init__(flat, leaf)
-        self._tree = SenderTrees(order, senders)
-
-    def begin(self, leaf: Tensor) -> None:
-        super().begin(leaf)
-        self._tree.clear()
-
-    def add_(self, leaf: Tensor, gradient: Tensor) -> None:
-        self._tree.add_(gradient, self.view.dtype)
-
-    def finish(self, leaf: Tensor) -> None:
-        total = self._tree.total()
-        self._tree.clear()
-        if total is not None:
-            torch.add(total, 0.0, out=self.view)  # −0 + 0 is +0: whether a zero was added does not show
-            self._hold(leaf)
-        super().finish(leaf)
+MakePlace = Callable[[Tensor, Tensor], Place]
+"""Function that makes the place of a leaf: (part of the bucket, leaf) → place."""
 
 
 class _Bucket:
     """Flat buffer of gradients, and how many it is still waiting for in this step."""
 
-    def __init__(
-        self, leaves: Sequence[Tensor], dtype: torch.dtype, sizes: Sequence[int], order: LeafOrder | None, senders: int
-    ) -> None:
+    def __init__(self, leaves: Sequence[Tensor], dtype: torch.dtype, sizes: Sequence[int], place: MakePlace) -> None:
         self.flat = torch.zeros(sum(sizes), dtype=dtype, device=leaves[0].device)
         parts = zip(leaves, self.flat.split(list(sizes)), strict=True)
-        place = _Place if order is None else partial(_TreePlace, order=order, senders=senders)
         self.places = [(leaf, place(part, leaf)) for leaf, part in parts]
         self._sizes = sizes
         self.waiting = 0
@@ -170,8 +154,7 @@ class GradientBuckets(Gradients):
         wire: narrower dtype of the sums (gradient compression); None for `dtype`.
         longest: leaf → number of elements of its longest shard on any tensor rank; None for the leaf's own size.
         tp: tensor ranks, whose buckets hold shards of the same parameters; None without tensor parallelism.
-        order: order of an exact run's sums; None to add gradients as they come.
-        senders: ranks of an exact run whose leaves run at once; with several, `add_` gets the gradients [senders, …].
+        make_place: makes the place of a leaf, which adds up its gradients.
     """
 
     def __init__(
@@ -183,8 +166,7 @@ class GradientBuckets(Gradients):
         wire: torch.dtype | None = None,
         longest: Mapping[Tensor, int] | None = None,
         tp: Axis | None = None,
-        order: LeafOrder | None = None,
-        senders: int = 1,
+        make_place: MakePlace = Place,
     ) -> None:
         self._axis, self._tp = axis, tp
         self._wire = wire if axis.size > 1 else None
@@ -194,14 +176,14 @@ class GradientBuckets(Gradients):
 
         parts = in_buckets(list(leaves), lambda leaf: room(leaf) * dtype.itemsize, bucket_bytes)
         size = room if axis.size > 2 else Tensor.numel  # two summands have one sum in any order
-        self._buckets = [_Bucket(part, dtype, [size(leaf) for leaf in part], order, senders) for part in parts]
+        self._buckets = [_Bucket(part, dtype, [size(leaf) for leaf in part], make_place) for part in parts]
         self._started = 0
         self._observer: Observer | None = None
-        self._places: dict[Tensor, _Place] = {}
+        self._places: dict[Tensor, Place] = {}
         for bucket in self._buckets:
             for leaf, place in bucket.places:
                 self._places[leaf] = place
-                if leaf.dtype == dtype and order is None:
+                if leaf.dtype == dtype and place.adds_in_place:
                     leaf.grad = place.view
                 # Weak, since garbage collection does not find the cycle from a leaf through its hook back to the leaf.
                 leaf.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self), weakref.ref(bucket)))

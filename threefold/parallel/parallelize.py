@@ -5,18 +5,15 @@ from a config or given in code, come first.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
-from math import gcd
-from typing import Any, overload
+from functools import cached_property
+from typing import overload
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from threefold.comm.axis import Axis, local_part
-from threefold.comm.differentiable import reduce_from
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import FAMILIES, OWN
@@ -27,14 +24,11 @@ from threefold.dtypes import DTYPES
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan, check_tensor_axis
 from threefold.models.source import ConstructedModel, skeleton
-from threefold.ops.exact import Grain
-from threefold.ops.exact_functions import ExactArithmetic
 from threefold.ops.kernels import DeferrableWeight
-from threefold.ops.own_arithmetic import OwnArithmetic, UnknownCalls
+from threefold.parallel.arithmetic import Arithmetic, RankArithmetic, arithmetic_of
 from threefold.parallel.context import ShardingContext
 from threefold.parallel.dropout_parts import undecided_dropouts
-from threefold.parallel.experts import ParallelExperts
-from threefold.parallel.gradient_sums import LeafOrder
+from threefold.parallel.gradient_sums import NORM_ELEMENTS
 from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients
 from threefold.parallel.leaf import as_stored, held, local, stored, stored_as, with_marks
 from threefold.parallel.parameter import (
@@ -49,12 +43,10 @@ from threefold.parallel.parameter import (
 from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.parallel.pipeline.schedules import DeferredGradients
 from threefold.parallel.pipeline.stage import Stage, TiedWeights, whole_parameters
-from threefold.parallel.plan_check import check_cut_modules, check_grain, check_plan, check_sharded_parameters
+from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
 from threefold.parallel.shard_modules import bare_cut, float8_layers, shard_modules, use_fp8
 from threefold.parallel.zero import (
-    ExactShardedGradients,
-    ShardedGradients,
     ZeroSharding,
     make_zero_sharding,
     shard_parameters,
@@ -65,10 +57,10 @@ from threefold.torch_private.distributed import fresh_parameter
 
 
 @dataclass(frozen=True)
-class PieceSizes:
-    """Sizes of the pieces that work is divided into; they change memory and time, and results only by rounding.
+class ChunkSizes:
+    """Sizes of the chunks that work is divided into; they change memory and time, and results only by rounding.
 
-    `threefold verify` makes them tiny, so that the small tensors of a shrunk model have several pieces too.
+    `threefold verify` makes them tiny, so that the small tensors of a shrunk model have several chunks.
 
     Attributes:
         norm_elements: number of adjacent elements whose squares are summed in the gradients' own dtype.
@@ -78,12 +70,12 @@ class PieceSizes:
     """
 
     bucket_bytes: int = BUCKET_BYTES
-    norm_elements: int = 1 << 14
+    norm_elements: int = NORM_ELEMENTS
     logits_at_once: int = LOGITS_AT_ONCE
     kept_logits_at_once: int = 0
 
     @classmethod
-    def of_device(cls, device: str) -> "PieceSizes":
+    def of_device(cls, device: str) -> "ChunkSizes":
         """Return the usual sizes on a kind of device, `cpu` or `cuda`."""
         return cls(kept_logits_at_once=LOGITS_OF_A_CHUNK if device == "cuda" else 0)
 
@@ -99,9 +91,8 @@ class TrainingSettings:
             accumulation); with a pipeline, the micro-batches of its schedule.
         zero_shards: number of replicas that share one copy if `zero` is not 0; None for all.
         stage_chunks: number of pipeline stages per rank; None for the schedule's default.
-        grain: pieces of an exact run's sums, whose micro-batches are its leaves; None for any other run.
-        own_model: whether the model or the loss is not this package's, so that an exact run reports calls that are not
-            known to be exact.
+        arithmetic: how layers compute and sums are added up.
+        is_custom: whether the model or the loss is not built in.
     """
 
     seed: int = 0
@@ -121,18 +112,14 @@ class TrainingSettings:
     recompute_every: int = 1
     compile: bool = False
     loss_chunk_size: int = 0
-    pieces: PieceSizes = field(default_factory=PieceSizes)
-    grain: Grain | None = None
-    own_model: bool = False
+    chunks: ChunkSizes = field(default_factory=ChunkSizes)
+    arithmetic: Arithmetic = field(default_factory=Arithmetic)
+    is_custom: bool = False
 
     @classmethod
-    def of(cls, config: Config, pieces: PieceSizes | None = None) -> "TrainingSettings":
-        """Return the settings of a resolved config, with pieces of the usual sizes of its device by default."""
-        parallel, train, grain = config.parallel, config.train, None
-        if train.exact:
-            context = train.grain_context
-            positions = gcd(train.grain_tensor, config.data.sequence_length // context)
-            grain = Grain(train.grain_samples, train.grain_tensor, positions, context, train.grain_leaf)
+    def of(cls, config: Config, chunks: ChunkSizes | None = None) -> "TrainingSettings":
+        """Return the settings of a resolved config, with chunks of the usual sizes of its device by default."""
+        parallel, train = config.parallel, config.train
         return cls(
             seed=train.seed,
             micro_batches=executed_micro_batches(config)[0],
@@ -151,9 +138,9 @@ class TrainingSettings:
             recompute_every=train.recompute_every,
             compile=train.compile,
             loss_chunk_size=train.loss_chunk_size,
-            pieces=pieces or PieceSizes.of_device(train.device),
-            grain=grain,
-            own_model=(family := config.model.architecture) == OWN or family not in FAMILIES.built_in,
+            chunks=chunks or ChunkSizes.of_device(train.device),
+            arithmetic=arithmetic_of(config),
+            is_custom=(family := config.model.architecture) == OWN or family not in FAMILIES.built_in,
         )
 
     @cached_property
@@ -174,17 +161,14 @@ class Parallelism:
     cp_method: str = "all-gather"
     master_weights: bool = True
     deferred: DeferredGradients | None = None  # weight gradients that the schedule defers, if it defers any
-    grain: Grain | None = None
-    order: LeafOrder | None = None  # order of an exact run's sums over samples
-    calls: UnknownCalls | None = None
-    """Functions that an exact run's passes call and that are not known to be exact; None for this package's models."""
+    arithmetic: RankArithmetic = field(default_factory=RankArithmetic)
 
     @classmethod
     def make(cls, plan: ModelPlan, mesh: Mesh, settings: TrainingSettings) -> "Parallelism":
         """Return the parallelism of a model to train. Collective over the world; raises as `stage_map`."""
-        if settings.grain is not None and not mesh.exact:
+        if settings.arithmetic.is_bitwise and not mesh.exact:
             raise ValueError("the mesh of an exact run must sum in a tree; make it with Mesh(..., exact=True)")
-        pp, chunks, grain = mesh.pp.size, settings.stage_chunks, settings.grain
+        pp, chunks = mesh.pp.size, settings.stage_chunks
         stages = StageMap((0, len(plan.layers)), (0,))
         if pp > 1:
             schedule = settings.pipeline_schedule
@@ -199,26 +183,17 @@ class Parallelism:
             settings.cp_method,
             settings.master_weights,
             DeferredGradients() if pp > 1 and settings.pipeline_schedule.defers_weight_gradients else None,
-            grain,
-            None if grain is None else LeafOrder(settings.micro_batches, grain.samples // mesh.dp.size, mesh.cp),
-            UnknownCalls() if grain is not None and (settings.own_model or plan.constructed) else None,
+            settings.arithmetic.on_rank(
+                mesh, settings.micro_batches, settings.sequence_parallel, settings.is_custom or plan.constructed
+            ),
         )
 
     @property
     def context(self) -> ShardingContext:
         """Axes and settings that parallel layers are made with."""
         mesh = self.mesh
-        return ShardingContext(mesh.tp, mesh.cp, mesh.ep, self.sequence_parallel, self.cp_method, grain=self.grain)
-
-    @property
-    def arithmetic(self) -> Callable[[], AbstractContextManager[Any]]:
-        """Function that makes the context of forward passes."""
-        pieces = self.context.pieces
-        if pieces is None:
-            return nullcontext
-        if self.calls is not None:
-            return partial(OwnArithmetic, pieces.rows, self.calls)
-        return partial(ExactArithmetic, pieces.rows, partial(reduce_from, axis=self.mesh.cp))
+        layers = self.arithmetic.layers
+        return ShardingContext(mesh.tp, mesh.cp, mesh.ep, self.sequence_parallel, self.cp_method, arithmetic=layers)
 
     def context_for(self, plan: ModelPlan) -> ShardingContext:
         """Return `context` with the groups of tensor ranks that share a unit of the plan. Collective over the world."""
@@ -261,8 +236,8 @@ class TrainableModel(ParallelModel):
     gradients: Gradients
     weights: list[Weight]
     copies: list[tuple[Tensor, Tensor]]
-    """Leaves of an exact run's tied weights, each with the leaf of another use on this rank, whose gradients are summed
-    separately. Without ZeRO, both have the same memory."""
+    """Leaves of tied weights, each with the leaf of another use on this rank, if gradients of uses are summed apart.
+    Without ZeRO, both have the same memory."""
     names: tuple[str, ...]
     """Names in the unsplit model's `state_dict()`, in its order."""
     dropouts: dict[str, Dropout]
@@ -309,14 +284,16 @@ def apply_parallelism(
     in_float8 = float8_layers(model, plan) if training is not None and training.fp8 else []
     # Pipeline parallelism: this rank's stages.
     numbers = how.stages.held_by(how.mesh.pp.index)
-    stages = [Stage(model, plan, *how.stages.layers(number), how.arithmetic, how.calls) for number in numbers]
-    if how.grain is not None and training is not None:
-        check_grain(model, plan, how.grain.tensor, how.mesh.tp.size)
+    stages = [Stage(model, plan, *how.stages.layers(number), how.arithmetic.passes) for number in numbers]
+    separates = training is not None and how.arithmetic.separates_uses
+    if training is not None:
+        training.arithmetic.check(model, plan, how.mesh.tp.size)
+    if separates:
         _untie(stages)
     # Tensor, sequence, context and expert parallelism: parallel layers replace single-device ones.
-    shard_modules(stages, plan.split, how.context_for(plan), plan.bare)
-    # Sharding made new parameters, so they are tied and frozen again; an exact run ties their values alone.
-    if how.grain is None or training is None:
+    shard_modules(stages, plan.split, how.context_for(plan), plan.bare, how.arithmetic.shardings)
+    # Sharding made new parameters, so they are tied and frozen again.
+    if not separates:
         for stage, name, _, first in _further_uses(stages):
             set_in(stage, name, first)
     for stage in stages:
@@ -336,26 +313,23 @@ def apply_parallelism(
     streams = RandomStreams(training.seed, how.mesh.coordinates, how.mesh.device)
     give_streams(streams, nn.ModuleList(stages))
     for loss in (each for stage in stages for each in stage.modules() if isinstance(each, LinearCrossEntropy)):
-        loss.chunk_size = training.loss_chunk_size if how.grain is None else 0
-        loss.at_once = training.pieces.kept_logits_at_once if how.grain is None else 0
+        loss.chunk_size = 0 if how.arithmetic.keeps_whole_logits else training.loss_chunk_size
+        loss.at_once = 0 if how.arithmetic.keeps_whole_logits else training.chunks.kept_logits_at_once
         compiled = training.compile and how.mesh.device.type == "cuda"  # on a CPU, runs that fit the caches are faster
-        loss.cross_entropy.logits_at_once = COMPILED if compiled else training.pieces.logits_at_once
+        loss.cross_entropy.logits_at_once = COMPILED if compiled else training.chunks.logits_at_once
     use_fp8(stages, in_float8)
-    apply_recompute(stages, training.recompute, training.recompute_every, streams, how.arithmetic)
+    apply_recompute(stages, training.recompute, training.recompute_every, streams, how.arithmetic.passes)
     if training.compile:
         compile_layers(stages, how.deferred is not None, training.fp8)
     # Data parallelism, or ZeRO.
     _allocate(stages, how, constructed)
-    further = [] if how.grain is None else _further_uses(stages)
+    further = _further_uses(stages) if separates else []
     copies = [(local(stored(first)), local(stored(parameter))) for _, _, parameter, first in further]
     if how.zero is None:
         for leaf, copy in copies:
             copy.data = leaf.data
-    gradients = _make_gradients(stages, how, training.gradient_compression, training.pieces.bucket_bytes, copies)
-    if how.order is not None and how.mesh.ep.size > 1:
-        for experts in (unwrapped(each) for stage in stages for each in stage.modules()):
-            if isinstance(experts, ParallelExperts):
-                experts.hand_gradients_to(gradients)
+    gradients = _make_gradients(stages, how, training.gradient_compression, training.chunks.bucket_bytes, copies)
+    how.arithmetic.attach([unwrapped(each) for stage in stages for each in stage.modules()], gradients)
     weights = make_weights(whole_parameters(stages), how.master_dtype)
     initialise_(weights, plan, training.seed, gradients, constructed)
     return TrainableModel(stages, plan, how, tied, streams, gradients, weights, copies, names, dropouts)
@@ -422,15 +396,13 @@ def _make_gradients(
 ) -> Gradients:
     """Make sharded gradients with ZeRO, else buckets; experts are summed over the replicas that hold them."""
     if how.zero is not None:
-        if how.order is not None:
-            return ExactShardedGradients(stages, how.zero, how.order, how.mesh.ep.size, copies)
-        return ShardedGradients(stages, how.zero)
+        return how.arithmetic.sharded_gradients(stages, how.zero, how.mesh.ep.size, copies)
     parameters = [parameter for _, parameter in whole_parameters(stages) if parameter.requires_grad]
     mesh, dtype, wire = how.mesh, how.master_dtype, DTYPES.get(compression)
     longest = {local(parameter): longest_shard(parameter) for parameter in parameters}
 
     def buckets(leaves: list[Tensor], axis: Axis, senders: int = 1) -> GradientBuckets:
-        return GradientBuckets(leaves, axis, dtype, bucket_bytes, wire, longest, mesh.tp, how.order, senders)
+        return GradientBuckets(leaves, axis, dtype, bucket_bytes, wire, longest, mesh.tp, how.arithmetic.place(senders))
 
     experts = [local(parameter) for parameter in parameters if is_of_experts(parameter)]
     others = [local(parameter) for parameter in parameters if not is_of_experts(parameter)]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import pairwise
-from math import gcd, isfinite
+from math import isfinite
 from typing import Any
 
 import torch
@@ -19,11 +19,12 @@ from threefold.models import module_check, sharding
 from threefold.models.own_batch import LayerSignature
 from threefold.models.plan import as_pattern, nearest
 from threefold.models.source import ModelSource
+from threefold.parallel.arithmetic import arithmetic_of
 from threefold.parallel.context import check_whole_sequences
 from threefold.parallel.parameter import set_in
 from threefold.parallel.pipeline.partition import covers, stage_map
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.shard_modules import SHARDINGS, grain_units, has_own_forward, uncut_tensors
+from threefold.parallel.shard_modules import SHARDINGS, has_own_forward, uncut_tensors
 from threefold.parallel.split_layer import SplitLayer
 from threefold.torch_private.distributed import persistent_buffers
 from threefold.torch_private.tensors import child_names, has_module_hooks, tensors_in
@@ -60,39 +61,6 @@ def _refuse_split_layers(modules: Mapping[str, nn.Module]) -> None:
                 f"{name!r} is a {kind}, which is cut already, but a plan cuts the model of one device; use {plain} "
                 f"with {rule}() in the plan, or train the model as it is, in your own loop or with threefold.prepare."
             )
-
-
-def check_grain(model: nn.Module, plan: sharding.ModelPlan, grain: int, tp: int) -> None:
-    """Raise a `UserError` unless an exact run can cut a model's sums into `grain` pieces on any number of ranks."""
-    placed: dict[nn.Module, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        first = placed.setdefault(module, name)
-        if first != name and any(True for _ in module.parameters(recurse=False)):
-            raise UserError(
-                f"train.exact is true but {first!r} and {name!r} are one module, whose gradients would add up in "
-                "another order on other stages; use two modules, which may share a weight, or train.exact false."
-            )
-    for name, module in model.named_modules() if tp > 1 else ():
-        pattern = plan.patterns.naming(name) if name else None
-        rule = None if pattern is None else plan.split[pattern]
-        if isinstance(rule, sharding.PerHead) and plan.constructed:
-            rule_of = "whose gradients add up in another order on each number of ranks; use parallel.tp 1"
-            raise UserError(f"train.exact is true but {pattern!r} is PerHead, {rule_of}.")
-        if isinstance(module, nn.Linear) and isinstance(rule, sharding.Column | sharding.Row | sharding.Vocab):
-            _require_pieces(str(pattern), grain_units(rule, module), grain, tp)
-    for name, parameter in model.named_parameters() if tp > 1 else ():
-        rule = plan.split_of(name) if plan.is_bare(name) else None
-        if isinstance(rule, sharding.Sharded) and 1 < parameter.dim() == rule.dim + 1:
-            _require_pieces(name, parameter.shape[-1], grain, tp)
-
-
-def _require_pieces(name: str, count: int, grain: int, tp: int) -> None:
-    pieces = gcd(count, grain)
-    if pieces % tp:
-        raise UserError(
-            f"parallel.tp is {tp} but must divide the {pieces} pieces of {name!r}, a power of two that divides its "
-            f"{count} features or heads, since train.exact is true; use {nearest_divisor(tp, pieces)}."
-        )
 
 
 def check_cut_modules(model: nn.Module, plan: sharding.ModelPlan, size: int) -> None:
@@ -579,8 +547,7 @@ def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None
         if model is not None:
             check_cut_modules(model, plan, tp)
             check_sharded_parameters(model, config.parallel.zero)
-            if config.train.exact:
-                check_grain(model, plan, config.train.grain_tensor, tp)
+            arithmetic_of(config).check(model, plan, tp)
             if (found := failure(tp)) is not None and not config.parallel.sequence_parallel:
                 raise found
         if mode != "none" and mode not in plan.recompute:

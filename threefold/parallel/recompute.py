@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from threefold.errors import UserError
 from threefold.models.sharding import matches
+from threefold.ops.arithmetic import PLAIN_PASSES, Passes
 from threefold.parallel.parameter import set_in
 from threefold.parallel.pipeline.partition import chosen_layers
 from threefold.parallel.pipeline.stage import Stage
@@ -29,7 +30,7 @@ class Recomputed(nn.Module):
 
     It has the module's own parameters, buffers and submodules under the same names, so names in checkpoints do not
     change; other attributes are read from the module. Hooks on this wrapper's call (sharded weights) are outside the
-    recomputation, which enters the context of forward passes that `arithmetic` makes. `streams` are the random streams
+    recomputation, which `passes` surrounds like a forward pass. `streams` are the random streams
     that modules inside draw from, if any does.
     """
 
@@ -40,7 +41,7 @@ class Recomputed(nn.Module):
         self,
         module: nn.Module,
         streams: RandomStreams | None = None,
-        arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        passes: Passes = PLAIN_PASSES,
     ) -> None:
         super().__init__()
         self.training = module.training
@@ -48,7 +49,7 @@ class Recomputed(nn.Module):
         self.__dict__["compiled"] = None
         share_contents(self, module)
         self._replays = noop_context_fn if streams is None else streams.replays
-        self._arithmetic = arithmetic
+        self._passes = passes
 
     # Not compiled inside a compiled layer, though what is around it is: torch 2.13 fails if compiled code has a
     # recomputed part beside another one with operators that take a `Handle`.
@@ -62,7 +63,7 @@ class Recomputed(nn.Module):
 
     def _context(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         forward, again = self._replays()
-        return forward, _both(self._arithmetic, again)
+        return forward, _both(self._passes(), again)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the module inside the recomputation: the backward pass runs the compiled code again."""
@@ -88,8 +89,8 @@ class Recomputed(nn.Module):
 
 
 @contextmanager
-def _both(arithmetic: Callable[[], AbstractContextManager[Any]], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with arithmetic(), inner:
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
         yield
 
 
@@ -103,7 +104,7 @@ def apply_recompute(
     mode: str,
     every: int = 1,
     streams: RandomStreams | None = None,
-    arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    passes: Passes = PLAIN_PASSES,
 ) -> None:
     """Wrap each module whose activations are computed again in a `Recomputed`; `mode` is one of the plan, or `none`.
 
@@ -130,7 +131,7 @@ def apply_recompute(
                     continue
                 if module not in made:
                     draws = any(draws_in_sequence(child) for child in module.modules())
-                    made[module] = Recomputed(module, streams if draws else None, arithmetic)
+                    made[module] = Recomputed(module, streams if draws else None, passes)
                 set_in(stage, name, made[module])
 
 

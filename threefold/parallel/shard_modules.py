@@ -1,7 +1,7 @@
 """Sharding of a model's modules: a parallel layer replaces each module that the plan's rules name."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self, cast
 
 import torch
@@ -16,9 +16,7 @@ from threefold.models import sharding
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import Embedding, Linear, PositionEmbedding
 from threefold.models.layers.experts import Experts, Routing
-from threefold.ops import exact, fp8
-from threefold.ops.exact import Pieces
-from threefold.ops.exact_functions import ExactArithmetic
+from threefold.ops.arithmetic import FLOAT8, LayerArithmetic
 from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
@@ -63,10 +61,10 @@ def _read_local(module: nn.Module, name: str) -> None:
         parameter = cast(Tensor, nn.Module.__getattr__(self, name))
         return local(parameter) if is_split(parameter) else parameter  # otherwise ZeRO has taken over this rank's part
 
-    _extend(module, {name: property(read)})
+    extend(module, {name: property(read)})
 
 
-def _extend(module: nn.Module, members: Mapping[str, Any]) -> None:
+def extend(module: nn.Module, members: Mapping[str, Any]) -> None:
     """Give a module its own members, through a subclass of its class with the same name."""
     kind = type(module)
     module.__class__ = type(kind.__name__, (kind,), {**members, "__module__": kind.__module__})
@@ -116,7 +114,7 @@ def _gathered(out: Tensor, longest: int, axis: Axis) -> Tensor:
 class GroupedHeadsLinear(ColumnParallelLinear):
     """Column-parallel layer whose units are shared by several ranks, which divide some parts and repeat others.
 
-    In an exact run, the pieces of the features do so too, even on one rank. Made by `from_units`.
+    Made by `from_units`.
     """
 
     unit: sharding.Unit
@@ -131,19 +129,19 @@ class GroupedHeadsLinear(ColumnParallelLinear):
         unit: sharding.Unit,
         sharing: Axis | None,
         *,
-        pieces: Pieces | None,
+        arithmetic: LayerArithmetic,
         **options: Any,
     ) -> Self:
-        """Split a linear layer over an axis whose size is a multiple of `unit.count`, or into as many pieces.
+        """Split a linear layer over an axis, in parts whose number is a multiple of `unit.count`.
 
         The features are gathered over `sharing`, the neighbouring ranks that share a unit; over the whole axis if it is
         None, or if the rows of a unit do not divide equally.
         """
-        layer = cls.from_linear(module, axis, gather_output=False, pieces=pieces, **options)
+        layer = cls.from_linear(module, axis, gather_output=False, arithmetic=arithmetic, **options)
         layer.unit, layer.longest = unit, -(-module.out_features // axis.size)
         divides = module.out_features % axis.size == 0
         layer.sharing = sharing if sharing is not None and divides else axis
-        layer.unit_parts = axis.size * (1 if pieces is None else pieces.features) // unit.count
+        layer.unit_parts = arithmetic.feature_parts(axis.size) // unit.count
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
@@ -165,8 +163,7 @@ class GroupedHeadsLinear(ColumnParallelLinear):
         for name, size in self.unit.parts:
             part = units.narrow(-1, start, size)
             if name in self.unit.repeated:
-                part = part.unsqueeze(-2)
-                found.append(part if self.pieces is None else exact.repeat(part, own))
+                found.append(self.arithmetic.repeat(part.unsqueeze(-2), own))
             else:
                 found.append(part.unflatten(-1, (self.unit_parts, -1)).narrow(-2, index * own, own))
             start += size
@@ -176,15 +173,19 @@ class GroupedHeadsLinear(ColumnParallelLinear):
         return f"{super().extra_repr()}, a unit in {self.unit_parts} parts"
 
 
+MakeModule = Callable[[Any, Any, ShardingContext], nn.Module]
+"""Application of a rule to a module: (rule, module, context) → the module for this rank."""
+
+
 class Sharding(NamedTuple):
     """Application of a rule: the modules it is for, and (rule, module, context) → the module for this rank."""
 
     kinds: tuple[type[nn.Module], ...]
-    make: Callable[[Any, Any, ShardingContext], nn.Module]
+    make: MakeModule
 
 
-def grain_units(rule: sharding.Split, module: nn.Linear) -> int:
-    """Return the number of units of a linear layer's sharded features, between which an exact run may cut its sums."""
+def feature_units(rule: sharding.Split, module: nn.Linear) -> int:
+    """Return the number of units of a linear layer's sharded features, between which sums over them may be cut."""
     unit = rule.units("weight").get("tp")
     if unit is not None:
         return unit.count * unit.size if unit.repeated else unit.count
@@ -194,39 +195,41 @@ def grain_units(rule: sharding.Split, module: nn.Linear) -> int:
 
 
 def _column(rule: sharding.Column, module: nn.Linear, context: ShardingContext) -> nn.Module:
-    tp, dim, own = context.tp, context.sequence_dim, context.pieces_of(grain_units(rule, module))
+    tp, dim, arithmetic = context.tp, context.sequence_dim, context.arithmetic
+    of_units = arithmetic.of_units(feature_units(rule, module))
     if rule.groups > 1:
-        return ConcatenatedLinear.from_groups(module, tp, rule.groups, sequence_dim=dim, pieces=own)
-    parts = tp.size if context.grain is None else context.grain.tensor
-    if rule.unit is not None and rule.unit.is_shared(parts):
+        return ConcatenatedLinear.from_groups(module, tp, rule.groups, sequence_dim=dim, arithmetic=of_units)
+    if rule.unit is not None and rule.unit.is_shared(arithmetic.feature_parts(tp.size)):
         sharing = context.tp_shares.get(tp.size // rule.unit.count)
-        return GroupedHeadsLinear.from_units(module, tp, rule.unit, sharing, sequence_dim=dim, pieces=context.pieces)
-    return ColumnParallelLinear.from_linear(module, tp, gather_output=False, sequence_dim=dim, pieces=own)
+        return GroupedHeadsLinear.from_units(module, tp, rule.unit, sharing, sequence_dim=dim, arithmetic=arithmetic)
+    return ColumnParallelLinear.from_linear(module, tp, gather_output=False, sequence_dim=dim, arithmetic=of_units)
 
 
 def _row(rule: sharding.Row, module: nn.Linear, context: ShardingContext) -> nn.Module:
-    pieces, dim = context.pieces_of(grain_units(rule, module)), context.sequence_dim
-    return RowParallelLinear.from_linear(module, context.tp, input_is_parallel=True, sequence_dim=dim, pieces=pieces)
+    how, dim = context.arithmetic.of_units(feature_units(rule, module)), context.sequence_dim
+    return RowParallelLinear.from_linear(module, context.tp, input_is_parallel=True, sequence_dim=dim, arithmetic=how)
 
 
 def _vocab(rule: sharding.Vocab, module: nn.Embedding | nn.Linear, context: ShardingContext) -> nn.Module:
     tp, dim = context.tp, context.sequence_dim
     if isinstance(module, nn.Linear):
-        pieces = context.pieces_of(grain_units(rule, module))
-        return ColumnParallelLinear.from_linear(module, tp, sequence_dim=dim, pieces=pieces)
-    return VocabParallelEmbedding.from_embedding(module, tp, sequence_dim=dim, pieces=context.pieces)
+        of_units = context.arithmetic.of_units(feature_units(rule, module))
+        return ColumnParallelLinear.from_linear(module, tp, sequence_dim=dim, arithmetic=of_units)
+    return VocabParallelEmbedding.from_embedding(module, tp, sequence_dim=dim, arithmetic=context.arithmetic)
 
 
 def _vocab_loss(rule: sharding.VocabLoss, module: nn.Module, context: ShardingContext) -> nn.Module:
-    return ParallelCrossEntropy(rule.vocab_size, context.tp, pieces=context.pieces)
+    return ParallelCrossEntropy(rule.vocab_size, context.tp, arithmetic=context.arithmetic)
+
+
+def heads_of(rule: sharding.AttentionCore, context: ShardingContext) -> Slice:
+    """Return this rank's heads among all of them."""
+    start, _ = shard_bounds(rule.heads, context.tp.size, context.tp.index)
+    return Slice(start, rule.heads)
 
 
 def _attention_core(rule: sharding.AttentionCore, module: CausalAttention, context: ShardingContext) -> nn.Module:
-    start, _ = shard_bounds(rule.heads, context.tp.size, context.tp.index)
-    heads = Slice(start, rule.heads)
-    module.exact = context.grain is not None
-    if context.grain is not None and context.grain.context > 1:
-        return ContextParallelAttention(module, context.cp, heads, context.grain.context)
+    heads = heads_of(rule, context)
     if context.cp.size > 1:
         kind = RingAttention if context.cp_method == "ring" else ContextParallelAttention
         return kind(module, context.cp, heads)
@@ -244,13 +247,7 @@ def _over_sequence(
 ) -> nn.Module:
     if isinstance(module, Dropout):
         return module.of_part({1: context.cut})
-    placed = module.of_positions(context.cut) if context.cut.shares > 1 else module
-    if (pieces := context.pieces) is not None:
-        # Complete sums, of which each rank keeps some rows: the ranks' gradients are added at the end of the step.
-        rows, tp = placed.num_embeddings, context.tp
-        own = shard_bounds(rows, tp.size, tp.index) if context.sequence_parallel else (0, rows)
-        placed.exact = pieces.rows, range(*own)
-    return placed
+    return module.of_positions(context.cut) if context.cut.shares > 1 else module
 
 
 def _token_routing(rule: sharding.TokenRouting, module: Routing, context: ShardingContext) -> nn.Module:
@@ -258,36 +255,10 @@ def _token_routing(rule: sharding.TokenRouting, module: Routing, context: Shardi
 
 
 def _over_experts(rule: sharding.OverExperts, module: Experts, context: ShardingContext) -> nn.Module:
-    sharded = context.ep.size * context.tp.size > 1 or context.grain is not None
-    return ParallelExperts(module, context) if sharded else module
+    return ParallelExperts(module, context) if context.ep.size * context.tp.size > 1 else module
 
 
-def _per_head(rule: sharding.PerHead, module: nn.Module, context: ShardingContext) -> nn.Module:
-    pieces = context.pieces
-    if pieces is None or context.own:
-        return module
-    kind, arithmetic = type(module), partial(ExactArithmetic, pieces.heads)
-
-    def forward(self: nn.Module, x: Tensor) -> Tensor:
-        # Heads first, so that a run of rows is a run of heads.
-        with arithmetic():
-            out: Tensor = kind.forward(self, x.movedim(2, 0)).movedim(0, 2)
-        return out
-
-    _extend(module, {"forward": forward})
-    return module
-
-
-def _replicated(rule: sharding.Replicated, module: nn.Module, context: ShardingContext) -> nn.Module:
-    pieces = context.pieces
-    if pieces is None or not isinstance(module, nn.Linear):
-        return module
-    rows = pieces.rows
-
-    def forward(self: nn.Linear, x: Tensor) -> Tensor:
-        return exact.linear(x, self.weight, self.bias, rows=rows, weight_rows=rows)
-
-    _extend(module, {"forward": forward})
+def _unchanged(rule: sharding.Split, module: nn.Module, context: ShardingContext) -> nn.Module:
     return module
 
 
@@ -301,10 +272,10 @@ SHARDINGS: dict[type[sharding.Split], Sharding] = {
     sharding.OverSequence: Sharding((Dropout, PositionEmbedding), _over_sequence),
     sharding.TokenRouting: Sharding((Routing,), _token_routing),
     sharding.OverExperts: Sharding((Experts,), _over_experts),
-    sharding.Replicated: Sharding((nn.Module,), _replicated),
-    sharding.PerHead: Sharding((nn.Module,), _per_head),
+    sharding.Replicated: Sharding((nn.Module,), _unchanged),
+    sharding.PerHead: Sharding((nn.Module,), _unchanged),
 }
-"""Rule → how it is applied."""
+"""Rule → how it is applied, unless an arithmetic applies it otherwise."""
 
 
 _OF_LAYERS = (sharding.Column, sharding.Row, sharding.Vocab)
@@ -331,21 +302,23 @@ def shard_modules(
     table: Mapping[str, sharding.Split],
     context: ShardingContext,
     bare: Mapping[str, sharding.Split] | None = None,
+    otherwise: Mapping[type[sharding.Split], MakeModule] = MappingProxyType({}),
 ) -> None:
     """Replace each module that the table names by its version for `context`, and shard bare parameters, in place.
 
     `stages` are all stages of a rank, since they may share modules; `bare` has the patterns of parameters outside the
-    table, by their own names.
+    table, by their own names. `otherwise` has the rules that are not applied as `SHARDINGS` says.
     """
     named = [(stage, *each) for stage in stages for each in _named(stage, table, bare or {})]
     if not context.divides:
         return
     made: dict[nn.Module, nn.Module] = {}  # a module with several places is split once
     for stage, name, module, rule in named:
-        if rule.needs_tensor_axis and context.tp.size == 1 and context.grain is None:
+        if rule.needs_tensor_axis and context.tp.size == 1 and not context.arithmetic.replaces_layers:
             continue
         if module not in made:
-            made[module] = SHARDINGS[type(rule)].make(rule, module, context)
+            make = otherwise.get(type(rule)) or SHARDINGS[type(rule)].make
+            made[module] = make(rule, module, context)
         set_in(stage, name, made[module])
     if context.tp.size > 1 and bare:
         for stage in stages:
@@ -381,9 +354,9 @@ def use_fp8(stages: Sequence[nn.Module], names: Collection[str]) -> None:
             if name not in names:
                 continue
             if isinstance(module, (Linear, SplitLinear)):
-                module.fp8 = True
+                module.arithmetic = FLOAT8
             else:
-                _extend(module, {"forward": lambda self, x: fp8.linear(x, self.weight, self.bias)})
+                extend(module, {"forward": lambda self, x: FLOAT8.linear(x, self.weight, self.bias)})
 
 
 def _named(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from threefold.comm.axis import Axis
 from threefold.errors import UserError
 from threefold.models.sharding import Split
+from threefold.ops.arithmetic import LayerArithmetic
 from threefold.parallel.leaf import held, stored
 from threefold.parallel.parameter import empty_parameter, in_place_of, offset, slice_of, split_parameter
 from threefold.random.rng import fill_normal_, stream_key
@@ -28,6 +29,7 @@ class SplitLayer(nn.Module):
     weight: nn.Parameter
     axis: Axis
     sequence_dim: int | None
+    arithmetic: LayerArithmetic
     rule: Split
     """Rule that splits the parameters."""
 
@@ -60,7 +62,6 @@ class SplitLinear(SplitLayer):
     """Linear layer with a split weight, and a bias or none."""
 
     bias: nn.Parameter | None
-    fp8: bool = False
 
     @classmethod
     def _from(cls, module: nn.Linear, axis: Axis, **options: Any) -> Self:

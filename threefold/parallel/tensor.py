@@ -16,9 +16,7 @@ from threefold.comm.axis import Axis
 from threefold.comm.differentiable import copy_to, gather_from, over_gathered, reduce_from, reduce_to_shares, scatter_to
 from threefold.comm.layout import shard_bounds
 from threefold.models.sharding import Column, Row, Vocab
-from threefold.ops import exact, fp8
-from threefold.ops.exact import Pieces, RowSum
-from threefold.ops.kernels import embedding, linear
+from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.parallel.leaf import computed
 from threefold.parallel.parameter import in_place_of
 from threefold.parallel.split_layer import (
@@ -46,7 +44,7 @@ class VocabParallelEmbedding(SplitLayer):
             for N(0, 0.02²) with a name, N(0, 1) without.
         pad_to: pads rows with zeros to a multiple of this before use; storage and results do not change.
         sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
-        pieces: pieces of an exact run's sums; None for any other run.
+        arithmetic: how the layer multiplies and adds.
 
     Attributes:
         padding_idx: row without a gradient, from the `nn.Embedding` that the layer was made of; None for none.
@@ -72,11 +70,11 @@ class VocabParallelEmbedding(SplitLayer):
         weight_init: Initializer | None = None,
         pad_to: int = 1,
         sequence_dim: int | None = None,
-        pieces: Pieces | None = None,
+        arithmetic: LayerArithmetic = PLAIN,
     ) -> None:
         super().__init__()
         check_sizes(axis, num_embeddings=num_embeddings, embedding_dim=embedding_dim)
-        self.axis, self.pad_to, self.sequence_dim, self.pieces = axis, pad_to, sequence_dim, pieces
+        self.axis, self.pad_to, self.sequence_dim, self.arithmetic = axis, pad_to, sequence_dim, arithmetic
         self.num_embeddings = num_embeddings
         self.start, self.end = shard_bounds(num_embeddings, axis.size, axis.index)
         self.weight = self._empty("weight", (num_embeddings, embedding_dim))
@@ -87,12 +85,17 @@ class VocabParallelEmbedding(SplitLayer):
 
     @classmethod
     def from_embedding(
-        cls, embedding: nn.Embedding, axis: Axis, *, sequence_dim: int | None = None, pieces: Pieces | None = None
+        cls,
+        embedding: nn.Embedding,
+        axis: Axis,
+        *,
+        sequence_dim: int | None = None,
+        arithmetic: LayerArithmetic = PLAIN,
     ) -> Self:
         """Split the table of an `nn.Embedding`."""
         sizes = embedding.num_embeddings, embedding.embedding_dim
         with torch.device("meta"):
-            layer = cls(*sizes, axis, name="", sequence_dim=sequence_dim, pieces=pieces)
+            layer = cls(*sizes, axis, name="", sequence_dim=sequence_dim, arithmetic=arithmetic)
         layer.weight = layer._split("weight", embedding.weight)
         layer.padding_idx = embedding.padding_idx
         return in_place_of(layer, embedding)
@@ -109,19 +112,13 @@ class VocabParallelEmbedding(SplitLayer):
         """Return this rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
         table = _pad_rows(computed(self.weight), self.pad_to)
         if self.axis.size == 1:
-            return self._without_gradient(ids, self._looked_up(ids, table))
+            return self._without_gradient(ids, self.arithmetic.embedding(ids, table))
         assert_async(
             ((ids >= 0) & (ids < self.num_embeddings)).all(), f"an id is not in the table of {self.num_embeddings} rows"
         )
         foreign = (ids < self.start) | (ids >= self.end)
-        looked_up = self._looked_up((ids - self.start).masked_fill(foreign, 0), table)
+        looked_up = self.arithmetic.embedding((ids - self.start).masked_fill(foreign, 0), table)
         return self._without_gradient(ids, looked_up.masked_fill(foreign.unsqueeze(-1), 0))
-
-    def _looked_up(self, ids: Tensor, table: Tensor) -> Tensor:
-        if self.pieces is None or self.pieces.all_rows.context == 1:
-            return embedding(ids, table)
-        # One sum over each context piece, as where a rank holds it alone.
-        return exact.embedding(ids, table, RowSum(context=self.pieces.all_rows.context), range(len(table)))
 
     def _without_gradient(self, ids: Tensor, rows: Tensor) -> Tensor:
         """Detach the rows of `padding_idx`, which get no gradient."""
@@ -150,7 +147,7 @@ class ColumnParallelLinear(SplitLinear):
             `RowParallelLinear` with `input_is_parallel` and the rule `Column` of a plan need it.
         pad_to: computes this rank's output features in multiples of this; the padding is cut off again.
         sequence_dim: dim of the input of which each rank passes its shard; None for the whole input on every rank.
-        pieces: pieces of an exact run's sums; None for any other run.
+        arithmetic: how the layer multiplies and adds.
 
     Attributes:
         unit_parts: parts that the plan's unit of output features is divided into.
@@ -179,12 +176,12 @@ class ColumnParallelLinear(SplitLinear):
         gather_output: bool = True,
         pad_to: int = 1,
         sequence_dim: int | None = None,
-        pieces: Pieces | None = None,
+        arithmetic: LayerArithmetic = PLAIN,
     ) -> None:
         super().__init__()
         check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.gather_output, self.pad_to, self.sequence_dim = axis, gather_output, pad_to, sequence_dim
-        self.pieces = pieces
+        self.arithmetic = arithmetic
         self._initialise((out_features, in_features), bias, name, seed, weight_init, bias_init)
 
     @classmethod
@@ -195,10 +192,10 @@ class ColumnParallelLinear(SplitLinear):
         *,
         gather_output: bool = True,
         sequence_dim: int | None = None,
-        pieces: Pieces | None = None,
+        arithmetic: LayerArithmetic = PLAIN,
     ) -> Self:
         """Split the weight and bias of an `nn.Linear`."""
-        return cls._from(module, axis, gather_output=gather_output, sequence_dim=sequence_dim, pieces=pieces)
+        return cls._from(module, axis, gather_output=gather_output, sequence_dim=sequence_dim, arithmetic=arithmetic)
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute [..., out], or this rank's part, from [..., in], the same on every rank or its shard."""
@@ -223,12 +220,9 @@ class ColumnParallelLinear(SplitLinear):
 
     def _own_features(self, x: Tensor) -> Tensor:
         weight, bias = computed(self.weight), None if self.bias is None else computed(self.bias)
-        if self.pieces is not None:
-            return exact.linear(x, weight, bias, outer=self.pieces.features, rows=self.pieces.all_rows)
-        multiply = fp8.linear if self.fp8 else linear
         if self.pad_to == 1:
-            return multiply(x, weight, bias)
-        out = multiply(x, _pad_rows(weight, self.pad_to))[..., : weight.shape[0]]
+            return self.arithmetic.linear(x, weight, bias)
+        out = self.arithmetic.linear(x, _pad_rows(weight, self.pad_to))[..., : weight.shape[0]]
         return out if bias is None else out + bias
 
     def extra_repr(self) -> str:
@@ -251,7 +245,7 @@ class RowParallelLinear(SplitLinear):
         input_is_parallel: whether the input is already this rank's part (the output of a column-parallel layer);
             otherwise it is whole on every rank, and this rank takes its part.
         sequence_dim: dim of the output along which each rank gets its shard; None for the whole output on every rank.
-        pieces: pieces of an exact run's sums; None for any other run.
+        arithmetic: how the layer multiplies and adds.
 
     Example:
         >>> down = threefold.RowParallelLinear(2048, 512, mesh.tp, input_is_parallel=True, weight_init=nn.init.zeros_)
@@ -273,12 +267,12 @@ class RowParallelLinear(SplitLinear):
         bias: bool = True,
         input_is_parallel: bool = False,
         sequence_dim: int | None = None,
-        pieces: Pieces | None = None,
+        arithmetic: LayerArithmetic = PLAIN,
     ) -> None:
         super().__init__()
         check_sizes(axis, in_features=in_features, out_features=out_features)
         self.axis, self.input_is_parallel, self.sequence_dim = axis, input_is_parallel, sequence_dim
-        self.pieces = pieces
+        self.arithmetic = arithmetic
         self._initialise((out_features, in_features), bias, name, seed, weight_init, bias_init)
 
     @classmethod
@@ -289,25 +283,23 @@ class RowParallelLinear(SplitLinear):
         *,
         input_is_parallel: bool = False,
         sequence_dim: int | None = None,
-        pieces: Pieces | None = None,
+        arithmetic: LayerArithmetic = PLAIN,
     ) -> Self:
         """Split the weight of an `nn.Linear`, whose bias every rank keeps."""
-        return cls._from(module, axis, input_is_parallel=input_is_parallel, sequence_dim=sequence_dim, pieces=pieces)
+        return cls._from(
+            module, axis, input_is_parallel=input_is_parallel, sequence_dim=sequence_dim, arithmetic=arithmetic
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute [..., out], the same on every rank or its shard, from [..., in] or this rank's part."""
         out = _leave(self.partial_sum(input), self.axis, self.sequence_dim)
-        if self.bias is None:
-            return out
-        return out + self.bias if self.pieces is None else exact.add_bias(out, self.bias, self.pieces.rows)
+        return out if self.bias is None else self.arithmetic.add_bias(out, self.bias)
 
     def partial_sum(self, x: Tensor) -> Tensor:
         """Return this rank's summand of the output [..., out], without the bias, from [..., in] or its part."""
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis)
-        if self.pieces is not None:
-            return exact.linear(x, computed(self.weight), None, inner=self.pieces.features, rows=self.pieces.all_rows)
-        return (fp8.linear if self.fp8 else linear)(x, computed(self.weight))
+        return self.arithmetic.partial_linear(x, computed(self.weight))
 
     def extra_repr(self) -> str:
         return f"{self._shapes()}, input_is_parallel={self.input_is_parallel}"

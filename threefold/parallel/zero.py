@@ -8,7 +8,7 @@ section 3.2.2). Experts that `ep` replicas share are sharded over those of them 
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,14 +23,14 @@ from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
 from threefold.models.sharding import OverExperts
 from threefold.parallel.experts import ParallelExperts
-from threefold.parallel.gradient_sums import LeafOrder, SenderTrees, narrowed, widen_
+from threefold.parallel.gradient_sums import narrowed, widen_
 from threefold.parallel.gradients import Gradients, Observer
 from threefold.parallel.leaf import as_stored, keep_stored, like, local, stored, with_marks
 from threefold.parallel.parameter import has_uneven_shards, is_of_experts, replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import unwrapped
 from threefold.torch_private import distributed
-from threefold.torch_private.tensors import foreach_copy_, foreach_mul_
+from threefold.torch_private.tensors import foreach_mul_
 
 
 @dataclass(frozen=True)
@@ -114,15 +114,15 @@ def report_gradients(module: nn.Module, report: Callable[[str], None]) -> None:
     def arrived(name: str, _parameter: Tensor) -> None:
         report(name)
 
-    for unit, places in _units(module).items():
-        _when_accumulated(unit, places, arrived)
+    for unit, places in units_of(module).items():
+        when_accumulated(unit, places, arrived)
 
 
 _Places = Sequence[tuple[nn.Module, str, str]]
 """Parameters, each as the module and the attribute that hold it, and its name."""
 
 
-def _units(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str, str]]]:
+def units_of(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str, str]]]:
     """Return the parameters of each FSDP module in a module, which gathers them together; names are in `module`."""
     modules = dict(module.named_modules())
     wrapped = [name for name, each in modules.items() if isinstance(each, FSDPModule)]
@@ -135,7 +135,7 @@ def _units(module: nn.Module) -> dict[nn.Module, list[tuple[nn.Module, str, str]
     return {modules[name]: places for name, places in held.items()}
 
 
-def _when_accumulated(unit: nn.Module, places: _Places, arrived: Callable[[str, Tensor], None]) -> None:
+def when_accumulated(unit: nn.Module, places: _Places, arrived: Callable[[str, Tensor], None]) -> None:
     """Call `arrived(name, parameter)` when autograd has accumulated the gradient of a whole parameter of `unit`."""
     watched: set[Tensor] = set()
 
@@ -289,100 +289,6 @@ class ShardedGradients(Gradients):
     def _modules(self) -> Iterator[FSDPModule]:
         for root in self._roots:
             yield from (module for module in root.modules() if isinstance(module, FSDPModule))
-
-
-class ExactShardedGradients(ShardedGradients):
-    """Sharded gradients of an exact run, with the bits of gradients that every replica holds whole.
-
-    FSDP would add up the samples of a rank in a chain, or sum each of them over the replicas first. Here, the whole
-    gradients of a rank's samples are added up in the order of the run, and their totals are reduce-scattered when all
-    samples have run, over neighboring replicas first. So every ZeRO stage keeps whole gradients to the end of the step,
-    as many as log₂(groups of samples) + 1 of each parameter; stages 2 and 3 save less memory than in other runs.
-
-    Args:
-        senders: ranks that share the experts, whose samples reach an expert at once.
-        copies: leaves of tied weights, each with the leaf of another use on this rank. FSDP shards every use as a
-            separate parameter, whose values follow those of the first.
-    """
-
-    def __init__(
-        self,
-        stages: Sequence[nn.Module],
-        zero: ZeroSharding,
-        order: LeafOrder,
-        senders: int = 1,
-        copies: Sequence[tuple[Tensor, Tensor]] = (),
-    ) -> None:
-        super().__init__(stages, zero)
-        self._copies = copies
-        self._trees = {leaf: SenderTrees(order, senders if leaf in self._experts else 1) for leaf in self._parameters}
-        self._reduced: list[list[Tensor]] = []  # leaves of each FSDP module, which are reduce-scattered together
-        for stage in stages:
-            for unit, places in _units(stage).items():
-                held = {name: local(stored(getattr(owner, attribute))) for owner, attribute, name in places}
-                trained = {name: leaf for name, leaf in held.items() if leaf in self._trees}
-                if trained:
-                    self._reduced.append(list(trained.values()))
-                    trees = {name: (self._trees[leaf], leaf.dtype) for name, leaf in trained.items()}
-                    _when_accumulated(unit, places, partial(_add_to_tree, trees))
-
-    def begin(self, arrivals: int | None) -> None:
-        super().begin(arrivals)
-        for root in self._roots:
-            root.set_requires_gradient_sync(False)
-        for tree in self._trees.values():
-            tree.clear()
-
-    def add_(self, leaf: Tensor, gradient: Tensor) -> None:
-        self._trees[leaf].add_(gradient, leaf.dtype)
-
-    def finish(self) -> None:
-        for root in self._roots:
-            root.set_is_last_backward(True)
-            root.set_reshard_after_backward(True)
-            distributed.finish_backward(root)  # frees gathered weights; there are no gradients that FSDP knows of
-        for leaves in self._reduced:
-            self._reduce_scatter(leaves)
-        self._sum_over_replicas()
-
-    def weights_changed(self) -> None:
-        if self._copies:
-            with torch.no_grad():
-                foreach_copy_([copy for _, copy in self._copies], [leaf for leaf, _ in self._copies])
-        super().weights_changed()
-
-    def _reduce_scatter(self, leaves: Sequence[Tensor]) -> None:
-        """Sum the whole gradients of `leaves` over the shards' ranks; keep this rank's shards."""
-        axis = self._zero.expert_shards if leaves[0] in self._experts else self._zero.shards
-        cuts, rooms = [], []
-        for parameter in (self._parameters[leaf] for leaf in leaves):
-            assert isinstance(parameter, DTensor)  # what `fully_shard` made it
-            (shard,) = parameter.placements
-            assert isinstance(shard, Shard)
-            longest = -(-parameter.shape[shard.dim] // axis.size)
-            cuts.append(shard.dim)
-            rooms.append(parameter.numel() // max(1, parameter.shape[shard.dim]) * longest)
-        buffer = leaves[0].new_zeros(axis.size, sum(rooms), requires_grad=False)
-        for leaf, dim, columns in zip(leaves, cuts, buffer.split(rooms, dim=1), strict=True):
-            tree = self._trees[leaf]
-            total = tree.total()
-            tree.clear()
-            if total is not None:
-                for row, chunk in zip(columns, total.chunk(axis.size, dim), strict=False):  # the last may be missing
-                    row[: chunk.numel()].view(chunk.shape).copy_(chunk)
-        buffer.add_(0.0)  # as without ZeRO: −0 + 0 is +0
-        if self._observer is not None and axis.size > 1:
-            self._observer(buffer)
-        (summed,) = axis.reduce_scatter(buffer, 0)
-        for leaf, part in zip(leaves, summed.split(rooms), strict=True):
-            self._gradients[leaf] = part[: leaf.numel()].view(leaf.shape)
-
-
-def _add_to_tree(trees: Mapping[str, tuple[SenderTrees, torch.dtype]], name: str, parameter: Tensor) -> None:
-    gradient, parameter.grad = parameter.grad, None
-    if gradient is not None:
-        tree, dtype = trees[name]
-        tree.add_(gradient, dtype)
 
 
 class _OverAxis:

@@ -4,17 +4,21 @@ It is computed tile by tile, as `ops.tiles` does, and the masks are drawn again 
 the size of the attention matrix exists. Compiled code calls it as one operator.
 """
 
-from typing import Any, Final
+from collections.abc import Callable
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from threefold.ops import tiles
-from threefold.ops.exact_attention import HeadDrop
 from threefold.random.dropout import Dropout, drop_rows
 from threefold.random.rng import ALL, row_major
 from threefold.torch_private.runtime import Handle, operator
+
+HeadDrop: TypeAlias = Callable[[tiles.TileInputs, Tensor, slice, slice], Tensor]
+"""Dropout of a tile's attention weights [b, heads, Q, K], or of their gradient: (tile, weights, samples of the tile,
+heads) → weights; drops the same elements on each call."""
 
 
 def dropped_attention(

@@ -118,7 +118,7 @@ class UninterceptedFunction(torch.autograd.Function):
 
     Backward passes run outside the mode. Of several modes, the one entered last is left.
 
-    Why: an exact run replaces functions of torch (`ops.exact_functions`), even where its own parts call them, and each
+    Why: an exact run replaces functions of torch (`exact.functions`), even where its own parts call them, and each
     call in a mode costs microseconds. A public way to leave a mode would replace this.
     """
 

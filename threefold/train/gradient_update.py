@@ -92,7 +92,7 @@ class GradientUpdate:
         self.gradients.finish()
         if self._moving is not None and not self._moving.is_idle:
             self._moving.finish(share)
-        # An exact run sums the gradients of a tied weight's uses separately, as if each were on a stage of its own.
+        # Uses of a tied weight on this rank whose gradients were summed apart, as if each were on a stage of its own.
         for leaf, copy in self._copies:
             self.gradients[leaf].add_(self.gradients[copy])
         # Over tp: with sequence parallelism, or for per-head norms, the gradients of replicated weights are partial.
@@ -109,15 +109,13 @@ class GradientUpdate:
         if scale != 1:
             self.gradients.scale_(1 / scale)
 
-    def local_squared_norm(self) -> Tensor:
-        """Return this rank's term of the squared norm of all gradients, NaN if one that it holds is not finite."""
-        if self.loss_scale is None:
-            return self._norm.squared() + self._norm.uncounted_overflow()
-        return self._norm.squared_or_overflow()
+    def local_squares(self) -> Tensor:
+        """Return this rank's summands of the squared norm of all gradients: fp64 [n], with NaN if one is not finite."""
+        return self._norm.squares(masked=self.loss_scale is not None)
 
     def squared_norm(self) -> Tensor:
         """Return the squared global norm of the gradients, equal on every rank, so that all decide alike. fp64 [1]."""
-        return self.mesh.world.all_reduce_(self.local_squared_norm().view(1))
+        return self.mesh.world.all_reduce_(self.local_squares().sum().view(1))
 
     def decide(self, norm: float, loss: float = 0.0, refuses: Callable[[float, float], str] | None = None) -> Ending:
         """Decide whether a step updates the weights, and adapt the loss scale; without an update, restore the buffers.

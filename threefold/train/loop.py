@@ -213,11 +213,8 @@ class TrainingLoop:
 
     def _unknown_calls(self) -> tuple[str, ...]:
         """Print and return, in the first step, the functions not known to be exact that an exact run calls."""
-        calls, is_first = self.engine.parallelism.calls, self._names_calls
-        if calls is None:
-            return ()
-        self._names_calls = False
-        found = self.engine.unknown_calls() if is_first else calls.take_new()  # later on this rank alone, as it is rare
+        is_first, self._names_calls = self._names_calls, False
+        found = self.engine.arithmetic.take_notes(everywhere=is_first)  # later on this rank alone, as it is rare
         if found and (self.engine.mesh.rank == 0 or not is_first):
             say(unknown_calls_line(found))
         return tuple(found)

@@ -19,7 +19,7 @@ from threefold.config import OptimizerConfig
 from threefold.config.optimizer import OPTIMIZERS
 from threefold.errors import UserError
 from threefold.files import describe_error, shown
-from threefold.ops import own_functions
+from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.plugins import one_of
 from threefold.train.optim import AdamW
 from threefold.train.update_rule import Entry, UpdateRule
@@ -121,7 +121,7 @@ class SGD(TorchRule):
         config = self.config
         given = [{"params": params, "weight_decay": decay} for params, decay in groups]
         # With momentum, the fused kernel computes a tensor's last elements with other instructions, to other bits.
-        fused = not (config.momentum and any(entry.is_exact for entry in self.entries))
+        fused = not config.momentum or all(entry.arithmetic.fuses_updates for entry in self.entries)
         how: dict[str, Any] = {"fused": True} if fused else {"foreach": True}
         return torch.optim.SGD(given, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov, **how)
 
@@ -190,7 +190,7 @@ class Muon(UpdateRule):
             matrix, gradient, momentum = entry.whole, entry.gradient, self._momentum[entry.name]
             momentum.lerp_(gradient, 1 - config.momentum)
             update = gradient.lerp(momentum, config.momentum) if config.nesterov else momentum
-            whole = newton_schulz(matrix.gather(update), config.newton_schulz_steps, entry.is_exact)
+            whole = newton_schulz(matrix.gather(update), config.newton_schulz_steps, entry.arithmetic)
             entry.master.mul_(1 - lr * self.weight_decay(entry))
             rows, columns = entry.parameter.shape[-2:]
             if config.lr_scaling == "original":  # as in Keller Jordan's implementation
@@ -205,17 +205,13 @@ class Muon(UpdateRule):
         return {"momentum_buffer": self._momentum[entry.name]} if entry.is_hidden else self._others.state(entry)
 
 
-def newton_schulz(matrices: Tensor, steps: int, exact: bool = False) -> Tensor:
-    """Move the singular values of matrices [..., m, n] near 1 by Newton–Schulz iterations, at least in fp32.
-
-    In an `exact` run, the bits do not depend on threads.
-    """
+def newton_schulz(matrices: Tensor, steps: int, arithmetic: LayerArithmetic = PLAIN) -> Tensor:
+    """Move the singular values of matrices [..., m, n] near 1 by Newton–Schulz iterations, at least in fp32."""
     x = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
-    matmul = own_functions.matmul if exact else torch.matmul
+    matmul = arithmetic.matmul
     wide = x.shape[-2] <= x.shape[-1]
     x = x if wide else x.mT
-    sizes = own_functions.total(x.square(), (-2, -1), True).sqrt() if exact else x.norm(dim=(-2, -1), keepdim=True)
-    x = x / sizes.clamp(min=EPS)
+    x = x / arithmetic.matrix_norms(x).clamp(min=EPS)
     a, b, c = COEFFICIENTS
     for _ in range(steps):
         gram = matmul(x, x.mT)

@@ -15,7 +15,7 @@ runs the forward passes, and `GradSync` performs 3 in the last backward pass. Al
 code from the gradients to the update they share.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,10 +33,10 @@ from threefold.errors import DivergenceError, UserError
 from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums
 from threefold.models.module_check import explaining_passes
 from threefold.models.own_batch import map_tensors, tensors_of
-from threefold.models.sharding import ModelPlan, OverSequence
+from threefold.models.sharding import ModelPlan
 from threefold.parallel.dropout_parts import dropout_parts
 from threefold.parallel.moving_buffers import MovingBuffers
-from threefold.parallel.parallelize import Parallelism, PieceSizes, TrainableModel, TrainingSettings, apply_parallelism
+from threefold.parallel.parallelize import ChunkSizes, Parallelism, TrainableModel, TrainingSettings, apply_parallelism
 from threefold.parallel.parameter import is_split
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
 from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, StepSamples
@@ -46,7 +46,7 @@ from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 from threefold.train.fingerprint import Fingerprints
 from threefold.train.gradient_update import GradientUpdate
-from threefold.train.optim import GradientNorm, Optimizer, learning_rate, sum_exactly
+from threefold.train.optim import GradientNorm, Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
 from threefold.train.step_batch import BatchFacts, BatchPreparation, is_of_tokens
 from threefold.train.stop import Stop, sum_over_ranks
@@ -83,15 +83,16 @@ class GradientStep(GradientUpdate):
         stop: Stop | None = None,
     ) -> None:
         if loss is not None:
-            settings = replace(settings, own_model=True)
+            settings = replace(settings, is_custom=True)
         self.plan, self.settings, self.stop, self.loss = plan, settings, stop, loss
         self.parallelism = Parallelism.make(plan, mesh, settings)
+        self.arithmetic = self.parallelism.arithmetic
         self.model = apply_parallelism(make_model, plan, self.parallelism, settings)
         self._make_model = make_model
         self.stages, self.streams = self.model.stages, self.model.streams
         self.buffers = MovingBuffers(self.stages, plan, mesh)
-        gradients, tied, piece = self.model.gradients, self.model.tied, settings.pieces.norm_elements
-        norm = GradientNorm(gradients, self.model.trained, mesh, tied, piece, settings.grain)
+        gradients, tied, at_once = self.model.gradients, self.model.tied, settings.chunks.norm_elements
+        norm = GradientNorm(gradients, self.model.trained, mesh, tied, at_once, self.arithmetic)
         partial, copies = partial_over_tensor_ranks(self.model), self.model.copies
         super().__init__(mesh, gradients, self.model.weights, partial, loss_scale, norm, self.buffers, tied, copies)
         self.generators = ProcessGenerators(mesh.coordinates, mesh.device)  # for user models that draw from them
@@ -122,9 +123,9 @@ class GradientStep(GradientUpdate):
                 with a loss.
 
         Returns:
-            this rank's summand of the mean loss, of its own samples and positions (zero except on the last stage; equal
-            on the tensor ranks), in an exact run a summand for each leaf; and the number of valid tokens in the global
-            batch, or of samples if it is not a `Batch`.
+            this rank's summands of the mean loss, of its own samples and positions (zero except on the last stage;
+            equal on the tensor ranks), one in all or one for each micro-batch (`RankArithmetic.losses`); and the
+            number of valid tokens in the global batch, or of samples if it is not a `Batch`.
 
         Raises:
             UserError: batch, model and loss do not fit together, or there is nothing to compute a loss of.
@@ -150,12 +151,10 @@ class GradientStep(GradientUpdate):
         # 3. Gradient sync, and the loss scale divided out.
         self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
         self.finish(self._batch.share)
-        if (calls := self.parallelism.calls) is not None:
-            for name in self.buffers.means:
-                calls.add(f"the buffer {name}, a mean over samples")
+        for name in self.buffers.means:
+            self.arithmetic.note(f"the buffer {name}, a mean over samples")
         self.unscale_(scale)
-        terms = self._once(terms.double()) / scale if self.settings.grain is not None else terms.sum() / scale
-        return terms, self._batch.counted
+        return self.arithmetic.losses(terms) / scale, self._batch.counted
 
     @property
     def samples(self) -> int:
@@ -197,12 +196,7 @@ class GradientStep(GradientUpdate):
             losses = self.runner.evaluate(tokens)
         assert tokens.labels is not None  # a `Batch` has them
         count = (tokens.labels != IGNORE_INDEX).sum().double().view(1)
-        if self.settings.grain is None:
-            totals = torch.cat([losses.sum().double().view(1), count])
-            summed, counted = sum_over_ranks(self._own_summands(totals), self.mesh, self.stop)
-        else:
-            own, totals = self._once(self._own_summands(losses.double())), self._own_summands(count)
-            (summed,), (counted,) = sum_exactly([own], totals, self.mesh, self.stop)
+        (summed,), (counted,) = self._totals([self.arithmetic.losses(losses)], count)
         return _loss_of_tokens(summed, int(counted), len(batch.labels) * self.mesh.dp.size)
 
     def evaluate(self, batch: Any) -> tuple[float, int]:
@@ -216,13 +210,6 @@ class GradientStep(GradientUpdate):
             return found.loss * found.samples, found.samples
         (name,) = found.counts
         return found.weighted[name], int(found.counts[name])
-
-    def unknown_calls(self) -> list[str]:
-        """Return functions not known to be exact that an exact run called on any rank since the last call."""
-        calls = self.parallelism.calls
-        if calls is None:  # on all ranks
-            return []
-        return sorted({name for names in self.mesh.world.gather_objects(calls.take_new()) for name in names})
 
     @contextmanager
     def preserved(self, streams: Mapping[str, Tensor] | None = None) -> Iterator[None]:
@@ -245,28 +232,25 @@ class GradientStep(GradientUpdate):
 
     def _summed(self, sums: TermSums, samples: int) -> LossSums:
         """Return the loss terms, summed over all ranks."""
-        if self.settings.grain is not None:
-            each, none = self._own_terms(sums), torch.zeros(0, dtype=torch.float64, device=self.mesh.device)
-            return sums.over_all(sum_exactly(each, none, self.mesh, self.stop)[0], samples)
-        summands = self._own_summands(sums.values(self.mesh.device))
-        return sums.over_all(sum_over_ranks(summands, self.mesh, self.stop), samples)
+        none = torch.zeros(0, dtype=torch.float64, device=self.mesh.device)
+        return sums.over_all(self._totals(sums.values(self.mesh.device), none)[0], samples)
 
-    def _own_terms(self, sums: TermSums) -> list[Tensor]:
-        """Return this rank's summand of each term of an exact run's loss."""
-        return [self._own_summands(each) for each in sums.each(self.mesh.device)]
+    def _totals(self, values: Sequence[Tensor], counts: Tensor) -> tuple[list[float], list[float]]:
+        """Sum losses and counts over all ranks."""
+        own = [self._own_summands(each) for each in values]
+        return self.arithmetic.totals(own, self._own_summands(counts), self._over_ranks)
+
+    def _over_ranks(self, totals: Tensor) -> list[float]:
+        return sum_over_ranks(totals, self.mesh, self.stop)
 
     def _own_summands(self, totals: Tensor) -> Tensor:
         """Return this rank's summands: zero except on the first tensor rank of the last stage."""
         return totals if self.runner.has_loss and self.mesh.tp.is_first else torch.zeros_like(totals)
 
-    def _once(self, losses: Tensor) -> Tensor:
-        """Return the losses of an exact run's leaves, zero except on one of the context ranks, which all have them."""
-        return losses if self.mesh.cp.is_first else torch.zeros_like(losses)
-
     def _make_runner(self, activation: tuple[int, int, int] | None) -> Runner:
         model, count, pp = self.model, self.settings.micro_batches, self.mesh.pp.size
         if pp == 1:
-            return LoopRunner(model.stages[0], count, self.mesh.heartbeat, self.parallelism.order)
+            return LoopRunner(model.stages[0], count, self.mesh.heartbeat, self.arithmetic)
         schedule = self.settings.pipeline_schedule
         if not schedule.accepts(pp, count):
             raise UserError(
@@ -312,10 +296,7 @@ def _loss_of_tokens(total: float, count: int, samples: int) -> LossSums:
 
 
 def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
-    """Return the leaves that tensor ranks hold whole but use on their own positions or heads alone.
-
-    In an exact run, the backward passes of norms and biases sum over the ranks themselves, leaf by leaf.
-    """
+    """Return the leaves that tensor ranks hold whole but use on their own positions or heads alone."""
     how = model.parallelism
     return [
         weight.leaf
@@ -323,7 +304,7 @@ def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
         if how.mesh.tp.size > 1
         and not is_split(weight.parameter)
         and (how.sequence_parallel or model.plan.has_partial_gradient(weight.name))
-        and (how.grain is None or isinstance(model.plan.split_of(weight.name), OverSequence))
+        and not how.arithmetic.completes(model.plan.split_of(weight.name))
     ]
 
 
@@ -356,10 +337,10 @@ class Engine(GradientStep):
 
     Args:
         loss_scale: loss scale of the backward pass; None for the config's, which only fp16 has.
-        pieces: sizes of the pieces that work is divided into; None for the default sizes.
+        chunks: sizes of the chunks that work is divided into; None for the default sizes.
 
     Attributes:
-        fingerprints: hashes of the weights of an exact run; None for any other run.
+        fingerprints: hashes of the weights, if they have the same bits in every layout; else None.
     """
 
     stop: Stop
@@ -373,22 +354,22 @@ class Engine(GradientStep):
         stop: Stop | None = None,
         loss: LossFunction | None = None,
         loss_scale: LossScale | None = None,
-        pieces: PieceSizes | None = None,
+        chunks: ChunkSizes | None = None,
     ) -> None:
         positions = config.data.sequence_length // config.parallel.cp
         if config.parallel.sequence_parallel:
             positions //= config.parallel.tp
         activation = (executed_micro_batches(config)[1], positions, config.model.hidden_size)
         declared = loss is None and config.model.architecture != OWN  # otherwise the runner finds the shapes
-        settings, scale = TrainingSettings.of(config, pieces), loss_scale or LossScale.of(config.precision)
+        settings, scale = TrainingSettings.of(config, chunks), loss_scale or LossScale.of(config.precision)
         super().__init__(
             make_model, plan, mesh, settings, activation if declared else None, loss, scale, stop or Stop()
         )
         self.config = config
         rule, axes = update_rule(config.optimizer), self.parallelism.sharding_axes
-        exact = settings.grain is not None
-        self.optimizer = Optimizer(rule, self.model.weights, self.gradients, config.optimizer, plan, axes, exact)
-        self.fingerprints = Fingerprints(self.model.weights, mesh) if exact else None
+        layers, weights = self.arithmetic.layers, self.model.weights
+        self.optimizer = Optimizer(rule, weights, self.gradients, config.optimizer, plan, axes, layers)
+        self.fingerprints = Fingerprints(weights, mesh) if settings.arithmetic.is_bitwise else None
 
     def train_step(self, batch: Any, step: int) -> StepResult:
         """Make one update from a global batch; see `compute_gradients` and `update`."""
@@ -432,26 +413,14 @@ class Engine(GradientStep):
         return result
 
     def _loss_and_norm(self, loss: Tensor) -> tuple[float, float, dict[str, float]]:
-        """Return the loss, the global gradient norm and the terms of the user's loss, in one all-reduce.
-
-        In an exact run each is a sum of many numbers that does not depend on their order.
-        """
+        """Return the loss, the global gradient norm and the terms of the user's loss, in one all-reduce."""
         assert self._batch is not None
         sums = self._batch.sums
-        if self.settings.grain is not None:
-            losses = loss if self.mesh.tp.is_first else loss[:0]
-            own = [losses, self._norm.row_squares(), *([] if sums is None else self._own_terms(sums))]
-            overflow = self._norm.uncounted_overflow().view(1)
-            (mean, squared, *summed), (others,) = sum_exactly(own, overflow, self.mesh, self.stop)
-            squared += others
-        else:
-            totals = torch.zeros(2, dtype=torch.float64, device=self.mesh.device)
-            if self.mesh.tp.is_first:
-                totals[0] = loss
-            totals[1] = self.local_squared_norm()
-            if sums is not None:
-                totals = torch.cat([totals, self._own_summands(sums.values(self.mesh.device))])
-            mean, squared, *summed = sum_over_ranks(totals, self.mesh, self.stop)
+        losses = loss if self.mesh.tp.is_first else torch.zeros_like(loss)
+        terms = [] if sums is None else [self._own_summands(each) for each in sums.values(self.mesh.device)]
+        none = torch.zeros(0, dtype=torch.float64, device=self.mesh.device)
+        summands = [losses, self.local_squares(), *terms]
+        (mean, squared, *summed), _ = self.arithmetic.totals(summands, none, self._over_ranks)
         return mean, squared**0.5, {} if sums is None else several(sums.over_all(summed, 0).terms)
 
 

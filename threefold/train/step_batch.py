@@ -58,7 +58,7 @@ class BatchPreparation:
     ) -> None:
         self.mesh, self.settings, self._runner, self._preserved = model.parallelism.mesh, settings, runner, preserved
         self.positions = model.parallelism.context.cut.across_context
-        self._calls, modules = model.parallelism.calls, model.modules()
+        self._arithmetic, modules = model.parallelism.arithmetic, model.modules()
         self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
         self._adds_losses = any(isinstance(module, Routing) and module.adds_losses for module in modules)
 
@@ -142,8 +142,8 @@ class BatchPreparation:
         size = batch_size(batch)
         data = map_tensors(batch, lambda tensor: tensor.to(self.mesh.device, non_blocking=True))
         mine = count_terms(loss, data, size)
-        if (calls := self._calls) is not None and not all(count.is_integer() for count in mine.values()):
-            calls.add("counts of the loss that are not whole numbers")
+        if not all(count.is_integer() for count in mine.values()):
+            self._arithmetic.note("counts of the loss that are not whole numbers")
         unknown, sizes, counts = self._exchange_counts(not self._runner.knows(batch_shapes(data)), size, mine)
         if not any(counts.values()):
             raise UserError(

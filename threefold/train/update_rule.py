@@ -9,6 +9,7 @@ from torch import Tensor
 
 from threefold.config import OptimizerConfig, PrecisionConfig
 from threefold.config.optimizer import BUILT_IN
+from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.parameter import ShardedMatrix, Weight
 
@@ -22,13 +23,13 @@ class Entry(Weight):
         whole: gathers the whole matrix or matrices (the last two dims of the parameter), or the whole vector.
         is_hidden: whether the weight has at least two dims and lies between the first and the last layer; False for
             embeddings, the head, norms and biases.
-        is_exact: whether the bits of an update must depend neither on how the weight is sharded nor on threads.
+        arithmetic: how an update multiplies whole matrices, and whether it may use fused kernels.
     """
 
     gradients: Gradients
     whole: ShardedMatrix
     is_hidden: bool = False
-    is_exact: bool = False
+    arithmetic: LayerArithmetic = PLAIN
 
     @property
     def gradient(self) -> Tensor:

@@ -19,7 +19,7 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.models.source import ModelSource
-from threefold.parallel.parallelize import PieceSizes
+from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import offset
 from threefold.parallel.plan_check import check_source
 from threefold.random.tensor_hash import PartHash
@@ -28,7 +28,7 @@ from threefold.verify.batches import BatchSource
 from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Held
 from threefold.verify.layouts import compose
 from threefold.verify.products import ProductsTried, try_products
-from threefold.verify.rank_worker import PIECES, make_engine, master_weights, tiny_mesh
+from threefold.verify.rank_worker import CHUNKS, make_engine, master_weights, tiny_mesh
 from threefold.verify.reference import CLIP_SHARE, Trace
 from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, Verdict, Verification, told, user_errors, workers
 
@@ -203,10 +203,10 @@ def write_exact_trace(
     """
     limit = 0.0
     if config.optimizer.clip_grad_norm:
-        trial = make_engine(source, config, Mesh(Layout(), exact=True), 0.0, PieceSizes())
+        trial = make_engine(source, config, Mesh(Layout(), exact=True), 0.0, ChunkSizes())
         [(_, _, norm, _)] = _steps(trial, config, rows, 1)
         limit = norm * CLIP_SHARE
-    engine = make_engine(source, config, Mesh(Layout(), exact=True), limit, PieceSizes())
+    engine = make_engine(source, config, Mesh(Layout(), exact=True), limit, ChunkSizes())
     trace, hashes = Trace(initial=_copies(master_weights(engine)), limit=limit), [_fingerprint(engine, 0)]
     for gradients, loss, norm, fingerprint in _steps(engine, config, rows, steps):
         trace.losses.append(loss)
@@ -215,7 +215,7 @@ def write_exact_trace(
         trace.weights.append(_copies(master_weights(engine)))
         hashes.append(fingerprint)
     trace.save(Path(folder))
-    return hashes, list(trace.initial), engine.unknown_calls()
+    return hashes, list(trace.initial), engine.arithmetic.take_notes()
 
 
 def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -240,7 +240,7 @@ def run_exact_rank(
     torch.set_num_threads(threads or before)
     try:
         mesh, expected = tiny_mesh(config), Trace.load(Path(folder))
-        engine = make_engine(source, config, mesh, expected.limit, PIECES)
+        engine = make_engine(source, config, mesh, expected.limit, CHUNKS)
         compared = _Comparison({weight.name: weight.parameter for weight in engine.model.weights}, mesh.rank)
         found = [_fingerprint(engine, 0)]
         compared.tensors(INITIAL, 0, master_weights(engine), expected.initial)

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from threefold.config import Config
 from threefold.dtypes import DTYPES
+from threefold.exact.experts import computed_rows
+from threefold.exact.layers import RowSum
+from threefold.exact.products import PRODUCTS, WHOLE, Parts, equal_parts, product, tree_sum
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ModelSource, skeleton
-from threefold.ops.exact import RowSum
-from threefold.ops.exact_experts import computed_rows
-from threefold.ops.exact_products import PRODUCTS, WHOLE, Parts, equal_parts, product, tree_sum
 
 _LARGEST: Final = 1 << 37  # multiply-adds of a product that is tried whole; of a larger one, two pieces are
 _RANKS: Final = 2  # tensor ranks whose parts are compared with the whole

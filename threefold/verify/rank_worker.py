@@ -30,7 +30,7 @@ from threefold.models.loss_terms import LOSS
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.output import SILENT
 from threefold.parallel.moving_buffers import stored_buffers
-from threefold.parallel.parallelize import PieceSizes
+from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import axes_of, offset
 from threefold.train.saving import checkpoint_tensors, loss_scale_facts, restore_engine
 from threefold.train.step import Engine
@@ -40,7 +40,7 @@ from threefold.verify.compare import CONSUMED, EVALUATED, EVALUATION, SCALE, TOL
 from threefold.verify.layouts import compose
 from threefold.verify.reference import CLIP_SHARE, RATE, READ, SAMPLES, TOKENS, OneProcess, Trace
 
-PIECES: Final = PieceSizes(bucket_bytes=8 << 10, norm_elements=16, logits_at_once=1 << 5)
+CHUNKS: Final = ChunkSizes(bucket_bytes=8 << 10, norm_elements=16, logits_at_once=1 << 5)
 SHARED_MEMORY: Final = (4 << 10, 2 << 10)
 FILE_BYTES: Final = 16 << 10
 """Sizes that divide even a shrunk model's tensors into several full and partial pieces, so that a mistake at a bound,
@@ -99,14 +99,14 @@ def make_engine(
     config: Config,
     mesh: Mesh,
     limit: float,
-    pieces: PieceSizes,
+    chunks: ChunkSizes,
     loss_scale: LossScale | None = None,
 ) -> Engine:
     """Return the engine of a config that clips gradients to the norm `limit`; 0 for no clip."""
     clipped = config.optimizer.model_copy(update={"clip_grad_norm": limit})
     config = config.model_copy(update={"optimizer": clipped})
     make_model, plan = source.load(config)
-    return Engine(make_model, plan, mesh, config, loss=source.loss(config), loss_scale=loss_scale, pieces=pieces)
+    return Engine(make_model, plan, mesh, config, loss=source.loss(config), loss_scale=loss_scale, chunks=chunks)
 
 
 def master_weights(engine: Engine) -> dict[str, Tensor]:
@@ -131,7 +131,7 @@ class _Training:
         loss_scale: LossScale | None = None,
     ) -> None:
         self.config, self.rows, self.mesh, self.expected, self.batches = config, rows, mesh, expected, batches
-        self.engine = engine = make_engine(source, config, mesh, expected.limit, PIECES, loss_scale)
+        self.engine = engine = make_engine(source, config, mesh, expected.limit, CHUNKS, loss_scale)
         stages: dict[str, int] = {}
         for number, stage in zip(engine.parallelism.stages.held_by(mesh.pp.index), engine.stages, strict=True):
             for name, _ in stage.named_parameters():

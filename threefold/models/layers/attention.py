@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling, cos_and_sin, frequencies
 from threefold.ops.attention import attention
-from threefold.ops.exact_attention import exact_attention
 from threefold.ops.kernels import AttentionMask, later, serve_heads
-from threefold.random.attention_dropout import dropped_attention, head_drop
+from threefold.random.attention_dropout import dropped_attention
 from threefold.random.dropout import Dropout
 from threefold.random.rng import ALL, Positions, Slice
 
@@ -21,12 +20,10 @@ class CausalAttention(nn.Module):
     """softmax(Q·Kᵀ/√d)·V under a causal attention mask, with GQA if there are fewer key-value heads than heads.
 
     A token attends to `window` positions, including its own (0: all). `name` in the whole model keys the dropout masks.
-    With `exact`, it is computed as in exact runs.
     """
 
     def __init__(self, dropout: float = 0.0, window: int = 0, name: str = "") -> None:
         super().__init__()
-        self.exact = False
         self.dropout = Dropout(dropout, name and f"{name}.dropout")
         self.window = window
 
@@ -37,9 +34,6 @@ class CausalAttention(nn.Module):
         group of neighboring heads of `q` (GQA).
         """
         hidden = AttentionMask(self.window, None if samples.documents is None else samples.documents[:, : k.shape[1]])
-        if self.exact:
-            keys = samples.keys if self.dropout.draws(samples.keys) else None
-            return exact_attention(q, k, v, hidden, None if keys is None else head_drop(q, keys, self.dropout))
         if samples.keys is None or not self.dropout.draws(samples.keys):
             return attention(q, k, v, hidden)
         whole = self.dropout.parts.get(2, ALL).whole(q.shape[1])  # length of the sequence, independent of the layout

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from threefold.constants import LOGITS_AT_ONCE
-from threefold.ops import exact, fp8
+from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.ops.cross_entropy import check_labels, chunked_cross_entropy, cross_entropy
-from threefold.ops.exact import RowSum
-from threefold.ops.kernels import embedding, linear
+from threefold.ops.kernels import embedding
 from threefold.random.rng import Positions, Slice
 
 
@@ -32,14 +31,14 @@ NOTHING = SampleInfo()  # no dropout, and attention across document boundaries
 
 
 class Linear(nn.Linear):
-    """`nn.Linear`, computed by `ops.kernels`, or in float8."""
+    """`nn.Linear` in an arithmetic of this package, such as that of float8."""
 
     unit_parts: int = 1  # of the plan's unit of output features, in a layer that replaces this one
-    fp8: bool = False
+    arithmetic: LayerArithmetic = PLAIN
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in] → [..., out]."""
-        return (fp8.linear if self.fp8 else linear)(input, self.weight, self.bias)
+        return self.arithmetic.linear(input, self.weight, self.bias)
 
     def with_weight(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Tensor:
         """Return `compute(x, weight)` instead of this layer's product."""
@@ -57,24 +56,18 @@ class Embedding(nn.Embedding):
 class PositionEmbedding(nn.Embedding):
     """Learned vector for each position; `held` are the positions that the activations cover, by default all."""
 
-    # Of an exact run, for `ops.exact.embedding`: the sum over these positions, and the rows whose sums this rank keeps.
-    exact: tuple[RowSum, range] | None = None
-
     def __init__(self, num_embeddings: int, embedding_dim: int, held: Positions | None = None) -> None:
         super().__init__(num_embeddings, embedding_dim)
         self.held = held or Slice()
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
-        """Look up the positions of `x` [B, S, H]: [S, H], or [B, S, H] if they differ by sample or the run is exact."""
+        """Look up the positions of `x` [B, S, H]: [S, H], or [B, S, H] if they differ by sample."""
         size = x.shape[1]
         if samples.positions is not None:
-            ids = samples.positions[:, self.held.indices(size, x.device)]
-            return embedding(ids, self.weight) if self.exact is None else exact.embedding(ids, self.weight, *self.exact)
+            return embedding(samples.positions[:, self.held.indices(size, x.device)], self.weight)
         if isinstance(self.held, Slice):
-            found = self.weight[self.held.start : self.held.start + size]
-        else:
-            found = embedding(self.held.indices(size, x.device), self.weight)
-        return found if self.exact is None else exact.repeat(found.reshape(1, -1), len(x)).view(len(x), *found.shape)
+            return self.weight[self.held.start : self.held.start + size]
+        return embedding(self.held.indices(size, x.device), self.weight)
 
     def of_positions(self, held: Positions) -> "PositionEmbedding":
         """Return a layer with this weight for activations that cover other positions."""

@@ -12,8 +12,7 @@ from torch.nn import functional as F
 
 from threefold.models.layers.decoder import NOTHING, Linear, SampleInfo
 from threefold.models.layers.mixture_config import MixtureConfig
-from threefold.ops.exact import repeat
-from threefold.ops.exact_experts import weighted_sum
+from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.ops.kernels import GradientStore, defer_or_compute, gated, gradient_store, product
 
 
@@ -167,7 +166,11 @@ class Experts(nn.Module):
 
 
 def through(
-    x: Tensor, choice: Choice, experts: int, run: Callable[[Tensor, Tensor], Tensor], exact: bool = False
+    x: Tensor,
+    choice: Choice,
+    experts: int,
+    run: Callable[[Tensor, Tensor], Tensor],
+    arithmetic: LayerArithmetic = PLAIN,
 ) -> Tensor:
     """Sort tokens `x` [B, S, H] by expert, run the experts, and sum each token's outputs by their weights: [B, S, H].
 
@@ -184,13 +187,9 @@ def through(
         order = order[: int(counts.sum())]  # drop tokens whose expert was full; they come last
     # One row for each token and expert makes both permutations copies, whose gradients are deterministic.
     tokens = x.reshape(-1, 1, hidden)
-    repeated = repeat(tokens, per_token) if exact else tokens.expand(-1, per_token, -1)
-    outputs = run(repeated.reshape(-1, hidden)[order], counts)
+    outputs = run(arithmetic.repeat(tokens, per_token).reshape(-1, hidden)[order], counts)
     slots = outputs.new_zeros(chosen.numel(), hidden).index_copy(0, order, outputs)
-    of_token = slots.view(*choice.experts.shape, hidden)
-    if exact:
-        return weighted_sum(of_token, choice.weights)
-    return (of_token * choice.weights.unsqueeze(-1)).sum(-2)
+    return arithmetic.weighted_sum(slots.view(*choice.experts.shape, hidden), choice.weights)
 
 
 def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:

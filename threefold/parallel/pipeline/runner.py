@@ -12,7 +12,7 @@ from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.rank_state import Activity
 from threefold.config.schedules import Action, Schedule
 from threefold.doors import hook
-from threefold.parallel.gradient_sums import LeafOrder
+from threefold.parallel.arithmetic import RankArithmetic
 from threefold.parallel.parallelize import Parallelism
 from threefold.parallel.pipeline.scheduled_stage import Mailbox, ScheduledStage, SendQueue, TimedAction
 from threefold.parallel.pipeline.schedules import (
@@ -62,9 +62,9 @@ class LoopRunner(Runner):
 
     has_loss = True
 
-    def __init__(self, stage: Stage, micro_batches: int, heartbeat: Heartbeat, order: LeafOrder | None = None) -> None:
+    def __init__(self, stage: Stage, micro_batches: int, heartbeat: Heartbeat, arithmetic: RankArithmetic) -> None:
         self.stage, self.micro_batches, self.arrivals = stage, micro_batches, micro_batches
-        self._heartbeat, self._order = heartbeat, order
+        self._heartbeat, self._arithmetic = heartbeat, arithmetic
 
     def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
         losses = []
@@ -72,8 +72,7 @@ class LoopRunner(Runner):
             self._heartbeat.activity(Activity.FORWARD, 0, number)
             loss = micro.through(self.stage) * scale
             self._heartbeat.activity(Activity.BACKWARD, 0, number)
-            if self._order is not None:
-                self._order.running = number
+            self._arithmetic.backward_begins(number)
             loss.backward()
             losses.append(loss.detach())
             del loss  # and its graph
@@ -105,7 +104,7 @@ class PipelineRunner(Runner):
         add_gradient: Callable[[Tensor, Tensor], None],
     ) -> None:
         self._stages, self._placement, self._schedule = stages, parallelism.stages, schedule
-        self._mesh, self._deferred, self._order = parallelism.mesh, parallelism.deferred, parallelism.order
+        self._mesh, self._deferred, self._arithmetic = parallelism.mesh, parallelism.deferred, parallelism.arithmetic
         self._add_gradient, self._declared = add_gradient, activation is not None
         self.has_loss = any(stage.gives_loss for stage in stages)
         # None if a parameter may get two gradients per micro-batch: a tied weight, from each stage or a deferred one.
@@ -150,7 +149,7 @@ class PipelineRunner(Runner):
         later = None if self._deferred is None else self._deferred.take
         sends = self._sends if self._schedule.sends_apart else None
         stages = self._make_stages(activations, later, sends, self._mailbox)
-        train = training_schedule(self._schedule, stages, count, _scaled, self._order is not None)
+        train = training_schedule(self._schedule, stages, count, _scaled, self._arithmetic.ascends)
         # Separate stages: torch's keep buffers and shapes of the last pass, with or without gradients.
         apart = self._make_stages(activations, None, self._sends, None)
         return stages, train, evaluation_schedule(apart, self._placement, count, _scaled)
@@ -169,7 +168,8 @@ class PipelineRunner(Runner):
             inputs = activations[number - 1] if number else (number_of_one,)
             shapes = inputs, (loss,) if stage.gives_loss else activations[number]
             place = number, self._placement, self._mesh
-            made.append(ScheduledStage(stage, *place, self._micro_batches, shapes, later, sends, mailbox, self._order))
+            begins = self._arithmetic.backward_begins
+            made.append(ScheduledStage(stage, *place, self._micro_batches, shapes, later, sends, mailbox, begins))
         return made
 
     def actions(self) -> list[Action]:

@@ -15,7 +15,6 @@ from threefold.comm.mesh import Mesh
 from threefold.comm.rank_state import Activity
 from threefold.config.schedules import SENDS_UNDER_WAY, Action
 from threefold.errors import UserError
-from threefold.parallel.gradient_sums import LeafOrder
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.stage import Stage, StepSamples
 from threefold.torch_private.pipelining import BufferedPipelineStage, RecvInfo
@@ -115,7 +114,7 @@ class ScheduledStage(BufferedPipelineStage):
         deferred: called after each backward pass; returns the function that computes its deferred weight gradients.
         sends: queue of the stage's sends; None if torch's schedule sends, together with receives.
         mailbox: carries all sends and receives between the stages' ranks; None for their process group.
-        order: order of an exact run's sums over samples, which gets the micro-batch that runs; None for any other run.
+        backward_begins: called with the micro-batch of each backward pass, or of each part of one.
     """
 
     def __init__(
@@ -129,7 +128,7 @@ class ScheduledStage(BufferedPipelineStage):
         deferred: Callable[[], Callable[[], None]] | None = None,
         sends: SendQueue | None = None,
         mailbox: Mailbox | None = None,
-        order: LeafOrder | None = None,
+        backward_begins: Callable[[int], None] = lambda _: None,
     ) -> None:
         inputs, outputs = shapes
         super().__init__(
@@ -143,7 +142,7 @@ class ScheduledStage(BufferedPipelineStage):
             dw_builder=deferred,
         )
         self.log: list[TimedAction] | None = None
-        self._order = order
+        self._backward_begins = backward_begins
         self._recorder, self._declared, self._sends, self._mailbox = mesh.recorder, outputs, sends, mailbox
         self._expected: dict[RecvInfo, int] = {}
         self._heartbeat, self._exchange = mesh.heartbeat, wait_code("send", mesh.pp.number)
@@ -273,8 +272,8 @@ class ScheduledStage(BufferedPipelineStage):
     @contextmanager
     def _timed(self, kind: str, micro_batch: int) -> Iterator[None]:
         self._heartbeat.activity(_ACTIVITIES[kind], self.stage_index, micro_batch)
-        if self._order is not None and kind != "F":
-            self._order.running = micro_batch
+        if kind != "F":
+            self._backward_begins(micro_batch)
         start = 0.0 if self.log is None else self._now()
         yield
         if self.log is not None:

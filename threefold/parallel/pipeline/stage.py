@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -25,7 +24,7 @@ from threefold.models.own_batch import (
     split_batch,
 )
 from threefold.models.sharding import ModelPlan
-from threefold.ops.own_arithmetic import UnknownCalls
+from threefold.ops.arithmetic import PLAIN_PASSES, Passes
 from threefold.parallel.leaf import stored
 from threefold.parallel.pipeline.partition import StageMap, covers, shared_between
 
@@ -34,7 +33,7 @@ class Stage(nn.Module):
     """Layers `first` to `end` (exclusive) of a model, on the meta device or materialised.
 
     Parameters keep their names in the model. A tied weight also appears on the stage of its second use, under its
-    second name; `whole_parameters` yields its one name. `arithmetic` and `calls` are those of `Parallelism`.
+    second name; `whole_parameters` yields its one name. `passes` surrounds its forward passes.
     """
 
     def __init__(
@@ -43,11 +42,10 @@ class Stage(nn.Module):
         plan: ModelPlan,
         first: int,
         end: int,
-        arithmetic: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        calls: UnknownCalls | None = None,
+        passes: Passes = PLAIN_PASSES,
     ) -> None:
         super().__init__()
-        self._arithmetic, self._calls = arithmetic, calls
+        self._passes = passes
         # Names that no layer is likely to have, since layers become attributes of the same module.
         self.model_plan = plan
         self.layer_names: tuple[str, ...] = plan.layers[first:end]
@@ -71,18 +69,16 @@ class Stage(nn.Module):
         computes activations; on the last stage the summed loss, or without labels this tensor rank's columns of the
         logits. From `LayerInputs`, for a model whose loss is not in its last layer, it computes that layer's output.
         """
-        with self._arithmetic():
+        with self._passes():
             out = self._run(x, labels, samples)
-        if self._calls is not None:
-            self._calls.walk(id(self), out)
+        self._passes.ended(id(self), out)
         return out
 
     def loss_of(self, compute: Callable[[], Tensor]) -> Tensor:
         """Compute a user's loss in the arithmetic of the stage's passes."""
-        with self._arithmetic():
+        with self._passes():
             loss = compute()
-        if self._calls is not None:
-            self._calls.walk(-id(self), loss)
+        self._passes.ended(-id(self), loss)
         return loss
 
     def _run(self, x: Tensor | LayerInputs, labels: Tensor | None, samples: SampleInfo) -> Any:

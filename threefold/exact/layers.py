@@ -7,14 +7,14 @@ subtree of its own pieces; ranks then add their roots in the same tree, so every
 wherever it is made.
 
 Elementwise functions are a second trap: torch computes the last elements of a tensor, or of a thread's part of it, with
-other instructions than the rest. The sigmoid, SiLU and GELU then differ in the last bit. `ops.exact_functions` gives
+other instructions than the rest. The sigmoid, SiLU and GELU then differ in the last bit. `exact.functions` gives
 every thread whole vectors.
 
-`tests/ops/test_exact.py` verifies what these functions rely on for a CPU in fp32, over odd sizes, cuts, offsets and 1,
-2 and 4 threads:
+`tests/exact/test_layers.py` verifies what these functions rely on for a CPU in fp32, over odd sizes, cuts, offsets and
+1, 2 and 4 threads:
 
 - products whose bits are defined by calls of one shape; faster ones where a trial shows the same bits
-  (`ops.exact_products`).
+  (`exact.products`).
   Torch's `@`, `baddbmm` and `F.scaled_dot_product_attention` differ with heads and threads
   (`test_torchs_attention_depends_on_heads_or_threads`).
 - torch's arithmetic of elements, square roots, reciprocals, `exp`, `tanh` and `erf` (`test_elementwise`); not its
@@ -24,39 +24,27 @@ every thread whole vectors.
 - the gradient of a layer norm's input in its backward pass (`test_norms_are_the_tree_over_ranks`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from math import frexp, gcd, isfinite, ldexp, nan
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from threefold.ops.exact_products import Parts, equal_parts, product, sum_dim, tree_sum
+from threefold.exact.products import Parts, equal_parts, product, sum_dim, tree_sum
 from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_store
 from threefold.torch_private.runtime import UninterceptedFunction, layer_norm_gradient
-
-
-@dataclass(frozen=True)
-class Grain:
-    """Finest pieces of the sums of an exact run, all powers of two; an axis of a layout must divide their number."""
-
-    samples: int  # groups of neighboring leaves of the global batch, at least as many as replicas
-    tensor: int  # pieces of heads, inner features and vocabulary
-    positions: int  # pieces of the rows of a context piece that sequence parallelism cuts
-    context: int = 1  # pieces of a sequence, each a chunk and its mirror image (`context_parts`)
-    leaf: int = 1  # neighboring samples that run at once, and whose gradient is one sum over their positions
 
 
 @dataclass(frozen=True)
 class RowSum:
     """Sum of the rows of a leaf's sequences, of which this rank holds some, for gradients of norms and biases.
 
-    It is a sum over pieces of each context piece, then over the context pieces of this rank. `parallel.gradients` sums
-    over context ranks.
+    It is a sum over pieces of each context piece, then over the context pieces of this rank. `exact.sample_sums`
+    sums over context ranks.
     """
 
     pieces: int = 1  # of a context piece on this rank; with `gather`, of all context pieces together
@@ -81,7 +69,7 @@ class RowSum:
         return [sum_dim(total.to(dtype or each.dtype), 0) for total, each in zip(sums.unbind(), rows, strict=True)]
 
     def parts(self) -> Parts:
-        """Return the parts of a sequence's rows that a rank of another layout may hold alone (`exact_products`)."""
+        """Return the parts of a sequence's rows that a rank of another layout may hold alone (`exact.products`)."""
         runs, last = self.pieces, 2 * self.context - 1
         if self.context == 1:
             return equal_parts(runs)
@@ -134,15 +122,6 @@ def _runs_summed(x: Tensor, runs: int) -> Tensor:
         total.narrow(1, 0, left - half).add_(total.narrow(1, half, left - half))
         left = half
     return total[:, 0]
-
-
-class Pieces(NamedTuple):
-    """Pieces of a `Grain` that one rank holds: of the features of a tensor-parallel layer, and sums of rows."""
-
-    features: int
-    rows: RowSum  # of a sequence as sharded between tensor-parallel layers
-    all_rows: RowSum  # of a sequence that this rank holds whole
-    heads: RowSum  # of this rank's heads, one head after another, for weights that all heads share
 
 
 def linear(
@@ -356,55 +335,3 @@ def last_dim_summed(x: Tensor) -> Tensor:
     if x.shape[:-1].numel() != 1:
         return x.sum(-1, keepdim=True)
     return torch.stack([x, x]).sum(-1, keepdim=True)[0]
-
-
-def row_width(parameter: Tensor, grain: Grain) -> int:
-    """Return the number of neighboring elements of a parameter that no layout inside the grain cuts."""
-    if parameter.dim() < 2:
-        return 1
-    last = parameter.shape[-1]
-    if parameter.dim() == 3:  # of experts, whose last dim either the tensor ranks or the ranks of ZeRO cut
-        return last // gcd(last, max(grain.tensor, grain.samples))
-    return last // gcd(grain.tensor, last)
-
-
-def row_norms(gradient: Tensor, width: int) -> Tensor:
-    """Return the norm of each run of `width` elements of a contiguous gradient, in fp32 at least. [n]."""
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    rows = gradient.reshape(-1, width)
-    if width == 1:
-        return rows.flatten().abs().to(wide)
-    # Torch divides the sum of a single row among its threads.
-    single = len(rows) == 1
-    norms = torch.linalg.vector_norm(rows.expand(2, -1) if single else rows, dim=1, dtype=wide)
-    return norms[:1] if single else norms
-
-
-_DIGITS, _DIGIT_BITS = 3, 22  # the sum of 2^30 digits is exact in fp64
-
-
-def order_free_digits(values: Tensor, top: Tensor) -> Tensor:
-    """Return three numbers whose sums over any number of tensors do not depend on the order of the additions.
-
-    Each of `values` fp64 [n] is cut into digits of a fixed-point number below 2^exponent(top), whose sums are integers
-    and exact (Demmel and Nguyen, "Parallel reproducible summation", IEEE Trans. Comput. 64 (2015), with two passes);
-    `top` is the largest magnitude on any rank. The result fp64 [3] is for `from_digits`.
-    """
-    rest = torch.ldexp(values, -torch.frexp(top).exponent)
-    digits = []
-    for _ in range(_DIGITS):
-        rest = rest * 2.0**_DIGIT_BITS
-        digit = rest.trunc()
-        digits.append(digit.sum())
-        rest = rest - digit
-    return torch.stack(digits)
-
-
-def from_digits(digits: Sequence[float], top: float) -> float:
-    """Return the sum of all values from the summed digits; NaN if a value was not finite."""
-    if not all(map(isfinite, (*digits, top))):
-        return nan
-    total = 0
-    for digit in digits:
-        total = (total << _DIGIT_BITS) + int(digit)
-    return ldexp(total, frexp(top)[1] - _DIGITS * _DIGIT_BITS)

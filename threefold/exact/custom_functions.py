@@ -1,4 +1,4 @@
-"""Replacements of torch's functions that a user's own model calls, in the arithmetic of exact runs (`ops.exact`).
+"""Replacements of torch's functions that a user's own model calls, in the arithmetic of exact runs (`exact.layers`).
 
 They compute the same by operations whose bits depend on no shape that a layout decides: products of oneDNN, sums in a
 tree, and arithmetic of elements.
@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops import exact, exact_functions
-from threefold.ops.exact import RowSum, last_dim_summed, widened
-from threefold.ops.exact_products import product, sum_dim
+from threefold.exact import functions, layers
+from threefold.exact.layers import RowSum, last_dim_summed, widened
+from threefold.exact.products import product, sum_dim
 
 Replacement: TypeAlias = Callable[..., Any]
 """Returns a function's result, or NotImplemented to leave these arguments to torch."""
@@ -139,12 +139,12 @@ def _layer_norm(
 ) -> Tensor:
     flat = x.flatten(-len(shape))
     weight, bias = (None if each is None else each.flatten() for each in (weight, bias))
-    return exact.layer_norm(flat, weight, bias, eps, RowSum()).view(x.shape)
+    return layers.layer_norm(flat, weight, bias, eps, RowSum()).view(x.shape)
 
 
 def _rms_norm(x: Tensor, shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
     weight = None if weight is None else weight.flatten()
-    return exact.rms_norm(x.flatten(-len(shape)), weight, eps, RowSum()).view(x.shape)
+    return layers.rms_norm(x.flatten(-len(shape)), weight, eps, RowSum()).view(x.shape)
 
 
 def _softmax_by(compute: Callable[[Tensor], Tensor]) -> Replacement:
@@ -261,7 +261,7 @@ def _attention(
     if attn_mask is not None:
         is_bool = attn_mask.dtype == torch.bool
         scores = scores.masked_fill(~attn_mask, -torch.inf) if is_bool else scores + attn_mask
-    return matmul(exact_functions.softmax(scores), value)
+    return matmul(functions.softmax(scores), value)
 
 
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
@@ -279,11 +279,11 @@ def _of_elements(compute: Callable[..., Tensor]) -> Replacement:
 
 
 REPLACED: Final[dict[str, Replacement]] = {
-    "linear": exact.linear,
+    "linear": layers.linear,
     **dict.fromkeys(("matmul", "__matmul__", "mm", "bmm", "mv"), matmul),
     "layer_norm": _layer_norm,
     "rms_norm": _rms_norm,
-    "softmax": _softmax_by(exact_functions.softmax),
+    "softmax": _softmax_by(functions.softmax),
     "log_softmax": _log_softmax,
     "sum": _sum,
     "mean": _mean,
@@ -294,9 +294,9 @@ REPLACED: Final[dict[str, Replacement]] = {
     "scaled_dot_product_attention": _attention,
     **dict.fromkeys(("expand", "broadcast_to"), _expanded),
     "expand_as": lambda x, other: expand(x, other.shape),
-    "gelu": _of_elements(exact_functions.gelu),
-    "silu": _of_elements(exact_functions.silu),
-    "sigmoid": _of_elements(exact_functions.sigmoid),
+    "gelu": _of_elements(functions.gelu),
+    "silu": _of_elements(functions.silu),
+    "sigmoid": _of_elements(functions.sigmoid),
     "rsqrt": lambda x: torch.sqrt(x).reciprocal(),
     **dict.fromkeys(("pow", "__pow__"), _power),
     "dropout": _dropout,

@@ -7,17 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.support import tree
+from tests.exact.support import tree
 from tests.support.bits import drawn, equal, same_in_threads, with_gradients
 from tests.support.kernels import KERNELS, with_kernel
 from tests.support.mistakes import patched
 from tests.support.sweep import sweep
+from threefold.exact import experts as exact_experts
+from threefold.exact.functions import ExactFunctions
+from threefold.exact.layers import RowSum
+from threefold.exact.products import PRODUCTS
 from threefold.models.layers.experts import Routing
 from threefold.models.layers.experts import grouped_linear as plain_grouped_linear
-from threefold.ops import exact_experts
-from threefold.ops.exact import RowSum
-from threefold.ops.exact_functions import ExactArithmetic
-from threefold.ops.exact_products import PRODUCTS
 
 COUNTS = [[5, 0, 1, 2], [0, 0, 17, 1], [3, 3, 3, 3]]
 """Rows of each expert, from each of three senders."""
@@ -109,7 +109,7 @@ def test_choices_and_weights_of_a_token_do_not_depend_on_the_others(experts: int
     logits[0, 5] = 1.0  # no expert is best
 
     def weights(logits: Tensor) -> Tensor:
-        with ExactArithmetic(RowSum()):
+        with ExactFunctions(RowSum()):
             return routing(logits).weights
 
     upper = drawn(1, 64, 2, seed=7)

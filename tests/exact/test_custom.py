@@ -11,9 +11,9 @@ from torch.nn import functional as F
 
 from tests.support.bits import close, cuts, drawn, equal, same_in_threads, with_gradients
 from tests.support.exact import slow_but
-from threefold.ops import own_functions
-from threefold.ops.exact import RowSum
-from threefold.ops.own_arithmetic import ELEMENTWISE, OwnArithmetic, UnknownCalls
+from threefold.exact import custom_functions
+from threefold.exact.custom import ELEMENTWISE, CustomFunctions, UnknownCalls
+from threefold.exact.layers import RowSum
 
 
 @pytest.fixture(autouse=True)
@@ -132,7 +132,7 @@ def test_what_is_replaced_is_torchs_up_to_rounding(name: str) -> None:
     calls = UnknownCalls()
 
     def exact(*inputs: Tensor) -> Tensor:
-        with OwnArithmetic(RowSum(), calls):
+        with CustomFunctions(RowSum(), calls):
             out: Tensor = compute(*inputs)
         calls.walk(0, out)
         return out
@@ -147,7 +147,7 @@ def test_the_gradient_of_a_repeated_tensor_is_a_tree(rows: int) -> None:
     x, gate = drawn(rows, 33), drawn(33, seed=1)
 
     def gated(x: Tensor, gate: Tensor) -> Tensor:
-        with OwnArithmetic(RowSum(), UnknownCalls()):
+        with CustomFunctions(RowSum(), UnknownCalls()):
             return x * gate
 
     whole = same_in_threads(partial(with_gradients, gated, x, gate))
@@ -189,7 +189,7 @@ NAMED: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", NAMED)
 def test_what_is_not_known_is_named(name: str) -> None:
     calls, x = UnknownCalls(), drawn(6, 4).requires_grad_()
-    with OwnArithmetic(RowSum(), calls):
+    with CustomFunctions(RowSum(), calls):
         out = NAMED[name](x)
     calls.walk(0, {"out": [out]})
     found = calls.take_new()
@@ -203,12 +203,12 @@ class Marked(torch.Tensor):
 
 def test_tensors_of_a_subclass_stay_its() -> None:
     x, weight = drawn(3, 5).as_subclass(Marked), drawn(5, 5)
-    with OwnArithmetic(RowSum(), UnknownCalls()):
+    with CustomFunctions(RowSum(), UnknownCalls()):
         for found in (F.linear(x, weight), F.gelu(x), F.layer_norm(x, [5]), x.softmax(-1), x @ weight):
             assert type(found) is Marked
 
 
 def test_nothing_of_torchs_is_replaced_outside() -> None:
     x = drawn(3, 4).requires_grad_()
-    assert own_functions.expand(x, (3, 4)) is x
+    assert custom_functions.expand(x, (3, 4)) is x
     assert "Products" not in type((x @ x.mT).grad_fn).__name__

@@ -1,4 +1,4 @@
-"""Products and sums of exact runs, whose bits depend on no shape that a layout decides (`ops.exact`).
+"""Products and sums of exact runs, whose bits depend on no shape that a layout decides (`exact.layers`).
 
 A library may compute an element of a product otherwise if it computes more rows beside it, or with more threads:
 oneDNN does so in bf16 on processors with AMX. So the bits of a product are *defined* here, by calls that are the same

@@ -11,18 +11,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.ops.support import tree
+from tests.exact.support import tree
 from tests.support.bits import THREADS, close, cuts, drawn, equal, same_in_threads, with_gradients
 from tests.support.sweep import sweep
+from threefold.exact import functions as exact_functions
+from threefold.exact import layers, totals
+from threefold.exact import products as exact_products
+from threefold.exact.attention import exact_attention
+from threefold.exact.functions import ExactFunctions
+from threefold.exact.layers import RowSum
+from threefold.exact.modules import ExactAttention, ExactPositions
+from threefold.exact.products import equal_parts
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import PositionEmbedding, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling
-from threefold.ops import exact, exact_functions, exact_products
 from threefold.ops.attention import attention
-from threefold.ops.exact import RowSum
-from threefold.ops.exact_attention import exact_attention
-from threefold.ops.exact_functions import ExactArithmetic
-from threefold.ops.exact_products import equal_parts
 from threefold.ops.kernels import AttentionMask
 from threefold.ops.kernels import linear as plain_linear
 from threefold.random.dropout import sample_keys
@@ -168,7 +171,7 @@ def test_no_rows() -> None:
     """Of an expert of a user's own model that has no tokens."""
     weight = drawn(6, 5).requires_grad_()
     x = drawn(0, 5).requires_grad_()
-    out = exact.linear(x, weight, None, rows=RowSum(PIECES))
+    out = layers.linear(x, weight, None, rows=RowSum(PIECES))
     out.sum().backward()
     assert out.shape == (0, 6)
     assert x.grad is not None
@@ -199,14 +202,14 @@ def test_linear_is_the_tree_over_ranks(ranks: int) -> None:
     """The output over cut input features, the input's gradient over cut output features, bias over cut rows."""
     x, weight, bias = drawn(1, 24, 40), drawn(72, 40, seed=1), drawn(72, seed=2)
     rows = RowSum(PIECES)
-    kinds = (partial(exact.linear, inner=PIECES, rows=rows), partial(exact.linear, outer=PIECES, rows=rows))
+    kinds = (partial(layers.linear, inner=PIECES, rows=rows), partial(layers.linear, outer=PIECES, rows=rows))
     row, column = (same_in_threads(partial(with_gradients, kind, x, weight, bias)) for kind in kinds)
     reference = with_gradients(plain_linear, x.double(), weight.double(), bias.double())
     for found in (row, column):
         assert all(close(*each, 1e-5) for each in zip(found, reference, strict=True))
     mine = PIECES // ranks
     parts = [
-        with_gradients(lambda x, w: exact.linear(x, w, None, inner=mine), *each, upper=drawn(*row[0].shape, seed=7))
+        with_gradients(lambda x, w: layers.linear(x, w, None, inner=mine), *each, upper=drawn(*row[0].shape, seed=7))
         for each in zip(of_ranks(ranks, x, -1), of_ranks(ranks, weight, 1), strict=True)
     ]
     assert equal(tree([part[0] for part in parts]) + bias, row[0])
@@ -214,7 +217,7 @@ def test_linear_is_the_tree_over_ranks(ranks: int) -> None:
     assert equal(torch.cat([part[2] for part in parts], 1), row[2])
     uppers = of_ranks(ranks, drawn(*column[0].shape, seed=7), -1)
     parts = [
-        with_gradients(lambda x, w, b: exact.linear(x, w, b, outer=mine, rows=rows), x, w, b, upper=upper)
+        with_gradients(lambda x, w, b: layers.linear(x, w, b, outer=mine, rows=rows), x, w, b, upper=upper)
         for w, b, upper in zip(of_ranks(ranks, weight), of_ranks(ranks, bias), uppers, strict=True)
     ]
     assert equal(torch.cat([part[0] for part in parts], -1), column[0])
@@ -263,11 +266,11 @@ def test_elementwise(name: str) -> None:
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, pieces: int = PIECES) -> Tensor:
-    return exact.layer_norm(x, weight, bias, 1e-5, RowSum(pieces))
+    return layers.layer_norm(x, weight, bias, 1e-5, RowSum(pieces))
 
 
 def rms_norm(x: Tensor, weight: Tensor, bias: Tensor, pieces: int = PIECES) -> Tensor:
-    return exact.add_bias(exact.rms_norm(x, weight, 1e-5, RowSum(pieces)), bias, RowSum(pieces))
+    return layers.add_bias(layers.rms_norm(x, weight, 1e-5, RowSum(pieces)), bias, RowSum(pieces))
 
 
 NORMS = {
@@ -301,7 +304,7 @@ ROWS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": exact_functions.softmax,
     "log-sum-exp": lambda x: exact_functions.logsumexp(x).unsqueeze(-1),
     "largest": lambda x: x.amax(-1, keepdim=True),
-    "sum": exact.last_dim_summed,
+    "sum": layers.last_dim_summed,
 }
 
 
@@ -351,8 +354,7 @@ def test_attention_depends_on_neither_heads_nor_threads(name: str, dropout: floa
     samples = SampleInfo(sample_keys(3, 4, torch.arange(1)) if dropout else None, masked(1, length, 0, documents)[1])
 
     def core(index: int, ranks: int) -> Callable[..., Tensor]:
-        layer = CausalAttention(dropout, window, "core")
-        layer.exact = True
+        layer = ExactAttention(dropout, window, "core")
         layer.dropout = layer.dropout.of_part({1: Slice(index * heads // ranks, heads)})
         return lambda q, k, v: layer(q, k, v, samples)
 
@@ -414,8 +416,9 @@ def test_positions_by_document_are_the_tree_over_ranks(ranks: int) -> None:
     upper = drawn(1, 48, 5, seed=7)
 
     def gradient(part: slice, pieces: int, own: range, over_ranks: Callable[[Tensor], Tensor] | None) -> Tensor:
-        layer = PositionEmbedding(20, 5, Slice(part.start, 48))
-        layer.weight, layer.exact = nn.Parameter(table), (RowSum(pieces, over_ranks), own)
+        plain = PositionEmbedding(20, 5, Slice(part.start, 48))
+        plain.weight = nn.Parameter(table)
+        layer = ExactPositions.of(plain, RowSum(pieces, over_ranks), own)
         out = layer(x[:, part], SampleInfo(positions=ids))
         assert equal(out, table[ids[:, part]])
         (found,) = torch.autograd.grad(out, layer.weight, upper[:, part])
@@ -453,10 +456,10 @@ def test_rotation_depends_on_neither_heads_nor_threads(method: Any) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_repeated_heads_are_the_tree_over_ranks(ranks: int) -> None:
     x, upper = drawn(3, 2, 1, 5), drawn(3, 2, 4, 5, seed=7)
-    out, whole = with_gradients(partial(exact.repeat, times=4), x, upper=upper)
+    out, whole = with_gradients(partial(layers.repeat, times=4), x, upper=upper)
     assert equal(out, x.expand(-1, -1, 4, -1))
     parts = [
-        with_gradients(partial(exact.repeat, times=4 // ranks), x, upper=each)[1] for each in of_ranks(ranks, upper, 2)
+        with_gradients(partial(layers.repeat, times=4 // ranks), x, upper=each)[1] for each in of_ranks(ranks, upper, 2)
     ]
     assert equal(tree(parts), whole)
 
@@ -469,14 +472,14 @@ def test_arithmetic_replaces_what_torch_computes_otherwise() -> None:
         lambda: F.silu(x): lambda: exact_functions.silu(x),
         lambda: x.sigmoid(): lambda: exact_functions.sigmoid(x),
         lambda: torch.sigmoid(x): lambda: exact_functions.sigmoid(x),
-        lambda: nn.LayerNorm(33)(x): lambda: exact.layer_norm(x, torch.ones(33), torch.zeros(33), 1e-5, RowSum()),
-        lambda: nn.RMSNorm(33, 1e-5)(x): lambda: exact.rms_norm(x, torch.ones(33), 1e-5, RowSum()),
+        lambda: nn.LayerNorm(33)(x): lambda: layers.layer_norm(x, torch.ones(33), torch.zeros(33), 1e-5, RowSum()),
+        lambda: nn.RMSNorm(33, 1e-5)(x): lambda: layers.rms_norm(x, torch.ones(33), 1e-5, RowSum()),
         lambda: x.softmax(-1): lambda: exact_functions.softmax(x),
         lambda: x.sum(): lambda: exact_products.sum_dim(x.flatten(), 0),
         lambda: x.sum(1): lambda: x.sum(1),
     }
     for plain, expected in calls.items():
-        with ExactArithmetic(RowSum()):
+        with ExactFunctions(RowSum()):
             found = plain()
         assert equal(found, expected())
         assert close(found, plain(), 1e-5)
@@ -484,7 +487,7 @@ def test_arithmetic_replaces_what_torch_computes_otherwise() -> None:
 
 def test_sum_of_all_elements_is_no_view() -> None:
     """FSDP warns of a layer whose output, as the loss of the last one, is a view."""
-    with ExactArithmetic(RowSum()):
+    with ExactFunctions(RowSum()):
         total = torch.arange(7.0, requires_grad=True).sum()
     assert total._base is None
     assert total.item() == 21.0
@@ -493,11 +496,11 @@ def test_sum_of_all_elements_is_no_view() -> None:
 def test_norms_of_rows_do_not_depend_on_threads_and_cuts() -> None:
     for rows, width in ((1, 1), (1, 33), (1, 40_000), (24, 9), (33, 1), (8, 513)):
         x = drawn(rows, width)
-        whole = same_in_threads(partial(exact.row_norms, x, width))
+        whole = same_in_threads(partial(totals.row_norms, x, width))
         assert close(whole, x.double().norm(dim=1))
         for cut in cuts(rows):
             if len(x[cut]):
-                assert equal(exact.row_norms(moved(x[cut]), width), whole[cut])
+                assert equal(totals.row_norms(moved(x[cut]), width), whole[cut])
 
 
 def test_digits_sum_to_the_same_number_in_any_order() -> None:
@@ -505,9 +508,9 @@ def test_digits_sum_to_the_same_number_in_any_order() -> None:
     top = values.abs().max()
 
     def total(parts: list[Tensor]) -> float:
-        digits = sum(exact.order_free_digits(part, top) for part in parts)
+        digits = sum(totals.order_free_digits(part, top) for part in parts)
         assert isinstance(digits, Tensor)
-        return exact.from_digits(digits.tolist(), float(top))
+        return totals.from_digits(digits.tolist(), float(top))
 
     whole = total([values])
     exactly = sum(map(Fraction, values.tolist()))

@@ -1,4 +1,4 @@
-"""Functions of elements and softmax of exact runs, whose bits depend on no shape (`ops.exact`), in place of torch's."""
+"""Functions of elements and softmax whose bits depend on no shape (`exact.layers`), in place of torch's."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from threefold.ops import exact, exact_products
-from threefold.ops.exact import RowSum, last_dim_summed, widened
+from threefold.exact import layers, products
+from threefold.exact.layers import RowSum, last_dim_summed, widened
 from threefold.torch_private.runtime import UninterceptedFunction, gelu_gradient, sigmoid_gradient, silu_gradient
 
 _VECTORS: Final = 64
@@ -22,7 +22,7 @@ _PART: Final = 1 << 15
 """Minimum number of elements of a thread's part in most functions; GELU divides a large tensor among all threads."""
 
 
-class ExactArithmetic(TorchFunctionMode):
+class ExactFunctions(TorchFunctionMode):
     """Replaces torch's functions by those of exact runs, while it is entered: for forward passes and recomputations.
 
     `rows` sums those of a sequence, as sharded between tensor-parallel layers. `over_context` sums a scalar over the
@@ -53,7 +53,7 @@ def _of_layer_norm(
 ) -> Tensor:
     if len(normalized_shape) > 1:
         return F.layer_norm(input, normalized_shape, weight, bias, eps)
-    return exact.layer_norm(input, weight, bias, eps, rows)
+    return layers.layer_norm(input, weight, bias, eps, rows)
 
 
 def _of_rms_norm(
@@ -61,7 +61,7 @@ def _of_rms_norm(
 ) -> Tensor:
     if len(normalized_shape) > 1:
         return F.rms_norm(input, normalized_shape, weight, eps)
-    return exact.rms_norm(input, weight, eps, rows)
+    return layers.rms_norm(input, weight, eps, rows)
 
 
 def _of_softmax(_: RowSum, input: Tensor, dim: int | None = None, *args: Any, **options: Any) -> Tensor:
@@ -83,8 +83,8 @@ def _of_sum(
         return torch.sum(input, *args, **options)
     if not input.dim():
         return input.clone()
-    parts = exact.context_parts(input, rows.context, -1)
-    total = exact_products.tree_sum(exact_products.sum_dim(part.flatten(), 0).clone() for part in parts)
+    parts = layers.context_parts(input, rows.context, -1)
+    total = products.tree_sum(products.sum_dim(part.flatten(), 0).clone() for part in parts)
     return total if over_context is None else over_context(total)
 
 

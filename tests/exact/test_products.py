@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.ops.support import tree
+from tests.exact.support import tree
 from tests.support.bits import drawn, equal, same_in_threads
 from tests.support.kernels import KERNELS, products_of
-from threefold.ops import exact_products
-from threefold.ops.exact import RowSum, context_parts
-from threefold.ops.exact_products import PRODUCTS, WHOLE, Products, equal_parts
+from threefold.exact import products as exact_products
+from threefold.exact.layers import RowSum, context_parts
+from threefold.exact.products import PRODUCTS, WHOLE, Products, equal_parts
 
 PIECES = 8
 SHAPES = ((24, 32, 48), (48, 4, 32), (3, 17, 8))
@@ -135,7 +135,7 @@ needs_instructions = [
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", needs_instructions)
 def test_large_products_have_the_same_bits_under_every_instruction_set(name: str) -> None:
-    code = "from tests.ops.test_exact_products import check_widths; check_widths()"
+    code = "from tests.exact.test_products import check_widths; check_widths()"
     trials, refused = map(int, run(INSTRUCTIONS[name], "-c", code).split())
     assert trials > refused >= 0
 
@@ -143,7 +143,7 @@ def test_large_products_have_the_same_bits_under_every_instruction_set(name: str
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", needs_instructions)
 def test_suites_of_exact_runs_pass_under_every_instruction_set(name: str) -> None:
-    suites = ("tests/ops/test_exact.py", "tests/ops/test_exact_experts.py", "tests/train/test_exact.py")
+    suites = ("tests/exact/test_layers.py", "tests/exact/test_experts.py", "tests/train/test_exact.py")
     run(INSTRUCTIONS[name], "-m", "pytest", "-q", "-x", "-m", "not sweep", *suites, "tests/verify/test_exact.py")
 
 

@@ -1,27 +1,24 @@
 """Causal attention of exact runs, whose bits depend neither on the heads that a rank holds nor on its threads.
 
 It is computed in the tiles of `ops.tiles`, whose bounds depend on the mask alone; the backward pass computes those of
-long sequences again. The products are those of `ops.exact_products`: torch's batches may have other bits for other
+long sequences again. The products are those of `exact.products`: torch's batches may have other bits for other
 numbers of heads and threads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import product as pairs
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.exact import last_dim_summed
-from threefold.ops.exact_products import products, tree_sum
+from threefold.exact.layers import last_dim_summed
+from threefold.exact.products import products, tree_sum
 from threefold.ops.kernels import AttentionMask
 from threefold.ops.tiles import TileGradients, TileInputs, tile_inputs
+from threefold.random.attention_dropout import HeadDrop
 from threefold.torch_private.runtime import UninterceptedFunction
-
-HeadDrop: TypeAlias = Callable[[TileInputs, Tensor, slice, slice], Tensor]
-"""Dropout of a tile's attention weights [b, heads, Q, K], or of their gradient: (tile, weights, samples of the tile,
-heads) → weights; drops the same elements on each call."""
 
 _AT_ONCE: Final = 1 << 20  # attention weights of a run of samples or heads
 _LONGEST_KEPT: Final = 512  # keys up to which the backward pass keeps the attention weights, as plain attention does

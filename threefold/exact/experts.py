@@ -6,7 +6,7 @@ has the same bits in every layout; gradients for samples that arrive from severa
 separately.
 
 Only a run knows how many rows an expert gets. They are filled up with zeros to one of a few numbers (`computed_rows`),
-so that the products of a run have few shapes, each of which is tried once (`ops.exact_products`).
+so that the products of a run have few shapes, each of which is tried once (`exact.products`).
 """
 
 from collections.abc import Callable, Iterator
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.exact import last_dim_summed, widened
-from threefold.ops.exact_products import equal_parts, product, tree_sum
+from threefold.exact.layers import last_dim_summed, widened
+from threefold.exact.products import equal_parts, product, tree_sum
 from threefold.ops.kernels import GradientStore, gradient_store
 from threefold.torch_private.runtime import UninterceptedFunction
 
@@ -32,7 +32,7 @@ def grouped_linear(
     """Apply a linear layer of `weight` [experts, out, in] to each group of rows of `x` [n, in]: [n, out].
 
     The groups are sorted by sender (a rank with its own sample), then expert; `counts` has the rows of each. `inner`
-    and `outer` are those of `exact.linear`. If there are several senders, `add` takes the weight's gradients, and
+    and `outer` are those of `layers.linear`. If there are several senders, `add` takes the weight's gradients, and
     autograd gives it none. Like `kernels.linear`, it defers the gradient of a `DeferrableWeight` whose store is open:
     that of all senders if there are several.
     """

@@ -1,9 +1,9 @@
-"""Arithmetic of exact runs for code that is not this package's: replaced, known, or named.
+"""Functions of torch in custom code of an exact run: replaced, known, or named.
 
-A function of torch that a user's model calls is replaced (`ops.own_functions`); or known: the bits of its results and
-gradients depend neither on threads nor on the size and position of the elements beside an element, which
-`tests/ops/test_own_arithmetic.py` shows for arithmetic of elements, while views, copies and indexing compute nothing;
-or runs as torch has it, and its name is kept for the run's report, as are those of other functions of `torch.autograd`.
+A function of torch that a custom model calls is replaced (`exact.custom_functions`); or known: the bits of its results
+and gradients depend neither on threads nor on the size and position of the elements beside an element, which
+`tests/exact/test_custom.py` shows for arithmetic of elements, while views, copies and indexing compute nothing; or runs
+as torch has it, and its name is kept for the run's report, as are those of other functions of `torch.autograd`.
 """
 
 import inspect
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.overrides import resolve_name
 
-from threefold.ops import own_functions
-from threefold.ops.exact import RowSum
-from threefold.ops.exact_functions import ExactArithmetic
-from threefold.ops.own_functions import grads
+from threefold.exact import custom_functions
+from threefold.exact.custom_functions import grads
+from threefold.exact.functions import ExactFunctions
+from threefold.exact.layers import RowSum
 
 
 class UnknownCalls:
@@ -69,8 +69,8 @@ def _functions(nodes: list[Any]) -> Iterator[type]:
         nodes += fresh
 
 
-class OwnArithmetic(ExactArithmetic):
-    """`ExactArithmetic` that also replaces what a user's code calls; `calls` notes what is not known to be exact."""
+class CustomFunctions(ExactFunctions):
+    """`ExactFunctions` that also replaces what a user's code calls; `calls` notes what is not known to be exact."""
 
     def __init__(self, rows: RowSum, calls: UnknownCalls) -> None:
         super().__init__(rows)
@@ -88,7 +88,7 @@ class OwnArithmetic(ExactArithmetic):
         in_place = name.endswith("_") and not name.endswith("__")
         if given.get("out") is not None:
             return self._noted(func, True, args, given)
-        if not in_place and (replacement := own_functions.REPLACED.get(name)) is not None:
+        if not in_place and (replacement := custom_functions.REPLACED.get(name)) is not None:
             found = replacement(*args, **given)
             if found is not NotImplemented:
                 return found
@@ -148,7 +148,7 @@ def _broadcast(args: Sequence[Any]) -> Sequence[Any]:
     if not any(map(grads, args)):
         return args
     shape = torch.broadcast_shapes(*(each.shape for each in args if isinstance(each, Tensor)))
-    return [own_functions.expand(each, shape) if grads(each) else each for each in args]
+    return [custom_functions.expand(each, shape) if grads(each) else each for each in args]
 
 
 _OPERATORS: Final = {

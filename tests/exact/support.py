@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from threefold.ops import exact_products
+from threefold.exact import products as exact_products
 
 
 def tree(parts: list[Tensor]) -> Tensor:

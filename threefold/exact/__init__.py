@@ -1,0 +1,1 @@
+"""Exact runs: arithmetic whose bits no layout, number of threads or kernel decides."""

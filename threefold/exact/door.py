@@ -1,0 +1,5 @@
+"""Contributions of exact runs to the core (`threefold.doors`)."""
+
+from typing import Final
+
+HOOKS: Final = {"exact_arithmetic": "threefold.exact.arithmetic:exact_arithmetic"}
