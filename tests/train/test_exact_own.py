@@ -14,7 +14,6 @@ from tests.support.parity import Case, Trace, trained
 from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
-from threefold.exact import custom_functions
 from threefold.exact.arithmetic import check_grain
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.loss_terms import CountedLoss, LossTerm

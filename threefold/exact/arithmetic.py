@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from threefold.comm.axis import reduce_from
+from threefold.comm.differentiable import reduce_from
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.section import nearest_divisor
@@ -27,7 +27,7 @@ from threefold.exact.sample_sums import ExactShardedGradients, LeafOrder, TreePl
 from threefold.exact.totals import row_norms, row_width, sum_exactly
 from threefold.models import sharding
 from threefold.ops import kernels
-from threefold.ops.arithmetic import LayerArithmetic, Passes
+from threefold.ops.arithmetic import LayerArithmetic, PassContext
 from threefold.ops.cross_entropy import rows_at_once, runs_of_rows
 from threefold.parallel.arithmetic import Arithmetic, RankArithmetic
 from threefold.parallel.gradients import Gradients, MakePlace
@@ -92,7 +92,7 @@ class ExactLayers(LayerArithmetic):
         return custom_functions.total(x.square(), (-2, -1), True).sqrt()
 
 
-class ExactPasses(Passes):
+class ExactPasses(PassContext):
     """Forward passes in which torch's functions are replaced by those of exact runs."""
 
     def __init__(self, functions: Callable[[], AbstractContextManager[Any]], calls: UnknownCalls | None) -> None:

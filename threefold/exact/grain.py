@@ -5,7 +5,7 @@ from functools import partial
 from math import gcd
 from typing import NamedTuple
 
-from threefold.comm.axis import all_gather_equal, all_reduce
+from threefold.comm.differentiable import all_gather_equal, all_reduce
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.exact.layers import RowSum

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from threefold.comm.axis import Axis, copy_to, gather_from, reduce_from, reduce_scatter, scatter_to
+from threefold.comm.axis import Axis
+from threefold.comm.differentiable import copy_to, gather_from, reduce_from, reduce_scatter, scatter_to
 from threefold.comm.layout import shard_bounds
 from threefold.exact import layers
 from threefold.exact.attention import exact_attention

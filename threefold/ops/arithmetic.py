@@ -94,7 +94,7 @@ PLAIN: Final = LayerArithmetic()
 FLOAT8: Final = Float8()
 
 
-class Passes:
+class PassContext:
     """What surrounds the forward passes of a stage and their recomputations: nothing, unless a subclass says so."""
 
     def __call__(self) -> AbstractContextManager[Any]:
@@ -105,4 +105,4 @@ class Passes:
         """Take note of the outputs of a pass; `key` is that of the stage, or of its loss."""
 
 
-PLAIN_PASSES: Final = Passes()
+PLAIN_PASS: Final = PassContext()

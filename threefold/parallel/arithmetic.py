@@ -17,7 +17,7 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan, Split
-from threefold.ops.arithmetic import PLAIN, PLAIN_PASSES, LayerArithmetic, Passes
+from threefold.ops.arithmetic import PLAIN, PLAIN_PASS, LayerArithmetic, PassContext
 from threefold.parallel.gradient_sums import squared_norm
 from threefold.parallel.gradients import Gradients, MakePlace, Place
 from threefold.parallel.parameter import Weight
@@ -38,7 +38,7 @@ class RankArithmetic:
     """
 
     layers: LayerArithmetic = PLAIN
-    passes: Passes = PLAIN_PASSES
+    passes: PassContext = PLAIN_PASS
     shardings: Mapping[type[Split], MakeModule] = MappingProxyType({})
     keeps_whole_logits: ClassVar[bool] = False
     separates_uses: ClassVar[bool] = False

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from threefold.errors import UserError
 from threefold.models.sharding import matches
-from threefold.ops.arithmetic import PLAIN_PASSES, Passes
+from threefold.ops.arithmetic import PLAIN_PASS, PassContext
 from threefold.parallel.parameter import set_in
 from threefold.parallel.pipeline.partition import chosen_layers
 from threefold.parallel.pipeline.stage import Stage
@@ -41,7 +41,7 @@ class Recomputed(nn.Module):
         self,
         module: nn.Module,
         streams: RandomStreams | None = None,
-        passes: Passes = PLAIN_PASSES,
+        passes: PassContext = PLAIN_PASS,
     ) -> None:
         super().__init__()
         self.training = module.training
@@ -104,7 +104,7 @@ def apply_recompute(
     mode: str,
     every: int = 1,
     streams: RandomStreams | None = None,
-    passes: Passes = PLAIN_PASSES,
+    passes: PassContext = PLAIN_PASS,
 ) -> None:
     """Wrap each module whose activations are computed again in a `Recomputed`; `mode` is one of the plan, or `none`.
 

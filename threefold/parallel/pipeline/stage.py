@@ -24,7 +24,7 @@ from threefold.models.own_batch import (
     split_batch,
 )
 from threefold.models.sharding import ModelPlan
-from threefold.ops.arithmetic import PLAIN_PASSES, Passes
+from threefold.ops.arithmetic import PLAIN_PASS, PassContext
 from threefold.parallel.leaf import stored
 from threefold.parallel.pipeline.partition import StageMap, covers, shared_between
 
@@ -42,7 +42,7 @@ class Stage(nn.Module):
         plan: ModelPlan,
         first: int,
         end: int,
-        passes: Passes = PLAIN_PASSES,
+        passes: PassContext = PLAIN_PASS,
     ) -> None:
         super().__init__()
         self._passes = passes
