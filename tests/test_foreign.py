@@ -192,7 +192,7 @@ FUNCTIONS: Final = {
         verify/reference.py::Trace.load verify/reference.py::Trace.save
     """,
     "O_EXCL, which follows no link": """
-        launch/launcher.py::_claim train/callbacks/tensorboard.py::TensorBoard.before_fit
+        launch/failure.py::claims_report train/callbacks/tensorboard.py::TensorBoard.before_fit
     """,
     "whether there is such an entry, which opens nothing": """
         checkpoint/folder.py::remove_partial checkpoint/save.py::put_in_place
@@ -216,9 +216,10 @@ FUNCTIONS: Final = {
     "standard streams, /dev/null, /dev/shm and /proc": """
         terminal.py::guard_streams launch/device.py::gpu_count launch/environment.py::_environment_of
         launch/environment.py::chosen_threads launch/output.py::_append launch/output.py::logged_and_shown
-        launch/process.py::StopSignals.noted.end_on_second launch/process.py::_fields
-        launch/process.py::_tasks_of_user launch/process.py::identify_process launch/process.py::process_state
-        launch/process.py::worked_seconds resilience/memory_copy.py::MemoryCopy.__init__
+        launch/process.py::StopSignals.noted.end_on_second resilience/processes.py::_fields
+        launch/process.py::_tasks_of_user resilience/processes.py::identify_process
+        resilience/processes.py::process_state resilience/processes.py::worked_seconds
+        resilience/memory_copy.py::MemoryCopy.__init__
     """,
     "the user's cache": "data/tokenizer.py::_require_tried",
     "a picture in a new file of `own_file`": "report/loss_curve.py::draw",

@@ -35,11 +35,11 @@ if __name__ == "__main__":
 
 
 def start(
-    folder: Path, worker: str, args: str, ranks: int, options: str = "", own_session: bool = False
+    folder: Path, worker: str, args: str, ranks: int, options: str = "", own_session: bool = False, begin: str = ""
 ) -> subprocess.Popen[str]:
     """A process of its own, which has run nothing parallel, that spawns ranks."""
     script = folder / "spawning.py"
-    script.write_text(SPAWN.format(folder=str(folder), worker=worker, args=args, ranks=ranks, options=options))
+    script.write_text(begin + SPAWN.format(folder=str(folder), worker=worker, args=args, ranks=ranks, options=options))
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
     return ready.ReadyProcess([sys.executable, script], env=environment, new_session=own_session)
 
@@ -101,6 +101,17 @@ def test_one_message_names_the_rank_that_failed(tmp_path: Path, rank: int, how: 
     assert log.read_text().startswith(f"last words of {rank}\n")
     assert ("Traceback" in log.read_text()) == (how == "raise")
     assert len(pids_of(tmp_path)) == 4
+    assert_gone(pids_of(tmp_path))
+
+
+@pytest.mark.parametrize("rooms", ["()", "('resilience',)"])
+def test_a_killed_rank_is_named_with_and_without_the_watch(tmp_path: Path, rooms: str) -> None:
+    begin = f"from threefold import doors\ndoors.ROOMS = {rooms}\n"
+    process = start(tmp_path, "fail", "(folder, 1, 'kill')", 2, "timeout=600.0", begin=begin)
+    _, message = process.communicate(timeout=LONGEST)
+    log = log_file(tmp_path / "run", 1)
+    error = "its process was killed by SIGKILL, as when memory runs out"
+    assert message == f"RankFailed: rank 1 failed: {error} (log: {log})\n"
     assert_gone(pids_of(tmp_path))
 
 

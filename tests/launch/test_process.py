@@ -1,6 +1,5 @@
 """Garbage collections around imports and forks, and limits of a process."""
 
-import errno
 import gc
 import multiprocessing
 import multiprocessing.popen_fork  # another user may be unable to read it later
@@ -11,12 +10,11 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing import heap
 
 import pytest
 
 from threefold.errors import UserError
-from threefold.launch import failure, local, process
+from threefold.launch import failure, process
 from threefold.launch.failure import explain_limit, from_exception, from_exit_code
 from threefold.launch.process import lasting_imports, require_room, shared_objects
 
@@ -50,23 +48,6 @@ def test_forks_leave_objects_to_their_parent() -> None:
     with shared_objects():
         assert gc.get_freeze_count() > MANY
     assert gc.get_freeze_count() == 0
-
-
-def stat(own: int, of_children: int, niceness: int) -> list[str]:
-    """Fields of a /proc stat file from the third on: user and system time, theirs of ended children, and niceness."""
-    fields = ["0"] * 20
-    fields[11:15] = str(own), "0", str(of_children), "0"
-    fields[16] = str(niceness)
-    return fields
-
-
-def test_threads_of_low_priority_are_not_the_work_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A thread that writes a checkpoint may compute while the rank hangs; a compiler, which has ended, counts."""
-    files = {"/proc/0/stat": stat(700, 100, 5), "/proc/0/task/1/stat": stat(300, 0, 5)}
-    files |= {"/proc/0/task/2/stat": stat(200, 0, 15), "/proc/0/task/3/stat": stat(70, 0, -5)}
-    monkeypatch.setattr(process, "_fields", files.__getitem__)
-    monkeypatch.setattr(process.os, "listdir", lambda path: ["1", "2", "3"])
-    assert process.worked_seconds(0) * os.sysconf("SC_CLK_TCK") == pytest.approx(800 - 200)
 
 
 def test_too_few_open_files_are_refused_before_a_rank_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,20 +157,6 @@ def test_a_limited_address_space_is_named(monkeypatch: pytest.MonkeyPatch) -> No
             "the address space of a process, which RLIMIT_AS (ulimit -v) limits to 0.50 GB here, is not enough: none "
             "is left; a rank of a small model takes 1.3 to 2 GB, so raise the limit, as with `ulimit -v unlimited`"
         )
-
-
-def test_heartbeats_need_no_file_where_ranks_are_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where /dev/shm is read-only."""
-
-    def refuse(*given: object) -> None:
-        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "/dev/shm/pym")
-
-    monkeypatch.setattr(heap, "Arena", refuse)
-    monkeypatch.setattr(heap.BufferWrapper, "_heap", heap.Heap())
-    with memoryview(local._shared_bytes(multiprocessing.get_context("fork"), 10_000)) as shared:
-        assert shared.nbytes == 10_000
-    with pytest.raises(UserError, match=r"need a file in /dev/shm or TMPDIR, and there can be none \(Read"):
-        local._shared_bytes(multiprocessing.get_context("spawn"), 10_000)
 
 
 def test_an_abort_under_a_limit_on_the_address_space_names_it(monkeypatch: pytest.MonkeyPatch) -> None:

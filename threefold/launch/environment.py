@@ -12,7 +12,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Final
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.host import interface_address
-from threefold.launch.hang_watch import PATIENCE, named_ranks
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -247,12 +246,16 @@ def tasks_on(tasks_per_node: str, node: int) -> int:
     return counts[min(node, len(counts) - 1)]
 
 
+PATIENCE: Final = 4
+"""Number of timeouts that a rank may take to meet the others (under a launcher it may still prepare its data), and for
+one computation."""
 LONGEST_WAIT: Final = 1800.0
 """Seconds that ranks wait for each other if no setting says how long; torch's default."""
 NOTICE: Final = 5.0
 """Seconds of waiting after which a rank prints what it waits for."""
 _SLICE: Final = 0.2  # seconds between two checks
 _PROBE: Final = 5.0  # seconds within which a host must answer
+_MOST_NAMED: Final = 4  # most ranks that a message lists one by one
 _ENDED: Final = "ended"  # key of a store: why a rank will not come
 
 
@@ -417,6 +420,17 @@ def _wait_for_others(wait: _Wait, store: "Store") -> None:
             pause = min(2 * pause, longest)
     except RuntimeError as error:  # the process that listens there has ended
         raise wait.error(f"the connection to it is lost ({_reason(error)})") from None
+
+
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks as `rank 1`, `ranks 1, 2 and 5` or `ranks 1, 2, 3, 4 and 60 more`."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown, more = list(ranks[:_MOST_NAMED]), len(ranks) - _MOST_NAMED
+    if more == 1:
+        shown, more = list(ranks), 0
+    *most, last = [*map(str, shown), *([f"{more:,} more"] if more > 0 else [])]
+    return f"ranks {', '.join(most)} and {last}"
 
 
 def _reason(error: Exception) -> str:

@@ -16,7 +16,7 @@ from typing import Any, Final
 from threefold.errors import HardwareFault, PeerLostError, ProcessFault, UserError
 from threefold.files import hide_secrets
 from threefold.host import memory, task_limits
-from threefold.launch.output import log_file
+from threefold.launch.output import failure_file, log_file
 from threefold.launch.process import no_more_tasks, signal_name
 
 
@@ -216,6 +216,16 @@ def lost_rank_zero(failure: Failure) -> Failure:
 def is_first_to_report(store: Any) -> bool:
     """Return whether no rank of the launcher's `store` has reported a failure before this one."""
     return int(store.add("failures", 1)) == 1
+
+
+def claims_report(run_dir: Path, failure: Failure) -> bool:
+    """Write the failure to a file that only one rank can create; return whether this rank reports."""
+    try:
+        with failure_file(run_dir).open("x", encoding="utf-8") as file:
+            file.write(f"{failure.message(run_dir)}\n")
+    except OSError as error:  # such as a full disk: better to report twice than not at all
+        return not isinstance(error, FileExistsError)
+    return True
 
 
 def pickled(error: BaseException) -> bytes | None:

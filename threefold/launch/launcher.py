@@ -2,21 +2,20 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from threefold.comm.heartbeat import Heartbeat, wait_code
-from threefold.comm.rank_state import RunSection
+from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.launch import failure as failures
 from threefold.launch.device import require_gpus
 from threefold.launch.environment import LaunchedRank, find_launched_rank, local_place, meet
-from threefold.launch.failure import Failure, RankFailed, is_first_to_report
-from threefold.launch.hang_watch import StoreWatch
+from threefold.launch.failure import Failure, RankFailed, claims_report, is_first_to_report
 from threefold.launch.local import Ownership, spawn, write_traceback
 from threefold.launch.output import failure_file
 from threefold.launch.process import StopSignals, raise_on_second
@@ -76,8 +75,9 @@ def run(
     try:
         store = meet(launched, job.timeout)
         with ExitStack() as stack:
-            if job.timeout and launched.world_size > 1:
-                info = replace(info, heartbeat=stack.enter_context(_watched(job, launched, store)))
+            watch = hook("watch_launched") if job.timeout and launched.world_size > 1 else None
+            if watch is not None:
+                info = replace(info, heartbeat=stack.enter_context(watch(job, launched, store)))
             heartbeat = info.heartbeat or Heartbeat()
             with heartbeat.waiting(wait_code("gather", heartbeat.axis("world", range(launched.world_size)))):
                 refusal = _entered(stack, own, launched.rank, shared)
@@ -181,27 +181,6 @@ def _entered(stack: ExitStack, own: Ownership, rank: int, shared: Callable[[str]
     return shared(refusal)
 
 
-@contextmanager
-def _watched(job: Job, launched: LaunchedRank, store: Any) -> Iterator[Heartbeat]:
-    """Yield this rank's heartbeat; within the block, end this process when a rank does not answer."""
-    rank = launched.rank
-
-    def tell(failure: Failure, alone: bool) -> None:
-        claimed = rank == 1 if job.run_dir is None else _claim(job.run_dir, failure)
-        if alone or claimed:
-            with suppress(OSError):
-                os.write(console, f"Error: {failure.message(job.run_dir)}.\n".encode())
-
-    console = os.dup(2)  # the rank's own output goes to its log
-    try:
-        watch = StoreWatch(store, rank, launched.world_size, job.timeout, tell, job.recorder(rank))
-        watch.heartbeat.section(RunSection.START)
-        with watch.watching():
-            yield watch.heartbeat
-    finally:
-        os.close(console)
-
-
 def _to_report(store: Any, failure: Failure, error: Exception, run_dir: Path | None) -> Failure | None:
     """Return the failure that this rank reports; None if another rank has reported one.
 
@@ -216,18 +195,8 @@ def _to_report(store: Any, failure: Failure, error: Exception, run_dir: Path | N
         first = is_first_to_report(store)
     except Exception:  # the store is unreachable
         reported = failures.lost_rank_zero(failure) if known is failure or known.of_another else known
-        reports = failure.rank == 1 or reported is failure if run_dir is None else _claim(run_dir, reported)
+        reports = failure.rank == 1 or reported is failure if run_dir is None else claims_report(run_dir, reported)
         return reported if reports else None
     if first and run_dir is not None:
-        _claim(run_dir, known)
+        claims_report(run_dir, known)
     return known if first else None
-
-
-def _claim(run_dir: Path, failure: Failure) -> bool:
-    """Write the failure to a file that only one rank can create; return whether this rank reports."""
-    try:
-        with failure_file(run_dir).open("x", encoding="utf-8") as file:
-            file.write(f"{failure.message(run_dir)}\n")
-    except OSError as error:  # such as a full disk: better to report twice than not at all
-        return not isinstance(error, FileExistsError)
-    return True

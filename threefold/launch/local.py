@@ -1,6 +1,5 @@
 """Run the ranks of a job as processes of this host: start and watch them, and collect their results or failures."""
 
-import mmap
 import multiprocessing
 import os
 import signal
@@ -13,16 +12,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Literal, NamedTuple, NoReturn, cast
+from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, cast
 
 from threefold.comm.heartbeat import Heartbeat
-from threefold.comm.rank_state import PAGE_BYTES, Page, RankState, RunSection, ask, read
+from threefold.comm.rank_state import RunSection
+from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.foreign import open_own
 from threefold.launch import process as processes
 from threefold.launch.device import require_gpus
 from threefold.launch.failure import Failure, cause, formatted, from_exception, from_exit_code
-from threefold.launch.hang_watch import LOOK, HangWatch, Stopwatch, beating
 from threefold.launch.output import log_file
 from threefold.launch.process import NUMBERS, StopSignals, raise_on_second, require_room
 from threefold.launch.worker import Job, RankInfo, Worker, listen_on_loopback, never, stay_on_loopback, work
@@ -35,8 +34,26 @@ Again = Callable[[Failure], tuple[tuple[Any, ...], int] | None]
 """Function called with the cause of a failure when all ranks have ended. It returns the worker's arguments and the
 number of ranks of the next attempt, or None to end without an error, or raises the error that ends the run."""
 
+LOOK: Final = 0.25
+"""Seconds between two calls of a watch for ranks that hang."""
 OTHER_FAILURES = 0.5
 """Seconds to wait after the first failure for failures of other ranks, one of which may be the cause."""
+
+
+class RankWatch(Protocol):
+    """Watch for ranks that hang, of an attached room (hook `watch_local`): made before ranks start."""
+
+    def heartbeat(self, rank: int) -> Heartbeat:
+        """Return the heartbeat of a rank, in its process."""
+
+    def beating(self, rank: int, heartbeat: Heartbeat) -> AbstractContextManager[None]:
+        """Beat within the block, in the rank's process."""
+
+    def finder(self, pids: Sequence[int]) -> Callable[[Collection[int]], Failure | None]:
+        """Return a function to call every `LOOK` seconds with the ranks that have no process any more.
+
+        It returns the failure of the rank that does not answer; None if all do.
+        """
 
 
 def spawn(
@@ -106,7 +123,8 @@ def collect_local(
     import torch.distributed as dist
 
     context: Any = multiprocessing.get_context(start_method)
-    memory = _shared_bytes(context, world_size * PAGE_BYTES) if job.timeout else None
+    watch_local = hook("watch_local") if job.timeout else None
+    watch: RankWatch | None = None if watch_local is None else watch_local(job, world_size, start_method)
 
     def ask_to_stop(number: int, again: bool) -> None:
         raise_on_second(number, again)
@@ -120,7 +138,7 @@ def collect_local(
         for number in range(world_size):
             info = RankInfo(number, world_size, number, world_size, job.device, backend=job.backend)
             receiver, sender = context.Pipe(duplex=False)
-            main_args = (job, info, (host, port), sender, os.getpid(), memory, signals is not None)
+            main_args = (job, info, (host, port), sender, os.getpid(), watch, signals is not None)
             process = context.Process(target=_main, args=main_args, name=f"rank {number}")
             with processes.signals_blocked():  # or a signal could come between its start and its entry in the list
                 process.start()
@@ -129,8 +147,8 @@ def collect_local(
         handle = os.dup(listener.fileno())
         store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=handle)
         look = None
-        if memory is not None and job.debug_rank is None:  # ranks wait for a debugged one as long as it takes
-            look = _hang_finder(job, _pages(memory), [rank.process.pid or 0 for rank in ranks])
+        if watch is not None and job.debug_rank is None:  # ranks wait for a debugged one as long as it takes
+            look = watch.finder([rank.process.pid or 0 for rank in ranks])
         with signals.passed_to(ask_to_stop) if signals else nullcontext():
             failures, results = _watch(ranks, look)
         del store  # the store serves until the ranks are done
@@ -138,23 +156,25 @@ def collect_local(
 
 
 def _main(
-    job: Job, info: RankInfo, place: tuple[str, int], report: Connection, parent: int, memory: Any, stops: bool
+    job: Job,
+    info: RankInfo,
+    place: tuple[str, int],
+    report: Connection,
+    parent: int,
+    watch: RankWatch | None,
+    stops: bool,
 ) -> None:
     """Run the job in a rank's process.
 
-    The store of all ranks is at `place`, heartbeat pages are in `memory`, shared with the process `parent`; None where
-    nobody reads them. The worker itself ends on a signal if `stops`.
+    The store of all ranks is at `place`; the process `parent` has started them. Without `watch`, nobody
+    reads heartbeats. The worker itself ends on a signal if `stops`.
     """
     processes.die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends all ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     asked = processes.note_signals() if stops else never
-    heartbeat = Heartbeat()
-    beats: AbstractContextManager[None] = nullcontext()
-    if memory is not None:
-        pages = _pages(memory)
-        heartbeat = Heartbeat(pages[info.rank], lambda: [read(page) for page in pages])
-        beats = beating(heartbeat, job.recorder(info.rank))
+    heartbeat = Heartbeat() if watch is None else watch.heartbeat(info.rank)
+    beats = nullcontext() if watch is None else watch.beating(info.rank, heartbeat)
     heartbeat.section(RunSection.START)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)  # blocked since before this process was started
     set_debugger(job.debug_rank, info.rank, named="--debug-rank" if job.run_dir else "")
@@ -222,55 +242,6 @@ def _watch(
         if any(failure.silent for failure in failures.values()):
             break  # it is the cause, whatever the others say
     return list(failures.values()), results
-
-
-def _shared_bytes(context: Any, size: int) -> Any:
-    """Return memory that the ranks of a start method share with this process."""
-    if context.get_start_method() == "fork":
-        return mmap.mmap(-1, size)  # without a file, for which there may be no place
-    try:
-        return context.RawArray("b", size)
-    except OSError as error:
-        raise UserError(
-            f"The heartbeats of ranks that are spawned need a file in /dev/shm or TMPDIR, and there can be none "
-            f"({error.strerror}); make /dev/shm writable, or set train.timeout to 0, which does without heartbeats."
-        ) from None
-
-
-def _pages(memory: Any) -> list[Page]:
-    """Return the heartbeat page of each rank."""
-    view = memoryview(memory).cast("B")
-    return [view[start : start + PAGE_BYTES] for start in range(0, len(view), PAGE_BYTES)]
-
-
-def _hang_finder(job: Job, pages: Sequence[Page], pids: Sequence[int]) -> Callable[[Collection[int]], Failure | None]:
-    """Return a function to call every `LOOK` seconds with the ranks that have no process any more.
-
-    It returns the failure of the rank that does not answer, by its page and its process; None if all do. Over NCCL it
-    first waits until the other ranks have written their flight recorders.
-    """
-
-    def worked(rank: int, place: RankState) -> float:
-        # A page does not show who computes: native code may keep the thread that beats from running.
-        return processes.worked_seconds(pids[rank])
-
-    watch = HangWatch(len(pids), job.timeout, lambda rank: processes.process_state(pids[rank]), worked)
-    stopwatch = Stopwatch(LOOK)
-
-    def look(ended: Collection[int]) -> Failure | None:
-        hang = watch.observe([read(page) for page in pages], stopwatch.passed(), ended)
-        if hang is None:
-            return None
-        if job.over_nccl:
-            asked = [page for rank, page in enumerate(pages) if rank not in (*ended, *hang.ranks)]
-            for page in asked:
-                ask(page)
-            deadline = time.monotonic() + 3.0  # for ranks to write their flight recorders
-            while time.monotonic() < deadline and not all(read(page).answered for page in asked):
-                time.sleep(LOOK)
-        return Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True)
-
-    return look
 
 
 @contextmanager

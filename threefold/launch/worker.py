@@ -87,12 +87,6 @@ class Job:
         """True if collectives run on GPUs over NCCL, outside the training thread."""
         return self.device == "cuda" and self.backend == "auto"
 
-    def recorder(self, rank: int) -> Callable[[], None]:
-        """Return a function that writes the flight recorder of `rank`; recording starts now, and only over NCCL."""
-        from threefold.launch.hang_watch import flight_recorder
-
-        return flight_recorder(self.run_dir, rank) if self.over_nccl else lambda: None
-
     def output_of(self, rank: int) -> AbstractContextManager[None]:
         """Redirect the output of `rank` to its log, unless there is no run folder or the rank has the terminal."""
         if rank == self.debug_rank:
@@ -109,7 +103,8 @@ def work(job: Job, info: RankInfo, store: "Store") -> object:
     """Run the job as one rank (device, process group, worker, clean-up) and return the worker's result."""
     import torch.distributed as dist
 
-    join(info, store, job.timeout if job.debug_rank is None else math.inf)
+    watched = job.timeout if hook("watch_local") else 0.0  # without that room, torch's own limits end a wait
+    join(info, store, watched if job.debug_rank is None else math.inf)
     result = job.worker(info, *job.args)
     if info.heartbeat is not None:
         info.heartbeat.section(RunSection.END)

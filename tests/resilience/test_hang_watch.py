@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from threefold.comm.rank_state import Activity, RankState, RunSection, Wait
-from threefold.launch import hang_watch
-from threefold.launch.hang_watch import Hang, HangWatch, LostStore, Stopwatch
-from threefold.launch.process import ProcessState
+from threefold.resilience import hang_watch
+from threefold.resilience.hang_watch import Hang, HangWatch, LostStore, Stopwatch
+from threefold.resilience.processes import ProcessState
 
 TIMEOUT = 10.0
 ALL = (0, 1, 2, 3)
