@@ -214,13 +214,7 @@ def chunked(layout: dict[str, Any]) -> Case:
     return Case(**{"dtype": "fp64", "steps": 2, **layout, "settings": settings})
 
 
-SLOW = (1, 3, 4, 6)  # of which others have the parts
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(each, marks=[pytest.mark.slow] if i in SLOW else [], id=str(each)) for i, each in enumerate(LAYOUTS)],
-)
+@sweep("layout", LAYOUTS, ids=str, quick=(0, 2, 5, 7, 8, 9, 10))  # of the others, those have the parts
 def test_layout(pool, expected, layout: dict[str, Any]) -> None:
     case = chunked(layout)
     check(pool, expected, case)
@@ -231,13 +225,7 @@ def logits_kept() -> list[Patch]:
     return [(ChunkSizes, "of_device", classmethod(lambda cls, device: cls(kept_logits_at_once=200)))]
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [
-        pytest.param(each, marks=[pytest.mark.slow] if i not in (0, 10) else [], id=str(each))
-        for i, each in enumerate(LAYOUTS)
-    ],
-)
+@sweep("layout", LAYOUTS, ids=str, quick=(0, 10), slow=(5,))
 def test_layout_that_keeps_the_logits(pool, expected, layout: dict[str, Any]) -> None:
     case = replace(chunked(layout), settings=(*layout.get("settings", ()), ("train.loss_chunk_size", 0)))
     found = departures(expected(case), pool.run(case.world_size, with_mistake, logits_kept, in_layout, case), case)

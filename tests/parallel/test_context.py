@@ -17,8 +17,8 @@ from threefold.parallel.parameter import draw_
 
 
 @sweep("cp", [2, 3, 4], quick=(0, 1))
-@sweep("positions", ["learned", "rope"], quick=(1,))
-@sweep("documents", [False, True], ids=["packed", "separate"], quick=(1,))
+@sweep("positions", ["learned", "rope"], quick=(1,), slow=())
+@sweep("documents", [False, True], ids=["packed", "separate"], quick=(1,), slow=())
 def test_cp(pool, expected, cp: int, positions: str, documents: bool) -> None:
     check(pool, expected, case(cp=cp, positions=positions, documents=documents))
 

@@ -49,7 +49,7 @@ CASES = {
 }
 
 
-@sweep("name", CASES, quick=(1, 3, 19), slow=slice(0, None, 2))
+@sweep("name", CASES, quick=(1, 3, 19), slow=slice(0, None, 4))
 def test_gradients_and_steps(pool, expected, name: str) -> None:
     check(pool, expected, CASES[name])
 

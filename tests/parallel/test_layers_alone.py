@@ -261,7 +261,7 @@ def of_axis(way: Callable[[Axis], None]) -> None:
     way(Mesh(Layout(tp=torch.distributed.get_world_size())).tp)
 
 
-@sweep("ranks", [3, 1, 4], quick=(0,), slow=(2,))
+@sweep("ranks", [3, 1, 4], quick=(0,), slow=())
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 def test_what_torch_does_with_parameters(pool, way: Callable[[Axis], None], ranks: int) -> None:
     pool.run(ranks, of_axis, way)

@@ -216,7 +216,7 @@ def test_weights_in_any_order_in_memory(pool, sizes: dict[str, int], options: di
     assert departures(plain(Strided), pool.run(ranks, in_layout, Strided, sizes, options, {})) == []
 
 
-@sweep(("sizes", "options"), LAYOUTS, quick=(6,))
+@sweep(("sizes", "options"), LAYOUTS, quick=(6,), slow=(0, 4))
 def test_recurrent_weights(pool, sizes: dict[str, int], options: dict[str, Any]) -> None:
     ranks = sizes.get("dp", 1) * sizes.get("tp", 1) * sizes.get("pp", 1)
     assert departures(plain(Recurrent), pool.run(ranks, in_layout, Recurrent, sizes, options, {})) == []

@@ -266,7 +266,7 @@ def test_ranks_refuse_a_plan_that_does_not_fit(pool) -> None:
     assert isinstance(told.value.__cause__, UserError)
 
 
-@sweep("preset", PRESETS, quick=(0, 12, 16, 22, 28, 32))
+@sweep("preset", PRESETS, quick=(0, 12, 16, 22, 28, 32), slow=())
 def test_the_plans_of_the_families_fit(preset: str) -> None:
     given = {"data": {"path": "unused"}, "model": {"preset": preset}}
     config = resolve(Config.model_validate(given), 1)

@@ -107,7 +107,7 @@ def kept(case: Case, mode: str, every: int = 1) -> tuple[int, int]:
     return found
 
 
-@sweep("tp", [1, 2], quick=(1,))
+@sweep("tp", [1, 2], quick=(1,), slow=())
 @sweep(
     "changes",
     [{}, {"dropout": 0.1}, {"dtype": "bf16"}, {"dtype": "bf16", "dropout": 0.1}, {"dtype": "fp64"}],

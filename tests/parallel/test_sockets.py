@@ -20,7 +20,7 @@ CASES |= {
 }
 
 
-@sweep("name", LAYOUTS, quick=(20,), slow=slice(0, None, 3))
+@sweep("name", LAYOUTS, quick=(20,), slow=slice(0, None, 8))
 def test_a_step_enters_the_same_collectives(pool, name: str) -> None:
     """The record is of what was asked for, not of how it travels."""
     case = replace(LAYOUTS[name], shared_memory=False)

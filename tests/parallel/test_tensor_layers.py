@@ -87,14 +87,14 @@ def shard(size: int, shards: int, index: int) -> tuple[int, int]:
     return int(pieces[index][0]), int(pieces[index][-1]) + 1
 
 
-@sweep("size", SIZES, quick=(2,))
+@sweep("size", SIZES, quick=(2,), slow=(3,))
 @sweep("bias", [True, False], quick=(0,))
 @pytest.mark.parametrize(("gather", "pad_to"), [(True, 1), (False, 1), (True, 8), (False, 3)])
 def test_column_parallel_linear(pool, size: int, bias: bool, gather: bool, pad_to: int) -> None:
     pool.run(size, against_linear, "column", bias, gather, pad_to)
 
 
-@sweep("size", SIZES, quick=(2,))
+@sweep("size", SIZES, quick=(2,), slow=(3,))
 @sweep("bias", [True, False], quick=(0,))
 @pytest.mark.parametrize("scatter", [True, False])
 def test_row_parallel_linear(pool, size: int, bias: bool, scatter: bool) -> None:
@@ -119,7 +119,7 @@ def against_embedding(vocab: int, pad_to: int) -> int:
     return held(layer.weight).shape[0]
 
 
-@sweep("size", SIZES, quick=(3,))
+@sweep("size", SIZES, quick=(3,), slow=(1,))
 @sweep("pad_to", [1, 4], quick=(0,))
 @pytest.mark.parametrize("vocab", [20, 10, 5])
 def test_vocab_parallel_embedding(pool, size: int, vocab: int, pad_to: int) -> None:
@@ -183,7 +183,7 @@ def against_cross_entropy(vocab: int, scale: float, dtype: torch.dtype, excluded
     }
 
 
-@sweep("size", SIZES, quick=(3,))
+@sweep("size", SIZES, quick=(3,), slow=(1,))
 @sweep("scale", [1.0, 1e4], quick=(1,))
 @pytest.mark.parametrize("vocab", [12, 10, 5])
 def test_parallel_cross_entropy(pool, size: int, vocab: int, scale: float) -> None:

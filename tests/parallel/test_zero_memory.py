@@ -93,7 +93,7 @@ def sizes(case: Case) -> tuple[int, int]:
 
 
 @sweep("dtype", ["fp32", "bf16"], quick=(1,))
-@sweep("dp", [2, 4], quick=(0,))
+@sweep("dp", [2, 4], quick=(0,), slow=())
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_per_rank_are_those_of_the_formula(pool, stage: int, dp: int, dtype: str) -> None:
     case = replace(EVEN, dp=dp, dtype=dtype, settings=(("parallel.zero", stage),))

@@ -97,7 +97,7 @@ def test_bits_are_those_of_one_process(
     check(pool, one_process(case), spread(case, layout))
 
 
-@sweep("words", [*FAMILIES, "gpt context", "llama context"], quick=(0, 2))
+@sweep("words", [*FAMILIES, "gpt context", "llama context"], quick=(0, 2), slow=(1, 4))
 def test_exact_run_is_the_run_up_to_rounding(
     pool: WorkerPool, one_process: Callable[[Case], Trace], words: str
 ) -> None:

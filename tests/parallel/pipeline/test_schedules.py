@@ -29,7 +29,7 @@ SINGLE = ["1f1b", "gpipe"]
 SCHEDULES = ["interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]
 
 
-@sweep(("pp", "tie"), [(2, False), (4, True)], ids=["pp2-untied", "pp4-tied"], quick=(1,))
+@sweep(("pp", "tie"), [(2, False), (4, True)], ids=["pp2-untied", "pp4-tied"], quick=(1,), slow=())
 @sweep("schedule", SCHEDULES, quick=(3,))  # of the others, `test_few_and_many_micro_batches` has some
 def test_two_stages_a_rank(pool, expected, schedule: str, pp: int, tie: bool) -> None:
     check(pool, expected, chunked(schedule, pp=pp, tie=tie))
