@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.checkpoint.remotes import address_of, content, looked
+from tests.support.damage import flip
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete, path_of
@@ -271,12 +272,6 @@ def test_an_older_copy_is_used_where_the_newest_lacks_a_file(
         looked(remote.address, run, True)
 
 
-def flip(file: Path) -> None:
-    damaged = bytearray(file.read_bytes())
-    damaged[len(damaged) // 2] ^= 1
-    file.write_bytes(damaged)
-
-
 @pytest.mark.parametrize("name", ["tensors-00001.bin", "config.yaml"])
 def test_a_good_copy_replaces_a_damaged_checkpoint(
     name: str, pool: WorkerPool, small_run: Run, trained: Path, tmp_path: Path
@@ -287,7 +282,7 @@ def test_a_good_copy_replaces_a_damaged_checkpoint(
         remote.upload(path_of(trained, step))
     lose_a_file(remote, 4)
     for step in (3, 4):
-        flip(path_of(run, step) / name)
+        flip(file := path_of(run, step) / name, 4 * file.stat().st_size)
     settings = small_run.but(dp=2, steps=5, set=(("checkpoint.remote", remote.address), ("checkpoint.keep", 0)))
     before = look_at_remote(remote.address, Claimant(run, True, {}))
     assert before.copy == (None if name == "tensors-00001.bin" else path_of(run, 3))
@@ -304,7 +299,7 @@ def test_a_good_copy_replaces_a_damaged_last_checkpoint(trained: Path, tmp_path:
     """Which nothing loads, as no step is left."""
     run, remote = Path(shutil.copytree(trained, tmp_path / "run")), RemoteCheckpoints(f"file://{tmp_path / 'there'}")
     remote.upload(path_of(trained, 4))
-    flip(path_of(run, 4) / "tensors-00001.bin")
+    flip(file := path_of(run, 4) / "tensors-00001.bin", 4 * file.stat().st_size)
     assert look_at_remote(remote.address, Claimant(run, True, {}), last=5).copy is None
     assert look_at_remote(remote.address, Claimant(run, True, {}), last=4).copy == path_of(run, 4)
     assert content(path_of(run, 4)) == content(path_of(trained, 4))

@@ -6,15 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.command import Command, Silent
+from tests.support.damage import flip
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.index import read_index
 from threefold.checkpoint.summary import verify_checkpoint
-
-
-def flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 4
-    path.write_bytes(content)
 
 
 def test_a_whole_run(threefold: Command, saved: Path) -> None:
@@ -28,7 +23,7 @@ def test_a_flipped_bit_of_a_tensor(threefold: Command, run: Path) -> None:
     folder = run / "checkpoints" / "step_00000002"
     name, tensor = max(read_index(folder).items(), key=lambda item: item[1].chunks[0].bytes)
     chunk = tensor.chunks[0]
-    flip(folder / chunk.file, chunk.position + chunk.bytes // 2)
+    flip(folder / chunk.file, 8 * (chunk.position + chunk.bytes // 2))
     ended = threefold("checkpoint", "verify", run)
     assert ended.status == 1
     assert ended.error == (
@@ -44,7 +39,7 @@ def test_a_flipped_bit_in_any_file(run: Path) -> None:
     chance = random.Random(0)
     for path in sorted(folder.iterdir()):
         before = path.read_bytes()
-        flip(path, chance.randrange(len(before)))
+        flip(path, chance.randrange(8 * len(before)))
         with pytest.raises(DamagedCheckpoint) as caught:
             verify_checkpoint(folder, Silent())
         assert path.name in str(caught.value) or path.name == "checkpoint.json"

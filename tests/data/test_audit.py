@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer, models
 
+from tests.support.damage import flip
 from tests.support.other_systems import write_fleet, write_megatron
 from threefold.data.audit import audit
 from threefold.data.corpus import DOCUMENTS_FILE, META_FILE, TOKENS_FILE
@@ -47,12 +48,6 @@ def flips(folder: Path) -> list[tuple[Path, int]]:
     draw = random.Random(20)
     files = sorted(path for path in folder.iterdir())
     return [(path := files[n % len(files)], draw.randrange(8 * path.stat().st_size)) for n in range(FLIPS)]
-
-
-def flip(path: Path, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
 
 
 def test_whole_files_are_passed(folder: Path) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from tests.support.chats import conversations, transformers_tokenizer
 from tests.support.command import Silent
+from tests.support.damage import flip
 from tests.train.support import losses_of, same, train
 from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, load_config
@@ -215,25 +216,19 @@ def test_other_answers_are_not_resumed(tuned: Tuned, pool: WorkerPool, tmp_path:
         find_resumption(tmp_path / "run", other)
 
 
-def flip(path: Path, place: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
 def test_a_flipped_bit_of_mask_or_cache_is_seen(tuned: Tuned, pool: WorkerPool, tmp_path: Path) -> None:
     folder = Path(shutil.copytree(tuned.tokens, tmp_path / "tokens"))
-    flip(folder / "loss_mask.bin", 40)
+    flip(folder / "loss_mask.bin", 8 * 40)
     with pytest.raises(UserError, match=r"loss_mask.bin is damaged \(its checksum"):
         TokenFiles.open(folder)
     config = with_data(config_of(tuned, tuned.lines, steps=1), cache=str(tmp_path / "cache"))
     open_dataset(config).samples("train")
     (mask,) = (tmp_path / "cache").glob("*/loss_mask.bin")
     whole = mask.read_bytes()
-    flip(mask, 40)
+    flip(mask, 8 * 40)
     open_dataset(config).samples("train")
     assert mask.read_bytes() == whole, "it is made again"
     (cached,) = (tmp_path / "cache").glob("*/tokens.bin")
-    flip(cached, 20)
+    flip(cached, 8 * 20)
     with pytest.raises(WorkerError, match=r"tokens.bin (is damaged|holds token)"):
         pool.run(1, train, config, tmp_path / "run", False)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.damage import flip
 from tests.support.other_systems import write_megatron
 from tests.train.support import Run, manifest, train_rank
 from threefold.checkpoint.folder import path_of
@@ -38,12 +39,6 @@ def with_checksums(folder: Path) -> Path:
 def run(small_run: Run, tmp_path: Path) -> Run:
     """A run on a folder of its own, with checksums."""
     return small_run.but(data=with_checksums(Path(shutil.copytree(small_run.data, tmp_path / "tokens"))))
-
-
-def flip(path: Path, bit: int) -> None:
-    content = bytearray(path.read_bytes())
-    content[bit // 8] ^= 1 << bit % 8
-    path.write_bytes(content)
 
 
 def reverse(folder: Path) -> None:
