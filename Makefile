@@ -103,10 +103,10 @@ define install
 @touch $@
 endef
 
-.venv/ready: pyproject.toml
+.venv/ready: pyproject.toml parity/pyproject.toml
 	@echo "Setting up .venv, once: torch and what Threefold needs to train."
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(call install,.venv,-e .)
+	$(call install,.venv,-e . -e ./parity)
 
 TOOLS := [test,lint]
 

@@ -3,7 +3,7 @@
     python -m benchmarks.parity [--only ROW ...] [--layouts] [--write-docs]
 
 Each row of `parity_gpt/mistakes` is run twice, without the mistake (one process, as a rule) and with it, three steps
-each, and the records are compared by `threefold.parity`: found, the right name first, the right shape of the mistake?
+each, and the records are compared by `threefold_parity`: found, the right name first, the right shape of the mistake?
 Beside it stands what other checks see in the same steps: a gradient norm or a loss that is 1 % off at any step, and
 `torch.testing.assert_close` on the last weights. `--layouts` runs layouts without a mistake, in two precisions and
 with two seeds; the exit status is 1 unless all are equal.
@@ -23,16 +23,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
+from threefold_parity.compare import compare
+from threefold_parity.departure import Findings, without_key
+from threefold_parity.record import Record
+from threefold_parity.verdict import Judgement, judge
 
 from benchmarks.parity_gpt import checkpoint
 from benchmarks.parity_gpt.mistakes import IN_THREEFOLD, ROWS, Row
 from benchmarks.parity_launch import RunFailed, launch
 from threefold.constants import PARITY_WIDE
 from threefold.errors import UserError
-from threefold.parity.compare import compare
-from threefold.parity.departure import Findings, without_key
-from threefold.parity.record import Record
-from threefold.parity.verdict import Judgement, judge
 
 NOISY = 2
 """Further runs of each reference with noise in the last place, from which tolerances are learned."""

@@ -1,4 +1,4 @@
-"""Measure what the recorder of `threefold.parity` costs in a step of a plain GPT-2, and how large its record is.
+"""Measure what the recorder of `threefold_parity` costs in a step of a plain GPT-2, and how large its record is.
 
     python benchmarks/parity_cost.py [--batch 4] [--length 128 512] [--rounds 3]
 
@@ -12,13 +12,12 @@ import tempfile
 import time
 from pathlib import Path
 
+import threefold_parity as parity
 import torch
 from hardware import hardware_line
 from plain_gpt import PlainGPT
 from rich.console import Console
 from rich.table import Table
-
-from threefold import parity
 
 STEPS = 3
 VOCAB = 50257

@@ -34,8 +34,8 @@ _POOL = pytest.StashKey["WorkerPool"]()
 LONGEST = (
     "test_guides.py",
     "train/test_parity_recording.py",
-    "parity/test_frameworks.py",
-    "parity/test_commands.py",
+    "../parity/tests/test_frameworks.py",
+    "../parity/tests/test_commands.py",
     "parallel/test_compiled.py",
     "cli/test_demo.py",
     "api/test_example_scripts.py",
@@ -65,7 +65,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
     if not hasattr(config, "workerinput"):
         return
-    first = {Path(__file__).parent / name: place for place, name in enumerate(LONGEST)}
+    first = {(Path(__file__).parent / name).resolve(): place for place, name in enumerate(LONGEST)}
     assert [str(path) for path in first if not path.exists()] == []
     count = Counter(item.path for item in items)
     items.sort(key=lambda item: (first.get(item.path, len(first)), -count[item.path], item.path))

@@ -2,13 +2,12 @@
 
 import argparse
 
+import threefold_parity as parity
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
+from threefold_parity.accelerate import AccelerateAdapter
 from train import BATCH, GPT, LENGTH, VOCABULARY
-
-from threefold import parity
-from threefold.parity.accelerate import AccelerateAdapter
 
 
 def main() -> None:

@@ -4,13 +4,12 @@ import argparse
 import os
 
 import deepspeed
+import threefold_parity as parity
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from threefold_parity.deepspeed import DeepSpeedAdapter
 from train import BATCH, GPT, LENGTH, VOCABULARY
-
-from threefold import parity
-from threefold.parity.deepspeed import DeepSpeedAdapter
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29581"}
 

@@ -12,6 +12,7 @@ if not torch.cuda.is_available():
 
     megatron_on_cpus.begin()
 
+import threefold_parity as parity
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -21,9 +22,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
-
-from threefold import parity
-from threefold.parity.megatron import MegatronAdapter
+from threefold_parity.megatron import MegatronAdapter
 
 VOCABULARY, WIDTH, LENGTH, BATCH, MICRO_BATCHES = 96, 32, 16, 8, 2
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29583"}

@@ -4,10 +4,9 @@ import argparse
 import os
 
 import torch
+from threefold_parity.transformers import ParityCallback
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-
-from threefold.parity.transformers import ParityCallback
 
 VOCABULARY, LENGTH, BATCH, STEPS = 96, 16, 8, 100
 

@@ -75,15 +75,15 @@ class Copy:
         self._server = subprocess.Popen(
             [sys.executable, "-m", "tests.mutations.warm"],
             cwd=self.root,
-            env={**os.environ, "PYTHONPATH": str(self.root)},
+            env={**os.environ, "PYTHONPATH": f"{self.root}{os.pathsep}{self.root / 'parity'}"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         self._answer()
         _, where = self._run("tests.mutations.where", [])
-        if not Path(where.strip()).is_relative_to(self.root):
-            raise RuntimeError(f"the package is imported from {where.strip()}, not from its copy in {self.root}")
+        if lost := [path for path in where.split() if not Path(path).is_relative_to(self.root)]:
+            raise RuntimeError(f"a package is imported from {lost[0]}, not from its copy in {self.root}")
 
     def close(self) -> None:
         """End its server."""

@@ -17,7 +17,7 @@ import traceback
 from contextlib import suppress
 from typing import Any, NoReturn
 
-PACKAGE, OWN = "threefold", ("threefold", "tests", "__main__")
+PACKAGE, OWN = "threefold", ("threefold", "threefold_parity", "tests", "__main__")
 
 
 def main() -> None:

@@ -2,5 +2,9 @@
 
 from typing import Final
 
-COMMANDS: Final = {"parity": ("Check", "threefold.parity.command:app")}
-ATTACHMENTS: Final = {"parity": "threefold.parity.of_threefold:Recording"}
+COMMANDS: Final = {"parity": ("Check", "threefold.parity.command:command")}
+ATTACHMENTS: Final = {"parity": "threefold.parity.attachment:Recording"}
+MISSING: Final = (
+    "needs the package threefold-parity, which is not installed; use pip install ./parity in a clone."
+)
+"""End of a sentence about what the package is needed for."""

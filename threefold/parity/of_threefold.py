@@ -1,10 +1,13 @@
 """Recording of a run of `threefold train` or `Trainer`, which `threefold parity` compares with any other code."""
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
+from threefold_parity.adapters import Adapter, Placed, clean_name
+from threefold_parity.placement import Piece, Placement
+from threefold_parity.recorder import AFTER, Recorder
 from torch import Tensor, nn
 
 from threefold.config.model import OWN
@@ -12,13 +15,8 @@ from threefold.data.loader import Batch, Loader
 from threefold.models.layers.decoder import PositionEmbedding
 from threefold.models.own_batch import map_tensors
 from threefold.parallel.parameter import Weight, is_split, offset, slice_of
-from threefold.parity.adapters import Adapter, Placed, clean_name
-from threefold.parity.placement import Piece, Placement
-from threefold.parity.recorder import AFTER, FOLDER, Recorder
-from threefold.train.attachment import Attachment
-from threefold.train.callbacks.base import Callback, Guard
+from threefold.train.callbacks.base import Guard
 from threefold.train.callbacks.records import StepRecord
-from threefold.train.saving import SafeSaving
 from threefold.train.step import Engine
 
 
@@ -172,13 +170,6 @@ class ThreefoldAdapter(Adapter):
             else:
                 spans.append((number, 1))
         return spans
-
-
-class Recording(Attachment):
-    """Recording of a run that `threefold parity run` starts."""
-
-    def callbacks(self, saving: SafeSaving) -> Sequence[Callback]:
-        return [ParityRecording(self.engine, self.loader, self.start.step)] if os.environ.get(FOLDER) else ()
 
 
 class ParityRecording(Guard):
