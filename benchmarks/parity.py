@@ -23,16 +23,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from threefold_parity.compare import compare
-from threefold_parity.departure import Findings, without_key
-from threefold_parity.record import Record
-from threefold_parity.verdict import Judgement, judge
 
 from benchmarks.parity_gpt import checkpoint
 from benchmarks.parity_gpt.mistakes import IN_THREEFOLD, ROWS, Row
 from benchmarks.parity_launch import RunFailed, launch
 from threefold.constants import PARITY_WIDE
 from threefold.errors import UserError
+from threefold_parity.compare import compare
+from threefold_parity.departure import Findings, without_key
+from threefold_parity.record import Record
+from threefold_parity.verdict import Judgement, judge
 
 NOISY = 2
 """Further runs of each reference with noise in the last place, from which tolerances are learned."""

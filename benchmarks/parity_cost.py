@@ -12,12 +12,13 @@ import tempfile
 import time
 from pathlib import Path
 
-import threefold_parity as parity
 import torch
 from hardware import hardware_line
 from plain_gpt import PlainGPT
 from rich.console import Console
 from rich.table import Table
+
+import threefold_parity as parity
 
 STEPS = 3
 VOCAB = 50257

@@ -78,3 +78,17 @@ def test_what_a_door_declares_is_there(kind: str) -> None:
 
 def test_a_hook_that_no_room_declares_is_none() -> None:
     assert hook("no_such_hook") is None
+
+
+@pytest.mark.parametrize("arguments", [["parity", "compare", "a", "b"], ["parity", "--help"]])
+def test_parity_says_which_package_it_needs(arguments: list[str], tmp_path: Path) -> None:
+    code = ALONE.replace(
+        '[["threefold", room] for room in ROOMS]', '[["threefold_parity"], ["threefold_parity", "command"]]'
+    )
+    code = code.format(rooms=[], arguments=arguments)
+    ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "Error: threefold parity needs the package threefold-parity, which is not installed; use pip install ./parity in "
+        "a clone.\n"
+    )

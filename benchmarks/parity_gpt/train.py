@@ -5,10 +5,11 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-import threefold_parity as parity
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+import threefold_parity as parity
 
 from . import checkpoint
 from .batches import MicroBatch, Sampler, passes

@@ -8,11 +8,12 @@
 import argparse
 from collections.abc import Iterator
 
-import threefold_parity as parity
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
+
+import threefold_parity as parity
 
 VOCABULARY, LENGTH, BATCH, HIDDEN, HEADS, KV_HEADS, FFN = 96, 16, 8, 32, 4, 2, 44
 HEAD = HIDDEN // HEADS

@@ -3,7 +3,6 @@
 import argparse
 import os
 
-import threefold_parity as parity
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -11,6 +10,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import threefold_parity as parity
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH, MICRO_BATCHES = 96, 32, 4, 16, 8, 2
 

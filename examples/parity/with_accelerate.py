@@ -2,12 +2,13 @@
 
 import argparse
 
-import threefold_parity as parity
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from threefold_parity.accelerate import AccelerateAdapter
 from train import BATCH, GPT, LENGTH, VOCABULARY
+
+import threefold_parity as parity
+from threefold_parity.accelerate import AccelerateAdapter
 
 
 def main() -> None:

@@ -4,12 +4,13 @@ import argparse
 import os
 
 import deepspeed
-import threefold_parity as parity
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from threefold_parity.deepspeed import DeepSpeedAdapter
 from train import BATCH, GPT, LENGTH, VOCABULARY
+
+import threefold_parity as parity
+from threefold_parity.deepspeed import DeepSpeedAdapter
 
 ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29581"}
 

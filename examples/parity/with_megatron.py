@@ -12,7 +12,6 @@ if not torch.cuda.is_available():
 
     megatron_on_cpus.begin()
 
-import threefold_parity as parity
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.models.gpt import GPTModel
@@ -22,6 +21,8 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
+
+import threefold_parity as parity
 from threefold_parity.megatron import MegatronAdapter
 
 VOCABULARY, WIDTH, LENGTH, BATCH, MICRO_BATCHES = 96, 32, 16, 8, 2

@@ -9,8 +9,6 @@ import torch
 from torchtitan_on_cpus import reduce_by_sums
 
 # isort: split
-import threefold_parity as parity
-from threefold_parity.torchtitan import TorchtitanAdapter
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
@@ -32,6 +30,9 @@ from torchtitan.models.llama3 import (
     pipeline_llm,
 )
 from torchtitan.trainer import Trainer
+
+import threefold_parity as parity
+from threefold_parity.torchtitan import TorchtitanAdapter
 
 VOCABULARY, LENGTH, BATCH, HIDDEN = 64, 16, 8, 32
 

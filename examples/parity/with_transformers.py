@@ -4,9 +4,10 @@ import argparse
 import os
 
 import torch
-from threefold_parity.transformers import ParityCallback
 from torch.utils.data import Dataset, SequentialSampler
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+from threefold_parity.transformers import ParityCallback
 
 VOCABULARY, LENGTH, BATCH, STEPS = 96, 16, 8, 100
 

@@ -2,14 +2,15 @@
 
 import sys
 
-import threefold_parity as parity
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration
-from threefold_parity.accelerate import AccelerateAdapter
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
+
+import threefold_parity as parity
+from threefold_parity.accelerate import AccelerateAdapter
 
 WORDS, WIDTH, BATCH = 41, 16, 8
 

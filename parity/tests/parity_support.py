@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+
 from threefold_parity.files import TensorFile, checksum, save_tensors, seal
 from threefold_parity.placement import whole
 from threefold_parity.record import IndexEntry, page_file

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from parity_support import parity, sweep
+
 from threefold_parity.command import main
 
 SCRIPT = Path(__file__).parents[2] / "examples/parity/train.py"

@@ -6,18 +6,19 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import threefold_parity as parity
 import torch
 import torch.distributed as dist
 from parity_support import on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import threefold_parity as parity
 from threefold_parity.compare import Findings, compare
 from threefold_parity.departure import LOSS, NORM
 from threefold_parity.placement import Piece
 from threefold_parity.record import GRADIENT, OUTPUT_GRADIENT, Record
 from threefold_parity.rows import Padding
 from threefold_parity.verdict import Judgement, judge
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 WIDTH, HEADS, SIZE, WORDS = 12, 4, 5, 23
 

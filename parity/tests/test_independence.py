@@ -5,13 +5,14 @@ import sys
 from pathlib import Path
 
 import pytest
-import threefold_parity
 import torch
 from parity_support import on_ranks
-from threefold_parity.torch_private import in_backward_pass, local_box, persistent_buffers
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+
+import threefold_parity
+from threefold_parity.torch_private import in_backward_pass, local_box, persistent_buffers
 
 PACKAGE = Path(threefold_parity.__file__).parent
 ALLOWED = {"threefold_parity", "torch", "numpy", "rich", *sys.stdlib_module_names}

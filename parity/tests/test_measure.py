@@ -3,6 +3,7 @@
 import pytest
 import torch
 from parity_support import kept_of
+
 from threefold_parity.measure import Measure, Tolerances, last_places, least_magnitudes, measure
 from threefold_parity.record import GRADIENT, INITIAL, OUTPUT, UPDATE, Quantity
 from threefold_parity.sketch import PARAMETER, grid, signs

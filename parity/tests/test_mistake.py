@@ -5,9 +5,10 @@ from collections.abc import Callable
 import pytest
 import torch
 from parity_support import kept_of
+from torch import Tensor
+
 from threefold_parity.mistake import Factors, shape_of
 from threefold_parity.sketch import PARAMETER
-from torch import Tensor
 
 FACTORS = Factors({"dp": 4, "tp": 2, "micro-batches": 3, "valid tokens": 1021})
 

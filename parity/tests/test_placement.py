@@ -4,6 +4,7 @@ from math import prod
 
 import pytest
 import torch
+
 from threefold_parity import Placement, flat_range, fused, shard, whole
 from threefold_parity.placement import Piece
 from threefold_parity.text import UserError

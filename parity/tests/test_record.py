@@ -7,15 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import threefold_parity as parity
 import torch
 from parity_support import rewrite, rewrite_index
+from torch import Tensor, nn
+
+import threefold_parity as parity
 from threefold_parity.compare import compare
 from threefold_parity.files import checksum
 from threefold_parity.placement import whole
 from threefold_parity.record import GRADIENT, Page, Record, page_file, write_facts
 from threefold_parity.text import UserError
-from torch import Tensor, nn
 
 
 def record(folder: Path, model: nn.Module, steps: int = 2) -> Path:

@@ -9,20 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import threefold_parity as parity
 import torch
 from parity_support import on_ranks, rewrite, sweep
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import threefold_parity as parity
 from threefold_parity.compare import Findings, compare
 from threefold_parity.departure import LOSS, RATE
 from threefold_parity.files import seal
 from threefold_parity.record import GRADIENT, INITIAL, OUTPUT, OUTPUT_GRADIENT, UPDATE, Record
 from threefold_parity.text import UserError
 from threefold_parity.verdict import compared_whole, judge
-from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 
 class Block(nn.Module):

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 from parity_support import kept_of
+
 from threefold_parity.placement import flat_range, shard, whole
 from threefold_parity.sketch import COPY, PARAMETER, SAMPLE, WHOLE, Detail, Kept, grid, keep, length
 

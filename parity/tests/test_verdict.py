@@ -1,6 +1,7 @@
 """Which of several departures a verdict names."""
 
 import pytest
+
 from threefold_parity.departure import Departure, Findings
 from threefold_parity.record import GRADIENT, OUTPUT
 from threefold_parity.verdict import judge

@@ -25,8 +25,7 @@ Each script makes a Recorder of its model; runs of `threefold train` record them
 folder for that run's own files. The reference runs again with noise in the last place of every activation and gradient,
 to learn how large rounding errors become.
 
-Example:
-  threefold-parity run --reference 'python a.py' --candidate 'python b.py'
+Example: threefold-parity run --reference 'python a.py' --candidate ./b.sh
 """
 _COMPARE: Final = """
 Compare two records, such as those of two layouts, versions, machines or precisions, or of a resumed run.
@@ -36,14 +35,10 @@ Without --noise, tolerances follow from the precision and widen for later steps,
 _GENERATOR: Final = '<meta name="generator" content="threefold '
 
 
-def main(arguments: Sequence[str] | None = None, program: str = "threefold-parity") -> int:
-    """Run the command and return its exit status; `program` is its name in help texts."""
-    parser = _parser(program)
-    given = parser.parse_args(arguments)
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command and return its exit status; an error is one line on standard error."""
     try:
-        if given.html is not None:
-            _require_page(given.html)
-        status: int = given.call(given)
+        status = run_command(arguments)
         sys.stdout.flush()
     except UserError as error:
         print(f"Error: {error}", file=sys.stderr)
@@ -54,15 +49,25 @@ def main(arguments: Sequence[str] | None = None, program: str = "threefold-parit
     return status
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def run_command(arguments: Sequence[str] | None, program: str = "threefold-parity") -> int:
+    """Run the command and return its exit status; a `UserError` is left to the caller."""
+    given = parser_of(program).parse_args(arguments)
+    if given.html is not None:
+        _require_page(given.html)
+    status: int = given.call(given)
+    return status
+
+
+def parser_of(program: str) -> argparse.ArgumentParser:
+    """Return the parser of the command's arguments; `program` is its name in help texts."""
     parser = argparse.ArgumentParser(program, description="Compare training runs of any scripts that have a recorder.")
     parser.add_argument("--version", action="version", version=f"threefold-parity {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     def command(name: str, text: str, call: Callable[[argparse.Namespace], int]) -> Callable[..., Any]:
-        shape, summary = argparse.RawDescriptionHelpFormatter, text.strip().partition("\n")[0]
-        text = text.replace("threefold-parity", program) + _STATUS
-        made = commands.add_parser(name, help=summary, description=text, formatter_class=shape)
+        text = (text + _STATUS).replace("threefold-parity", program).strip()
+        summary = text.partition("\n")[0]
+        made = commands.add_parser(name, help=summary, description=text, formatter_class=_Paragraphs)
         made.set_defaults(call=call)
         return made.add_argument
 
@@ -95,6 +100,11 @@ def _parser(program: str) -> argparse.ArgumentParser:
     add("--steps", metavar="N", type=_whole(1), help="steps to compare (default: all that both recorded)")
     _output(add)
     return parser
+
+
+class _Paragraphs(argparse.HelpFormatter):
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return "\n\n".join(super(_Paragraphs, self)._fill_text(each, width, indent) for each in text.split("\n\n"))
 
 
 def _output(add: Callable[..., Any]) -> None:
@@ -157,7 +167,7 @@ def _report(
     steps: int | None = None,
 ) -> int:
     from threefold_parity.compare import compare
-    from threefold_parity.verdict import compared_whole, judge, print_rows, write_page
+    from threefold_parity.verdict import judge, write_page
 
     with _progress("Comparing", 1 + (steps or reference.steps)) as advance:
         found = compare(reference, candidate, noisy, steps, wide, lambda: advance(""))
@@ -167,10 +177,19 @@ def _report(
         write_page(given.html, verdict, found, reference, candidate)
     if given.json:
         print(json.dumps(verdict.document(found), indent=2))
-        return int(not verdict.equal)
+    else:
+        _print(given, verdict, found, reference, candidate, len(noisy), wide is not None)
+    return int(not verdict.equal)
+
+
+def _print(
+    given: argparse.Namespace, verdict: Any, found: Any, reference: Any, candidate: Any, noisy: int, wide: bool
+) -> None:
+    from threefold_parity.verdict import compared_whole, print_rows
+
     ranks = [counted(len(each.ranks), "rank") for each in (reference, candidate)]
-    learned = f"tolerances learned from {counted(len(noisy), 'run')} with noise" if noisy else "default tolerances"
-    learned += " and one in fp64" if noisy and wide is not None else ""
+    learned = f"tolerances learned from {counted(noisy, 'run')} with noise" if noisy else "default tolerances"
+    learned += " and one in fp64" if noisy and wide else ""
     print(f"Compared {counted(found.steps, 'step')}: {ranks[0]} (reference) with {ranks[1]}; {learned}.")
     print(verdict.sentence)
     if not verdict.equal:
@@ -181,7 +200,6 @@ def _report(
         print(f"Note: {each}")
     if given.html is not None:
         print(f"Page: {given.html}")
-    return int(not verdict.equal)
 
 
 def _require_page(path: Path) -> None:

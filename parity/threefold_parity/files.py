@@ -96,7 +96,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], facts: Mapping[str, 
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for values in flat.values():
-            file.write(values.view(torch.uint8).numpy())
+            file.write(values.view(torch.uint8).numpy().data)
 
 
 class TensorFile:

@@ -16,6 +16,7 @@ COMMANDS = {
     (name, *sub): command
     for name, top in ROOT.commands.items()
     for sub, command in [((), top), *(((each,), found) for each, found in getattr(top, "commands", {}).items())]
+    if name != "parity"  # another package's
 }
 
 

@@ -1,1 +1,1 @@
-"""Tests of `threefold.parity`."""
+"""Tests of parity that need Threefold: the scoreboard's small GPT."""

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from threefold_parity.record import INITIAL, OUTPUT, Record
 from tokenizers import Tokenizer, models
 
 from tests.support.parity_command import parity
 from tests.support.sweep import sweep
 from tests.train.support import write_ids
+from threefold_parity.record import INITIAL, OUTPUT, Record
 
 CONFIG = """
 data: {path: tokens, sequence_length: 16, split: "90,10"}

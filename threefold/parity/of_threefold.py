@@ -5,9 +5,6 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
-from threefold_parity.adapters import Adapter, Placed, clean_name
-from threefold_parity.placement import Piece, Placement
-from threefold_parity.recorder import AFTER, Recorder
 from torch import Tensor, nn
 
 from threefold.config.model import OWN
@@ -18,6 +15,9 @@ from threefold.parallel.parameter import Weight, is_split, offset, slice_of
 from threefold.train.callbacks.base import Guard
 from threefold.train.callbacks.records import StepRecord
 from threefold.train.step import Engine
+from threefold_parity.adapters import Adapter, Placed, clean_name
+from threefold_parity.placement import Piece, Placement
+from threefold_parity.recorder import AFTER, Recorder
 
 
 class ThreefoldAdapter(Adapter):
