@@ -89,6 +89,6 @@ def test_parity_says_which_package_it_needs(arguments: list[str], tmp_path: Path
     ended = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert ended.returncode == 2
     assert ended.stderr == (
-        "Error: threefold parity needs the package threefold-parity, which is not installed; use pip install ./parity in "
-        "a clone.\n"
+        "Error: threefold parity needs the package threefold-parity, which is not installed; use pip install ./parity "
+        "in a clone.\n"
     )

@@ -57,7 +57,7 @@ def parallelize(model: GPT, dp: int, tp: int) -> None:
         column, row = ColwiseParallel(), RowwiseParallel()
         plan = {f"attention.{name}": column for name in "qkv"} | {"attention.out": row, "up": column, "down": row}
         parallelize_module(block, mesh["tp"], plan)
-    for module in (*model.blocks, model):
+    for module in (*model.blocks, model) if dp > 1 else ():
         fully_shard(module, mesh=mesh["dp"])
 
 
