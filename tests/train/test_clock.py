@@ -13,7 +13,7 @@ from tests.train.support import Run, losses_of, train, train_rank
 from threefold.checkpoint.folder import complete, newest, superfluous
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.stop import RunClock, Stop, Stopped
+from threefold.train.stop import Requests, RunClock, Stop, Stopped
 
 
 def steps(run_dir: Path) -> list[int]:
@@ -107,7 +107,8 @@ def test_what_the_clock_asks_is_told_apart_in_a_sum_over_many_ranks() -> None:
         others = Stop(lambda asked=asked: 15 if asked else 0)  # type: ignore[misc]
         if reason:
             others.ask("enough")
-        first.receive(first.request() + (1 << 16) * others.request() - others.request())
+        pairs = zip(first.requests(), others.requests(), strict=True)
+        first.receive(Requests(*(own + ((1 << 16) - 1) * other for own, other in pairs)))
         assert (first.save_is_due, first.save_ended) == (due, ended)
         assert first.is_due == (up or asked or reason)
         assert first.signal == (15 if asked else 0)

@@ -1,7 +1,7 @@
 """Agreement of all ranks to end a run early, or to save a checkpoint, after the same step.
 
-A rank's request is one more element of an all-reduce that each step and evaluation makes anyway. It needs no collective
-of its own, and every rank receives it at the same point of its program. Only if a callback asked do the ranks also
+A rank's requests are more elements of an all-reduce that each step and evaluation makes anyway. They need no collective
+of their own, and every rank receives them at the same point of its program. Only if a callback asked do the ranks also
 exchange the text of its reason.
 """
 
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from threefold.errors import UserError
 from threefold.files import shown
@@ -23,11 +23,19 @@ if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh
     from threefold.config import Config
 
-# Powers far enough apart to be recognized in a sum over up to 2^16 ranks; exact in fp64. Only one rank watches the
-# folder and the clock.
-_INTERRUPT, _TERMINATE, _REASON = 1.0, float(1 << 16), float(1 << 32)
-_FOLDER_LOST, _SAVE_DUE, _TIME_UP, _SAVED = (float(1 << bit) for bit in (49, 50, 51, 52))
 _LONGEST_REASON = 1000  # maximum number of characters of a reason that are exchanged
+
+
+class Requests(NamedTuple):
+    """Requests of a rank, or how many ranks made each: elements of an all-reduce, in this order."""
+
+    folder_lost: float = 0.0  # like the next three, of the rank that watches the folder and the clock
+    save_due: float = 0.0
+    save_ended: float = 0.0
+    time_up: float = 0.0
+    interrupt: float = 0.0
+    terminate: float = 0.0
+    reason: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -128,43 +136,41 @@ class Stop:
         """Ask from this rank to end the run; the ranks agree in their next all-reduce."""
         self._reason = self._reason or " ".join(reason.split())[:_LONGEST_REASON] or "no reason was given"
 
-    def request(self) -> float:
-        """Return this rank's term of the all-reduce."""
+    def requests(self) -> Requests:
+        """Return this rank's terms of the all-reduce."""
         if self._watched is not None and _identity(self._watched) != self._identity:
-            return _FOLDER_LOST
-        term = 0.0
-        if asked := self._asked():
-            term += _INTERRUPT if asked == signal.SIGINT else _TERMINATE
-        if self._reason is not None:
-            term += _REASON
-        if (clock := self._clock) is not None:
-            term += _SAVE_DUE if not self.save_is_due and clock.save_is_due() else 0.0
-            term += _TIME_UP if clock.time_is_up() else 0.0
-            if clock.save_ended is not None and not self.save_ended and clock.save_ended():
-                term += _SAVED
-        return term
+            return Requests(folder_lost=1.0)
+        asked, clock = self._asked(), self._clock
+        ended = None if clock is None or self.save_ended else clock.save_ended
+        return Requests(
+            save_due=float(clock is not None and not self.save_is_due and clock.save_is_due()),
+            save_ended=float(ended is not None and ended()),
+            time_up=float(clock is not None and clock.time_is_up()),
+            interrupt=float(asked == signal.SIGINT),
+            terminate=float(asked not in (0, signal.SIGINT)),
+            reason=float(self._reason is not None),
+        )
 
-    def receive(self, requests: float) -> None:
+    def receive(self, found: Requests) -> None:
         """Update the agreed attributes from the sum of all requests; raise a `UserError` if the folder is gone."""
-        if _holds(requests, _FOLDER_LOST):
+        if found.folder_lost:
             name = f" {shown(self._run_dir)}" if self._run_dir else ""
             raise UserError(
                 f"The run's folder{name} was deleted or replaced while the run was writing to it, so the run ends "
                 "here without a checkpoint; start it again."
             )
-        signals = requests % _REASON
-        if signals:
-            self.signal = signal.SIGTERM if signals >= _TERMINATE else signal.SIGINT
-        self.save_is_due |= _holds(requests, _SAVE_DUE)
-        self.save_ended |= _holds(requests, _SAVED)
-        self.is_due |= _holds(requests, _TIME_UP) or requests % _FOLDER_LOST > 0
+        if found.terminate or found.interrupt:
+            self.signal = signal.SIGTERM if found.terminate else signal.SIGINT
+        self.save_is_due |= bool(found.save_due)
+        self.save_ended |= bool(found.save_ended)
+        self.is_due |= any((found.time_up, found.interrupt, found.terminate, found.reason))
 
     def agree(self, mesh: "Mesh") -> bool:
         """All-reduce the requests now, and return `is_due`. Collective over the world."""
         import torch  # not needed by a launcher
 
-        request = torch.tensor([self.request()], dtype=torch.float64, device=mesh.device)
-        self.receive(mesh.world.all_reduce_(request).item())
+        requests = torch.tensor(self.requests(), dtype=torch.float64, device=mesh.device)
+        self.receive(Requests(*mesh.world.all_reduce_values(requests)))
         return self.is_due
 
     def result(self, mesh: "Mesh", step: int) -> Stopped:
@@ -185,16 +191,13 @@ def sum_over_ranks(totals: "Tensor", mesh: "Mesh", stop: Stop | None) -> list[fl
         return mesh.world.all_reduce_values(totals)
     import torch  # not needed by a launcher
 
-    # Fill on the device: copying a tensor from a Python number would block the host.
-    request = torch.full((1,), stop.request(), dtype=totals.dtype, device=totals.device)
-    *summed, requests = mesh.world.all_reduce_values(torch.cat([totals, request]))
-    stop.receive(requests)
-    return summed
-
-
-def _holds(requests: float, flag: float) -> bool:
-    """Return whether a sum of requests contains a flag that only one rank sets."""
-    return requests // flag % 2 == 1
+    requests = totals.new_zeros(len(Requests._fields))
+    for place, asked in enumerate(stop.requests()):
+        if asked:
+            requests[place].fill_(asked)  # on the device: copying a tensor from a Python number would block the host
+    summed = mesh.world.all_reduce_values(torch.cat([totals, requests]))
+    stop.receive(Requests(*summed[len(totals) :]))
+    return summed[: len(totals)]
 
 
 def _identity(folder: Path) -> tuple[int, int] | None:
