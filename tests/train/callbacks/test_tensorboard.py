@@ -1,27 +1,58 @@
-"""Event files, read back by TensorBoard's own reader, and the checksums by which it finds damaged ones."""
+"""Event files, read back by TensorBoard's own reader, and failures to write them."""
 
-import random
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.train.support import Run, losses_of, train_rank
 from threefold.errors import UserError
 from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.registry import check_names
-from threefold.train.callbacks.tensorboard import framed, import_writer
+from threefold.train.callbacks.tensorboard import TensorBoard, import_writer
 
 
-def test_records_are_framed_as_tensorboard_reads_them(tmp_path: Path) -> None:
-    records = [random.Random(size).randbytes(size) for size in (1, 8, 9, 255, 4096)]
-    file = tmp_path / "events"
-    file.write_bytes(b"".join(map(framed, records)))
-    assert list(RawEventFileLoader(str(file)).Load()) == records
-    for record in records:
-        assert framed(record)[-4:] == masked_crc32c(record).to_bytes(4, "little")
+def _scalars(folder: Path, tag: str) -> dict[int, float]:
+    found = EventAccumulator(str(folder)).Reload()
+    return {event.step: event.value for event in found.Scalars(tag)}
+
+
+def test_values_of_a_run_that_went_back_replace_those_of_the_steps_before(tmp_path: Path) -> None:
+    written = TensorBoard(tmp_path)
+    written.before_fit(0)
+    for step in (1, 2, 3, 4):
+        written.log(step, {"loss": step, "term/balance": 0.5, "valid_loss/books": 2.0})
+    written.after_rollback(4, 2, "")
+    written.log(3, {"loss": 30.0})
+    written.close()
+    resumed = TensorBoard(tmp_path)
+    resumed.before_fit(3)
+    resumed.close()
+    assert _scalars(tmp_path, "loss/train") == {1: 1.0, 2: 2.0, 3: 30.0}
+    assert _scalars(tmp_path, "terms/balance") == {1: 0.5, 2: 0.5}
+    assert _scalars(tmp_path, "loss/validation of books") == {1: 2.0, 2: 2.0}
+    assert len(list(tmp_path.iterdir())) == 2, "no file without a value"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_failure_is_reported_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    written = TensorBoard(tmp_path / "events")
+    written.before_fit(0)
+    written.log(1, {"loss": 1.0})
+    written.connection.flush()
+    shutil.rmtree(written.folder)
+    with written.failures_reported():
+        while True:
+            written.send(2, {"loss": 2.0})
+            written.connection.flush()
+    written.log(3, {"loss": 3.0})
+    written.close()
+    sentence = (
+        f"Warning: {written.folder} cannot be written (No such file or directory); training continues without it."
+    )
+    assert capsys.readouterr().out.splitlines() == [sentence]
 
 
 def _train_without(run: Run, folder: Path) -> str:

@@ -1,13 +1,8 @@
 """TensorBoard's event files, and the base of callbacks that send the values of each step to another service."""
 
-import os
-import socket
-import struct
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -22,7 +17,7 @@ SECONDS_BETWEEN_FLUSHES = 10
 def import_writer() -> None:
     """Import the event-file writer, if it is installed, once in a launcher that may restart its ranks."""
     if find_spec("tensorboard") is not None:
-        import tensorboard.compat.proto.event_pb2  # noqa: F401
+        import torch.utils.tensorboard  # noqa: F401
 
 
 _TAGS: Final = {  # tag in TensorBoard of a value, or of all values whose names begin so
@@ -79,9 +74,7 @@ class Tracker(Callback):
 class TensorBoard(Tracker):
     """Write event files if TensorBoard is installed; in it, repeated steps of a resumed run replace the earlier ones.
 
-    This uses TensorBoard's messages, but neither its `SummaryWriter`, whose thread would print a traceback on a full
-    disk, nor its record writer, whose import takes a tenth of a second before the first step. The first failure is
-    reported once, and the run continues without these files.
+    The first failure is reported once, and the run continues without these files.
     """
 
     packages = ("tensorboard",)
@@ -95,29 +88,17 @@ class TensorBoard(Tracker):
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.service = folder, f"{folder} cannot be written"
-        self._flushed = 0.0
+        self._begins_after: int | None = None  # last step before the values of a file that is to be made
 
     def before_fit(self, start: int) -> None:
         with self.failures_reported():
-            from tensorboard.compat.proto import event_pb2  # noqa: F401  # where it fails, no empty file is left
-
             own_folder(self.folder)
-            begins = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
-            names = (self.folder / f"{begins}.{number}" for number in count())  # TensorBoard sorts the newest last
-            self.connection = next(name for name in names if not os.path.lexists(name)).open("xb")
-            self._add(file_version="brain.Event:2")
-            self._begin_after(start)
+            self._begins_after = start
 
     def after_rollback(self, step: int, start: int, reason: str) -> None:
-        if self.connection is not None:
-            with self.failures_reported():
-                self._begin_after(start)
-
-    def _begin_after(self, start: int) -> None:
-        """Make TensorBoard drop the values of the steps after `start`."""
-        from tensorboard.compat.proto.event_pb2 import SessionLog
-
-        self._add(step=start + 1, session_log=SessionLog(status=SessionLog.START))
+        if self.connection is not None or self._begins_after is not None:
+            self.close()
+            self._begins_after = start
 
     def after_step(self, record: StepRecord) -> None:
         if not record.is_read:
@@ -129,6 +110,16 @@ class TensorBoard(Tracker):
             values["seconds/waited"] = record.performance.waited
         self.log(record.step, values)
 
+    def log(self, step: int, values: dict[str, float]) -> None:
+        if self._begins_after is not None:
+            with self.failures_reported():
+                from torch.utils.tensorboard import SummaryWriter  # a fifth of a second, not before the first step
+
+                purged = self._begins_after + 1  # TensorBoard drops the values of other files from this step on
+                self.connection = SummaryWriter(str(self.folder), purge_step=purged, flush_secs=SECONDS_BETWEEN_FLUSHES)
+            self._begins_after = None
+        super().log(step, values)
+
     def close(self) -> None:
         if self.connection is not None:
             with self.failures_reported():
@@ -136,43 +127,7 @@ class TensorBoard(Tracker):
             self.connection = None
 
     def send(self, step: int, values: dict[str, float]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        summary = Summary()
         for name, value in values.items():
             begins = name[: name.find("/") + 1]
             tag = _TAGS.get(name) or _TAGS.get(begins, begins) + name[len(begins) :]
-            summary.value.append(Summary.Value(tag=tag, simple_value=value))
-        self._add(step=step, summary=summary)
-
-    def _add(self, **fields: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event  # only on the rank that writes
-
-        self.connection.write(framed(Event(wall_time=time.time(), **fields).SerializeToString()))
-        if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
-            self.connection.flush()
-            self._flushed = time.monotonic()
-
-
-def framed(record: bytes) -> bytes:
-    """Frame a record for TensorFlow's TFRecord format: its length, the record, and a checksum of each."""
-    length = struct.pack("<Q", len(record))
-    return length + _masked_checksum(length) + record + _masked_checksum(record)
-
-
-def _masked_checksum(data: bytes) -> bytes:
-    """Return the CRC-32C (Castagnoli), rotated and shifted as TFRecord defines it."""
-    checksum = 0xFFFFFFFF
-    for byte in data:
-        checksum = _CRC_TABLE[(checksum ^ byte) & 0xFF] ^ checksum >> 8
-    checksum ^= 0xFFFFFFFF
-    return struct.pack("<I", ((checksum >> 15 | checksum << 17) + 0xA282EAD8) & 0xFFFFFFFF)
-
-
-def _crc_entry(byte: int) -> int:
-    for _ in range(8):
-        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-    return byte
-
-
-_CRC_TABLE: Final = tuple(map(_crc_entry, range(256)))
+            self.connection.add_scalar(tag, value, step)
