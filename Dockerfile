@@ -18,7 +18,7 @@ COPY pyproject.toml README.md LICENSE /src/
 COPY threefold /src/threefold
 RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "/src[tensorboard]" && rm -rf /src
 # Caches are in the home folder, which the user of `--user` may write to as well.
-RUN useradd --create-home threefold && chmod 1777 /home/threefold
+RUN useradd --create-home threefold && chmod 1777 /home/threefold && install --directory --owner threefold /work
 ENV HOME=/home/threefold
 USER threefold
 WORKDIR /work
