@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 import threefold
-from docs import capabilities, generate
+from docs import api, capabilities, generate
 
 ROOT = Path(__file__).parents[1]
 
@@ -104,3 +104,44 @@ def test_the_versions_of_python_agree() -> None:
     assert f"python-{first}_to_{last}-blue" in (ROOT / "README.md").read_text()
     assert f"Python {', '.join(versions[:-1])} or {last}" in (ROOT / "docs/install.md").read_text()
     assert f"python:{first}" in (ROOT / "Dockerfile").read_text()
+
+
+PAGES = [*(page for page in generate.DOCS.rglob("*.md") if "_build" not in page.parts), *ROOT.glob("*.md")]
+ROOMS = "|".join(sorted(path.name for path in (ROOT / "threefold").iterdir() if path.is_dir()))
+NAMED_FILE = re.compile(r"(?<![\w/.-])(?:threefold|tests|benchmarks|examples)/[\w/]+\.(?:py|toml|yaml|md)\b")
+FILE_OF_A_ROOM = re.compile(rf"(?<![\w/.-])(?:{ROOMS})/[\w/]+\.py\b")
+NAMED_MODULE = re.compile(r"`(threefold(?:\.[a-z]\w*)+)")
+
+
+def lost_names(page: Path) -> list[str]:
+    """Files and modules that a page names and that are not there."""
+    text = page.read_text(encoding="utf-8")
+    lost = [name for name in NAMED_FILE.findall(text) if not (ROOT / name).exists()]
+    if page.name == "developing.md":
+        names = FILE_OF_A_ROOM.findall(text)
+        lost += [name for name in names if not (ROOT / "threefold" / name).exists() and not (ROOT / name).exists()]
+    for name in NAMED_MODULE.findall(text):
+        parts = name.split(".")
+        path = ROOT.joinpath(*parts[:2])
+        if parts[1] not in PUBLIC and not (path.is_dir() or path.with_suffix(".py").is_file()):
+            lost.append(name)
+        elif path.is_dir() and len(parts) > 3:
+            inner = ROOT.joinpath(*parts[:3])
+            if not (inner.is_dir() or inner.with_suffix(".py").is_file()):
+                lost.append(name)
+    return lost
+
+
+PUBLIC = {*threefold.__all__, *(path.split(".")[0] for _, _, paths in api.GROUPS.values() for path in paths)}
+PUBLIC |= {"model_families", "optimizers", "lr_schedules", "token_formats", "fault_policies"}
+"""Public names, and groups of entry points."""
+
+
+def test_files_and_modules_that_pages_name_are_there() -> None:
+    assert {page.name: lost for page in PAGES if (lost := lost_names(page))} == {}
+
+
+def test_a_file_that_is_not_there_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "developing.md"
+    page.write_text("See `threefold/train/nothing.py`, `train/nothing.py` and `threefold.train.nothing.function`.")
+    assert lost_names(page) == ["threefold/train/nothing.py", "train/nothing.py", "threefold.train.nothing.function"]
