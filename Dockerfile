@@ -16,7 +16,8 @@ ARG TORCH_INDEX=
 RUN apt-get update && apt-get install --yes --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 COPY pyproject.toml README.md LICENSE /src/
 COPY threefold /src/threefold
-RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "/src[tensorboard]" && rm -rf /src
+COPY parity /src/parity
+RUN pip install --no-cache-dir ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} "/src[tensorboard]" /src/parity && rm -rf /src
 # Caches are in the home folder, which the user of `--user` may write to as well.
 RUN useradd --create-home threefold && chmod 1777 /home/threefold && install --directory --owner threefold /work
 ENV HOME=/home/threefold

@@ -39,6 +39,11 @@ def problem(root: Path, tag: str) -> str:
     version = found[1] if found else ""
     if tag != f"v{version}":
         return f"the tag is {tag}, but the package's version is {version}"
+    parity = re.search(
+        r'^__version__ = "(.+)"$', (root / "parity/threefold_parity/__init__.py").read_text(), re.MULTILINE
+    )
+    if parity is None or parity[1] != version:
+        return f"threefold-parity does not have the version {version}"
     if f"\nversion: {version}\n" not in (root / "CITATION.cff").read_text():
         return f"CITATION.cff does not have the version {version}"
     heading = re.search(rf"^## {re.escape(version)}\b(.*)$", (root / "CHANGELOG.md").read_text(), re.MULTILINE)

@@ -81,8 +81,8 @@ def test_a_release_has_the_addresses_of_the_project() -> None:
 
 
 def test_a_tag_of_another_version_is_refused(tmp_path: Path) -> None:
-    for name in ("threefold/__init__.py", "CITATION.cff", "CHANGELOG.md"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("threefold/__init__.py", "parity/threefold_parity/__init__.py", "CITATION.cff", "CHANGELOG.md"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     version = threefold.__version__
     assert RELEASE["problem"](tmp_path, "v9.9.9") == f"the tag is v9.9.9, but the package's version is {version}"
