@@ -192,6 +192,34 @@ def test_a_layer_that_one_rank_uses_has_the_mean_with_zeros(pool) -> None:
     assert pool.run(4, with_a_layer_of_one_rank) == [[2.5, 0.25]] * 4
 
 
+def passes_after_an_early_sum(ranks: int) -> list[Tensor]:
+    """Two of three passes, a sum, and two more, of which the first uses one layer alone; plain PyTorch on one rank."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]).double()
+    optimizer = torch.optim.SGD(layers.parameters(), lr=0.5)
+    if ranks == 1:
+        of, share = range(2), 0.5
+    else:
+        optimizer = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=3)
+        of, share = [hvd.rank()], 1.0
+    for number in range(4):
+        for rank in of:
+            x = torch.linspace(-1, 1 + rank, 3 * (number + 2)).double().view(-1, 3)
+            used = [layer for place, layer in enumerate(layers) if place == 1 or number != 2]
+            (sum(layer(x).square().sum() for layer in used) * share).backward()
+        if number == 1 and ranks > 1:
+            optimizer.synchronize()
+    optimizer.step()
+    return [each.detach() for parameter in layers.parameters() for each in (parameter.grad, parameter)]
+
+
+def test_passes_after_an_early_sum_are_all_in_the_mean(pool) -> None:
+    expected = pool.run(1, passes_after_an_early_sum, 1)[0]
+    for found in pool.run(2, passes_after_an_early_sum, 2):
+        for got, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
+
+
 def with_sum() -> Tensor:
     model = nn.Linear(4, 3, bias=False).double()
     nn.init.constant_(model.weight, 0.1)

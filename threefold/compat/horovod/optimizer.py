@@ -1,13 +1,12 @@
 """Horovod's optimizer, whose gradients are the mean over the ranks, and broadcasts of what ranks start from."""
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -29,8 +28,7 @@ from threefold.compat.horovod.collectives import (
 from threefold.compat.horovod.ranks import world
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
-from threefold.parallel.gradient_sums import NarrowSum
-from threefold.parallel.gradients import BUCKET_BYTES, in_buckets
+from threefold.parallel.gradients import Gradients, buckets_by_dtype
 from threefold.torch_private.runtime import at_end_of_backward_pass, backward_pass
 
 
@@ -86,46 +84,14 @@ def broadcast_optimizer_state(optimizer: Optimizer, root_rank: int = 0, model: n
         inner.load_state_dict(state)
 
 
-class _Gradients:
-    """Gradients of one dtype that are summed in one all-reduce, in a copy: `.grad` changes only when all have it."""
-
-    def __init__(self, parameters: Sequence[Tensor], dtype: torch.dtype) -> None:
-        self.parameters, self._dtype = parameters, dtype
-        self._work: dist.Work | NarrowSum | None = None
-
-    def begin(self, passes: int) -> None:
-        """Expect this number of gradients of each parameter."""
-        self.waiting = passes * len(self.parameters)
-
-    def start(self, values: Sequence[Tensor | None], divisor: float, wire: torch.dtype | None) -> None:
-        """Start to sum the ranks' values / divisor; None counts as zeros."""
-        axis = world()
-        given = zip(self.parameters, values, strict=True)
-        parts = [torch.zeros_like(each) if value is None else value for each, value in given]
-        self._flat = torch.cat([part.detach().reshape(-1).to(self._dtype) for part in parts])
-        if divisor != 1.0:
-            self._flat.div_(divisor)
-        self._work = axis.start_all_reduce_(self._flat) if wire is None else NarrowSum(self._flat, axis, wire)
-
-    def finish(self) -> list[tuple[Tensor, Tensor]]:
-        """Wait, and return each parameter with its sum."""
-        if isinstance(self._work, NarrowSum):
-            self._work.finish()
-        elif self._work is not None:
-            world().finish_all_reduce(self._work)
-        sums = self._flat.split([each.numel() for each in self.parameters])
-        del self._flat
-        self._work = None
-        return [(each, part.view(each.shape)) for each, part in zip(self.parameters, sums, strict=True)]
-
-
 class DistributedOptimizer(WrappedOptimizer):
     """Optimizer that updates with the mean of the ranks' gradients.
 
     Each rank computes the loss of its own rows and calls `loss.backward()`, during which all-reduces run. When the last
     of a step's backward passes returns, each `.grad` is the mean over the ranks: it may be clipped, unscaled or logged
     with or without `synchronize`, which is needed only after fewer passes than declared. As with Horovod, gradients of
-    several backward passes add up, so divide the loss by their number for a mean.
+    several backward passes add up, so divide the loss by their number for a mean. They are summed in the buckets of
+    `threefold.prepare`, which the next step overwrites: clone a `.grad` to keep it.
 
     For a plain module, replicated on every rank. (Not to be confused with `threefold.distributed_optimizer`, for a
     model from `threefold.parallelize`, whose `train_batch` sums the gradients.)
@@ -200,6 +166,8 @@ class DistributedOptimizer(WrappedOptimizer):
         self._pass = -1
         self._hooked: set[Tensor] = set()
         self._parameters: list[Tensor] = []
+        self._gradients: Gradients | None = None
+        """Sums over the ranks, of several ranks."""
         self._begin()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -271,19 +239,19 @@ class DistributedOptimizer(WrappedOptimizer):
                 f"The parameter {name} got a gradient after its gradients had been summed over the ranks; use "
                 "op=hvd.Average, or one backward pass of the sum of the losses."
             )
+        if not self._is_summing:
+            self._begin_sums()
         self._arrived.add(parameter)
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            self._sparse.add(parameter)
         if backward_pass() != self._pass:
             self._pass = backward_pass()
             at_end_of_backward_pass(partial(_ended, weakref.ref(self)))
-        if self._size > 1:
-            self._bucket_of[parameter].waiting -= 1
-            while self._started < len(self._buckets) and self._buckets[self._started].waiting == 0:
-                self._start(self._buckets[self._started])
 
     def end_pass(self) -> None:
         """Complete the gradients at the end of a backward pass, if it is the last of a step."""
         self._calls += 1
-        if self._calls % self.backward_passes_per_step == 0 or self._started:
+        if self._calls % self.backward_passes_per_step == 0:
             self._sum()
 
     def _held(self) -> list[Tensor]:
@@ -294,75 +262,71 @@ class DistributedOptimizer(WrappedOptimizer):
         held = self._held()
         if [*map(id, held)] != [*map(id, self._parameters)]:  # at first, or some were added, frozen or unfrozen
             self._parameters = held
-            dtypes = dict.fromkeys(torch.promote_types(each.dtype, torch.float32) for each in held)
-            self._buckets = [
-                _Gradients(part, dtype)
-                for dtype in dtypes
-                for part in in_buckets(
-                    [each for each in held if torch.promote_types(each.dtype, torch.float32) == dtype],
-                    lambda each: each.numel() * each.element_size(),
-                    BUCKET_BYTES,
-                )
-            ]
-            self._bucket_of = {each: bucket for bucket in self._buckets for each in bucket.parameters}
-            for parameter in held:
+            for parameter in held:  # before the hooks of the sums, which take the gradients
                 if parameter not in self._hooked:
                     self._hooked.add(parameter)
                     parameter.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self)))
-        for bucket in self._buckets:
-            bucket.begin(self.backward_passes_per_step)
+            if self._size > 1:
+                before, divisor = [each.grad for each in held], self._divisor
+                self._gradients = buckets_by_dtype(held, world(), self._wire)
+                if divisor != 1.0:
+                    self._gradients.observe(lambda sent: sent.div_(divisor))
+                for parameter, grad in zip(held, before, strict=True):
+                    parameter.grad = grad
         self._passes = dict.fromkeys(held, 0)
         self._arrived: set[Tensor] = set()
         """Parameters with a gradient from autograd since the last sum."""
+        self._sparse: set[Tensor] = set()
         self._summed: set[Tensor] = set()
-        self._calls = self._sums = self._started = 0
+        self._kept: dict[Tensor, Tensor] = {}
+        """Gradients that there were before the first from autograd."""
+        self._calls = self._sums = 0
+        self._is_summing = False
         self._pass = -1
 
     def _are_incomplete(self) -> bool:
         return bool(self._arrived) or not self._sums
 
-    def _start(self, bucket: _Gradients) -> None:
-        self._started += 1
-        # A mean of what is already the mean is itself. A sum takes only what is new.
-        takes_all = self._op is Average
-        values = [
-            each.grad.to_dense() if each.grad is not None and (takes_all or each in self._arrived) else None
-            for each in bucket.parameters
-        ]
-        bucket.start(values, self._divisor, self._wire)
+    def _begin_sums(self) -> None:
+        self._is_summing = True
+        if self._gradients is None:
+            return
+        # Gradients that the caller kept, or means before further passes, are not dropped: autograd adds to them.
+        self._kept = {each: each.grad.detach().clone() for each in self._parameters if each.grad is not None}
+        self._gradients.begin(None if self._sums else self.backward_passes_per_step)
+        for parameter, grad in self._kept.items():
+            parameter.grad = grad
 
     @torch.no_grad()
     def _sum(self) -> None:
         """Make each `.grad` the mean or sum over the ranks. Collective, in the same order on all of them."""
-        grads = [each.grad for each in self._parameters]
-        found = [[grad is not None for grad in grads], [each in self._arrived for each in self._parameters]]
-        flags = torch.tensor([*found, [grad is not None and grad.is_sparse for grad in grads]], dtype=torch.float32)
-        if self._size > 1:
-            for bucket in self._buckets[self._started :]:
-                self._start(bucket)
+        if not self._is_summing:
+            self._begin_sums()
+        taken = self._arrived if self._gradients is not None else ()  # by the sums, from narrow parameters' `.grad`
+        held = [each.grad is not None or each in taken for each in self._parameters]
+        rows = [held, *([each in found for each in self._parameters] for found in (self._arrived, self._sparse))]
+        flags = torch.tensor(rows, dtype=torch.float32)
+        if self._gradients is not None:
+            if self._op is Average:  # a mean of what is already the mean is itself; a sum takes only what is new
+                for parameter in self._kept.keys() - self._arrived:
+                    self._gradients.add_(parameter, self._kept[parameter])
+            self._gradients.finish()
             flags = world().all_reduce_(flags.to(self._parameters[0].device))  # after the buckets, as on other ranks
         ranks_with, ranks_new, ranks_sparse = (dict(zip(self._parameters, row, strict=True)) for row in flags.tolist())
         if not any(ranks_with.values()):
             raise UserError("optimizer.step was called without gradients; call loss.backward() before it.")
         changed = ranks_with if self._op is Average else ranks_new
-        for parameter, value in (pair for bucket in self._buckets if self._size > 1 for pair in bucket.finish()):
+        for parameter in self._parameters if self._gradients is not None else ():
+            parameter.grad = self._kept.get(parameter)
             if changed[parameter]:
+                value = self._gradients[parameter]
                 if self._op is Average:
                     value.mul_(self._divisor / self._size) if self._divisor != 1.0 else value.div_(self._size)
-                _set_gradient(parameter, value.to(parameter.dtype), bool(ranks_sparse[parameter]))
+                value = value.to(parameter.dtype)
+                parameter.grad = value.to_sparse(1) if ranks_sparse[parameter] else value
         self._summed |= {each for each in self._parameters if ranks_new[each]}
-        self._arrived = set()
-        self._started = 0
+        self._arrived, self._sparse, self._is_summing = set(), set(), False
         self._sums += 1
-
-
-def _set_gradient(parameter: Tensor, value: Tensor, sparse: bool) -> None:
-    if sparse:
-        parameter.grad = value.to_sparse(1)
-    elif parameter.grad is None:
-        parameter.grad = value.clone()  # not a view of the bucket, which it would keep
-    else:
-        parameter.grad.detach().copy_(value)
 
 
 def _names(named_parameters: Iterable[tuple[str, nn.Parameter]] | None) -> dict[Tensor, str]:
