@@ -5,97 +5,49 @@ The ranks are those of `torchrun`, of Slurm's `srun`, of `threefold.run`, or of 
 
 from typing import Any, Final
 
-from threefold.compat.horovod.collectives import (
-    Adasum,
-    Average,
-    Compression,
-    Compressor,
-    Max,
-    Min,
-    PendingResult,
-    Product,
-    ReduceOperation,
-    Sum,
-    allgather,
-    allgather_async,
-    allgather_object,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    barrier,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    broadcast_object,
-    grouped_allreduce,
-    grouped_allreduce_,
-    poll,
-    synchronize,
-)
-from threefold.compat.horovod.optimizer import (
-    DistributedOptimizer,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
-from threefold.compat.horovod.ranks import (
-    gloo_built,
-    init,
-    is_initialized,
-    join,
-    local_rank,
-    local_size,
-    mpi_built,
-    nccl_built,
-    rank,
-    shutdown,
-    size,
-)
+from threefold.compat.horovod.collectives import Adasum as Adasum
+from threefold.compat.horovod.collectives import Average as Average
+from threefold.compat.horovod.collectives import Compression as Compression
+from threefold.compat.horovod.collectives import Compressor as Compressor
+from threefold.compat.horovod.collectives import Max as Max
+from threefold.compat.horovod.collectives import Min as Min
+from threefold.compat.horovod.collectives import PendingResult as PendingResult
+from threefold.compat.horovod.collectives import Product as Product
+from threefold.compat.horovod.collectives import ReduceOperation as ReduceOperation
+from threefold.compat.horovod.collectives import Sum as Sum
+from threefold.compat.horovod.collectives import allgather as allgather
+from threefold.compat.horovod.collectives import allgather_async as allgather_async
+from threefold.compat.horovod.collectives import allgather_object as allgather_object
+from threefold.compat.horovod.collectives import allreduce as allreduce
+from threefold.compat.horovod.collectives import allreduce_ as allreduce_
+from threefold.compat.horovod.collectives import allreduce_async as allreduce_async
+from threefold.compat.horovod.collectives import allreduce_async_ as allreduce_async_
+from threefold.compat.horovod.collectives import barrier as barrier
+from threefold.compat.horovod.collectives import broadcast as broadcast
+from threefold.compat.horovod.collectives import broadcast_ as broadcast_
+from threefold.compat.horovod.collectives import broadcast_async as broadcast_async
+from threefold.compat.horovod.collectives import broadcast_async_ as broadcast_async_
+from threefold.compat.horovod.collectives import broadcast_object as broadcast_object
+from threefold.compat.horovod.collectives import grouped_allreduce as grouped_allreduce
+from threefold.compat.horovod.collectives import grouped_allreduce_ as grouped_allreduce_
+from threefold.compat.horovod.collectives import poll as poll
+from threefold.compat.horovod.collectives import synchronize as synchronize
+from threefold.compat.horovod.optimizer import DistributedOptimizer as DistributedOptimizer
+from threefold.compat.horovod.optimizer import broadcast_optimizer_state as broadcast_optimizer_state
+from threefold.compat.horovod.optimizer import broadcast_parameters as broadcast_parameters
+from threefold.compat.horovod.ranks import gloo_built as gloo_built
+from threefold.compat.horovod.ranks import init as init
+from threefold.compat.horovod.ranks import is_initialized as is_initialized
+from threefold.compat.horovod.ranks import join as join
+from threefold.compat.horovod.ranks import local_rank as local_rank
+from threefold.compat.horovod.ranks import local_size as local_size
+from threefold.compat.horovod.ranks import mpi_built as mpi_built
+from threefold.compat.horovod.ranks import nccl_built as nccl_built
+from threefold.compat.horovod.ranks import rank as rank
+from threefold.compat.horovod.ranks import shutdown as shutdown
+from threefold.compat.horovod.ranks import size as size
 
-__all__ = [
-    "Adasum",
-    "Average",
-    "Compression",
-    "Compressor",
-    "DistributedOptimizer",
-    "Max",
-    "Min",
-    "PendingResult",
-    "Product",
-    "ReduceOperation",
-    "Sum",
-    "allgather",
-    "allgather_async",
-    "allgather_object",
-    "allreduce",
-    "allreduce_",
-    "allreduce_async",
-    "allreduce_async_",
-    "barrier",
-    "broadcast",
-    "broadcast_",
-    "broadcast_async",
-    "broadcast_async_",
-    "broadcast_object",
-    "broadcast_optimizer_state",
-    "broadcast_parameters",
-    "gloo_built",
-    "grouped_allreduce",
-    "grouped_allreduce_",
-    "init",
-    "is_initialized",
-    "join",
-    "local_rank",
-    "local_size",
-    "mpi_built",
-    "nccl_built",
-    "poll",
-    "rank",
-    "shutdown",
-    "size",
-    "synchronize",
-]
+__all__ = [name for name, value in vars().items() if getattr(value, "__module__", "").startswith(__name__)]
 
 _INSTEAD: Final = {
     "ProcessSet": "threefold.init_mesh, whose axes are groups of ranks",

@@ -267,10 +267,10 @@ class DistributedOptimizer(WrappedOptimizer):
                     self._hooked.add(parameter)
                     parameter.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self)))
             if self._size > 1:
-                before, divisor = [each.grad for each in held], self._divisor
+                before = [each.grad for each in held]
                 self._gradients = buckets_by_dtype(held, world(), self._wire)
-                if divisor != 1.0:
-                    self._gradients.observe(lambda sent: sent.div_(divisor))
+                if self._divisor != 1.0:
+                    self._gradients.observe(partial(_divide_, self._divisor))
                 for parameter, grad in zip(held, before, strict=True):
                     parameter.grad = grad
         self._passes = dict.fromkeys(held, 0)
@@ -316,17 +316,22 @@ class DistributedOptimizer(WrappedOptimizer):
         if not any(ranks_with.values()):
             raise UserError("optimizer.step was called without gradients; call loss.backward() before it.")
         changed = ranks_with if self._op is Average else ranks_new
-        for parameter in self._parameters if self._gradients is not None else ():
-            parameter.grad = self._kept.get(parameter)
-            if changed[parameter]:
-                value = self._gradients[parameter]
-                if self._op is Average:
-                    value.mul_(self._divisor / self._size) if self._divisor != 1.0 else value.div_(self._size)
-                value = value.to(parameter.dtype)
-                parameter.grad = value.to_sparse(1) if ranks_sparse[parameter] else value
+        if self._gradients is not None:
+            for parameter in self._parameters:
+                parameter.grad = self._kept.get(parameter)
+                if changed[parameter]:
+                    value = self._gradients[parameter]
+                    if self._op is Average:
+                        value.mul_(self._divisor / self._size) if self._divisor != 1.0 else value.div_(self._size)
+                    value = value.to(parameter.dtype)
+                    parameter.grad = value.to_sparse(1) if ranks_sparse[parameter] else value
         self._summed |= {each for each in self._parameters if ranks_new[each]}
         self._arrived, self._sparse, self._is_summing = set(), set(), False
         self._sums += 1
+
+
+def _divide_(divisor: float, sent: Tensor) -> None:
+    sent.div_(divisor)
 
 
 def _names(named_parameters: Iterable[tuple[str, nn.Parameter]] | None) -> dict[Tensor, str]:
