@@ -48,7 +48,7 @@ def parts_of(call: ast.Call) -> Iterator[str]:
         yield "adapt the loss scale"
     if last == "undo":
         yield "undo buffers"
-    if last == "all_reduce_" and any("squared" in each for each in given):
+    if last == "all_reduce_" and any("square" in each for each in given):
         yield "sum the norm"
 
 
