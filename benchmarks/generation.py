@@ -107,7 +107,7 @@ def _model():  # type: ignore[no-untyped-def]
     facts = Facts(0, 0, seed=0, eod=None, tokenizer_sha256=None, tokens=0, documents=0)
     plan, mesh = model_plan(config.model, shape.SEQUENCE), Mesh.alone()
     division = Parallelism(mesh, StageMap((0, len(plan.layers)), (0,)))
-    (stage,) = apply_parallelism(lambda: make_model(config.model), plan, division).stages
+    (stage,) = apply_parallelism(lambda: make_model(config.model), plan, division, trains=False).stages
     for name, parameter in whole_parameters([stage]):
         draw_(parameter.detach(), parameter, name, plan, 0)
     trained = Trained(Checkpoint(Path(), facts), config)

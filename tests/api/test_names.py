@@ -52,7 +52,14 @@ def test_the_package_says_that_it_has_types() -> None:
     assert files("threefold").joinpath("py.typed").is_file()
     packaged = tomllib.loads((Path(threefold.__file__).parents[1] / "pyproject.toml").read_text())
     assert packaged["tool"]["setuptools"]["package-data"] == {
-        "threefold": ["py.typed", "__init__.pyi", "planner/hardware.yaml", "planner/systems.toml", "planner/page/*", "report/page.*"]
+        "threefold": [
+            "py.typed",
+            "__init__.pyi",
+            "planner/hardware.yaml",
+            "planner/systems.toml",
+            "planner/page/*",
+            "report/page.*",
+        ]
     }
 
 

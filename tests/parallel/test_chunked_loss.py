@@ -239,7 +239,7 @@ def kept(case: Case, at_once: int = 0) -> int:
     x = torch.randn(case.batch, case.sequence // cut.shares, case.heads * case.head_dim)
     labels = torch.zeros(case.batch, case.sequence, dtype=torch.int64)
     with recording_saved([local(parameter) for parameter in stage.parameters()]) as saved:
-        out = stage.get_submodule("head")(x.to(engine.parallelism.dtype).requires_grad_() * 1, labels)
+        out = stage.get_submodule("head")(x.to(engine.settings.dtype).requires_grad_() * 1, labels)
     found = saved.nbytes
     out.backward()
     return found

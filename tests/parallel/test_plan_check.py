@@ -237,7 +237,7 @@ def shapes(split: dict[str, Split]) -> dict[str, tuple[int, ...]]:
         return nn.ModuleDict({"parts": nn.ModuleList(Parts() for _ in range(2))})
 
     plan = ModelPlan(split, ("parts.0", "parts.1"), (1.0, 1.0), lambda name: Constant(1.0))
-    (stage,) = apply_parallelism(make, plan, Parallelism(mesh, StageMap((0, 2), (0,)))).stages
+    (stage,) = apply_parallelism(make, plan, Parallelism(mesh, StageMap((0, 2), (0,))), trains=False).stages
     return {name: tuple(local(parameter).shape) for name, parameter in stage.named_parameters()}
 
 

@@ -87,7 +87,7 @@ def kept(case: Case, mode: str, every: int = 1) -> tuple[int, int]:
     """Bytes that a stage of blocks keeps of a micro-batch, and that it keeps without gradients."""
     engine = make_engine(with_recompute(case, mode, every))
     stage, keys = engine.stages[0], sample_keys(1, 0, torch.arange(case.batch)) if case.dropout else None
-    dtype = engine.parallelism.dtype
+    dtype = engine.settings.dtype
     positions = case.sequence // engine.parallelism.context.cut.shares
     x = torch.randn(case.batch, positions, case.heads * case.head_dim).to(dtype).requires_grad_()
 

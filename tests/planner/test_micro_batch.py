@@ -47,7 +47,7 @@ def kept(case: Case) -> tuple[int, int]:
     (stage,) = engine.stages
     positions = case.sequence // engine.parallelism.context.cut.shares
     batch = case.config.train.micro_batch_size
-    x = torch.randn(batch, positions, case.heads * case.head_dim, dtype=engine.parallelism.dtype).requires_grad_()
+    x = torch.randn(batch, positions, case.heads * case.head_dim, dtype=engine.settings.dtype).requires_grad_()
     keys = sample_keys(1, 0, torch.arange(batch)) if case.dropout else None
     documents = torch.zeros(batch, case.sequence, dtype=torch.int64) if case.documents else None
     samples = NOTHING if keys is None and documents is None else SampleInfo(keys, documents)

@@ -36,7 +36,7 @@ from threefold.models.family import make_model, model_plan
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.parallel.moving_buffers import stored_buffers
-from threefold.parallel.parallelize import Parallelism, apply_parallelism
+from threefold.parallel.parallelize import Parallelism, TrainingSettings, apply_parallelism
 from threefold.parallel.pipeline.partition import StageMap, partition_by_cost
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
 
@@ -134,8 +134,9 @@ class Trained:
         config = self.config.model
         plan = model_plan(config, self.config.data.sequence_length)
         stages = StageMap(tuple(partition_by_cost(plan.costs, mesh.pp.size)), tuple(range(mesh.pp.size)))
-        how = Parallelism(mesh, stages, dtype=DTYPES[dtype])
-        (stage,) = apply_parallelism(lambda: make_model(config), plan, how, seed=self.config.train.seed).stages
+        # The seed determines buffers that a constructor draws.
+        how = Parallelism(mesh, stages, TrainingSettings(seed=self.config.train.seed, dtype=DTYPES[dtype]))
+        (stage,) = apply_parallelism(lambda: make_model(config), plan, how, trains=False).stages
         weights: dict[str, Tensor] = {MODEL + name: parameter for name, parameter in whole_parameters([stage])}
         names = stored_tensors(self.checkpoint.path)
         buffers = {MODEL + name: buffer for name, buffer in stored_buffers([stage]).items()}

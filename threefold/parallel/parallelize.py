@@ -7,7 +7,7 @@ from a config or given in code, come first.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -143,6 +143,11 @@ class TrainingSettings:
             is_custom=(family := config.model.architecture) == OWN or family not in FAMILIES.built_in,
         )
 
+    @property
+    def master_dtype(self) -> torch.dtype:
+        """Dtype that weights are updated and gradients accumulated in."""
+        return torch.promote_types(self.dtype, torch.float32) if self.master_weights else self.dtype
+
     @cached_property
     def pipeline_schedule(self) -> Schedule:
         """Schedule that `schedule` names; a file is read once, when it is first used."""
@@ -151,15 +156,12 @@ class TrainingSettings:
 
 @dataclass(frozen=True)
 class Parallelism:
-    """Distribution of a model over a mesh; see `TrainingSettings` for fields of the same names."""
+    """Distribution of a model over a mesh, and the settings that it follows."""
 
     mesh: Mesh
     stages: StageMap
-    sequence_parallel: bool = False
-    dtype: torch.dtype = torch.float32
+    settings: TrainingSettings = field(default_factory=TrainingSettings)
     zero: ZeroSharding | None = None
-    cp_method: str = "all-gather"
-    master_weights: bool = True
     deferred: DeferredGradients | None = None  # weight gradients that the schedule defers, if it defers any
     arithmetic: RankArithmetic = field(default_factory=RankArithmetic)
 
@@ -177,11 +179,8 @@ class Parallelism:
         return cls(
             mesh,
             stages,
-            settings.sequence_parallel,
-            settings.dtype,
+            settings,
             make_zero_sharding(mesh, settings.zero, settings.zero_shards or mesh.dp.size),
-            settings.cp_method,
-            settings.master_weights,
             DeferredGradients() if pp > 1 and settings.pipeline_schedule.defers_weight_gradients else None,
             settings.arithmetic.on_rank(
                 mesh, settings.micro_batches, settings.sequence_parallel, settings.is_custom or plan.constructed
@@ -191,9 +190,8 @@ class Parallelism:
     @property
     def context(self) -> ShardingContext:
         """Axes and settings that parallel layers are made with."""
-        mesh = self.mesh
-        layers = self.arithmetic.layers
-        return ShardingContext(mesh.tp, mesh.cp, mesh.ep, self.sequence_parallel, self.cp_method, arithmetic=layers)
+        mesh, given, layers = self.mesh, self.settings, self.arithmetic.layers
+        return ShardingContext(mesh.tp, mesh.cp, mesh.ep, given.sequence_parallel, given.cp_method, arithmetic=layers)
 
     def context_for(self, plan: ModelPlan) -> ShardingContext:
         """Return `context` with the groups of tensor ranks that share a unit of the plan. Collective over the world."""
@@ -207,11 +205,6 @@ class Parallelism:
         """Axes that may shard a parameter."""
         shards = () if self.zero is None else (self.zero.shards, self.zero.expert_shards)
         return (self.mesh.tp, self.mesh.ep, self.mesh.expert_replicas, *shards)
-
-    @property
-    def master_dtype(self) -> torch.dtype:
-        """Dtype that weights are updated and gradients accumulated in."""
-        return torch.promote_types(self.dtype, torch.float32) if self.master_weights else self.dtype
 
 
 @dataclass(frozen=True)
@@ -251,43 +244,39 @@ class TrainableModel(ParallelModel):
 
 @overload
 def apply_parallelism(
-    make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, *, seed: int = 0
+    make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, *, trains: Literal[False]
 ) -> ParallelModel: ...
 
 
 @overload
-def apply_parallelism(
-    make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism, training: TrainingSettings
-) -> TrainableModel: ...
+def apply_parallelism(make_model: Callable[[], nn.Module], plan: ModelPlan, how: Parallelism) -> TrainableModel: ...
 
 
 def apply_parallelism(
     make_model: Callable[[], nn.Module],
     plan: ModelPlan,
     how: Parallelism,
-    training: TrainingSettings | None = None,
     *,
-    seed: int = 0,
+    trains: bool = True,
 ) -> ParallelModel:
-    """Build this rank's part of a model. Collective over the world.
+    """Build this rank's part of a model, to train or only to be used. Collective over the world.
 
-    Without `training`, the weights are only used; `seed` is then that of the run that trained the model, and determines
-    buffers that its constructor draws. Raises a `UserError` if the plan does not fit the model.
+    Raises a `UserError` if the plan does not fit the model.
     """
-    seed = seed if training is None else training.seed
-    model = skeleton(make_model, seed)
+    training, mesh = how.settings, how.mesh
+    model = skeleton(make_model, training.seed)
     check_plan(model, plan)
-    check_tensor_axis(plan, how.mesh.tp.size)
-    check_cut_modules(model, plan, how.mesh.tp.size)
+    check_tensor_axis(plan, mesh.tp.size)
+    check_cut_modules(model, plan, mesh.tp.size)
     check_sharded_parameters(model, 0 if how.zero is None else how.zero.stage)
     names = tuple(name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor))
-    in_float8 = float8_layers(model, plan) if training is not None and training.fp8 else []
+    in_float8 = float8_layers(model, plan) if trains and training.fp8 else []
     # Pipeline parallelism: this rank's stages.
-    numbers = how.stages.held_by(how.mesh.pp.index)
+    numbers = how.stages.held_by(mesh.pp.index)
     stages = [Stage(model, plan, *how.stages.layers(number), how.arithmetic.passes) for number in numbers]
-    separates = training is not None and how.arithmetic.separates_uses
-    if training is not None:
-        training.arithmetic.check(model, plan, how.mesh.tp.size)
+    separates = trains and how.arithmetic.separates_uses
+    if trains:
+        training.arithmetic.check(model, plan, mesh.tp.size)
     if separates:
         _untie(stages)
     # Tensor, sequence, context and expert parallelism: parallel layers replace single-device ones.
@@ -301,21 +290,21 @@ def apply_parallelism(
             if plan.whole_name(name) in plan.frozen:
                 parameter.requires_grad_(False)
     dropouts = {name: each for stage in stages for name, each in undecided_dropouts(stage, plan).items()}
-    constructed = ConstructedModel(make_model, seed)
-    if training is None:
+    constructed = ConstructedModel(make_model, training.seed)
+    if not trains:
         _allocate(stages, how, constructed)
         for stage in stages:
             for parameter in stage.parameters():
                 local(parameter)  # which layers compute with from now on
         return ParallelModel(stages, plan, how)
-    tied = TiedWeights(plan, how.stages, how.mesh)
+    tied = TiedWeights(plan, how.stages, mesh)
     # Activation checkpointing (recompute), with the random streams of modules inside; chunked losses.
-    streams = RandomStreams(training.seed, how.mesh.coordinates, how.mesh.device)
+    streams = RandomStreams(training.seed, mesh.coordinates, mesh.device)
     give_streams(streams, nn.ModuleList(stages))
     for loss in (each for stage in stages for each in stage.modules() if isinstance(each, LinearCrossEntropy)):
         loss.chunk_size = 0 if how.arithmetic.keeps_whole_logits else training.loss_chunk_size
         loss.at_once = 0 if how.arithmetic.keeps_whole_logits else training.chunks.kept_logits_at_once
-        compiled = training.compile and how.mesh.device.type == "cuda"  # on a CPU, runs that fit the caches are faster
+        compiled = training.compile and mesh.device.type == "cuda"  # on a CPU, runs that fit the caches are faster
         loss.cross_entropy.logits_at_once = COMPILED if compiled else training.chunks.logits_at_once
     use_fp8(stages, in_float8)
     apply_recompute(stages, training.recompute, training.recompute_every, streams, how.arithmetic.passes)
@@ -330,7 +319,7 @@ def apply_parallelism(
             copy.data = leaf.data
     gradients = _make_gradients(stages, how, training.gradient_compression, training.chunks.bucket_bytes, copies)
     how.arithmetic.attach([unwrapped(each) for stage in stages for each in stage.modules()], gradients)
-    weights = make_weights(whole_parameters(stages), how.master_dtype)
+    weights = make_weights(whole_parameters(stages), training.master_dtype)
     initialise_(weights, plan, training.seed, gradients, constructed)
     return TrainableModel(stages, plan, how, tied, streams, gradients, weights, copies, names, dropouts)
 
@@ -365,7 +354,7 @@ def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: Constructe
                 dim = bare_cut(stage.model_plan.bare, name, how.mesh.tp)
                 whole = constructed.buffer(name)
                 value = whole if dim is None else local_part(whole, how.mesh.tp, dim).clone()
-                dtype = how.dtype if value.is_floating_point() else value.dtype
+                dtype = how.settings.dtype if value.is_floating_point() else value.dtype
                 set_in(stage, name, value.to(how.mesh.device, dtype))
 
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
@@ -378,13 +367,13 @@ def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: Constructe
         return stored_as(stored, DeferrableWeight(shard, how.deferred))
 
     if how.zero is None:
-        device, dtype = how.mesh.device, how.dtype
+        device, dtype = how.mesh.device, how.settings.dtype
         replace_parameters(model, allocated)
     else:
         # Sharded before allocation, in the width of the master weights.
-        device, dtype = torch.device("meta"), how.master_dtype
+        device, dtype = torch.device("meta"), how.settings.master_dtype
         replace_parameters(model, allocated)
-        shard_parameters(stages, how.zero, how.mesh, how.dtype)
+        shard_parameters(stages, how.zero, how.mesh, how.settings.dtype)
 
 
 def _make_gradients(
@@ -398,7 +387,7 @@ def _make_gradients(
     if how.zero is not None:
         return how.arithmetic.sharded_gradients(stages, how.zero, how.mesh.ep.size, copies)
     parameters = [parameter for _, parameter in whole_parameters(stages) if parameter.requires_grad]
-    mesh, dtype, wire = how.mesh, how.master_dtype, DTYPES.get(compression)
+    mesh, dtype, wire = how.mesh, how.settings.master_dtype, DTYPES.get(compression)
     longest = {local(parameter): longest_shard(parameter) for parameter in parameters}
 
     def buckets(leaves: list[Tensor], axis: Axis, senders: int = 1) -> GradientBuckets:

@@ -87,7 +87,7 @@ class GradientStep(GradientUpdate):
         self.plan, self.settings, self.stop, self.loss = plan, settings, stop, loss
         self.parallelism = Parallelism.make(plan, mesh, settings)
         self.arithmetic = self.parallelism.arithmetic
-        self.model = apply_parallelism(make_model, plan, self.parallelism, settings)
+        self.model = apply_parallelism(make_model, plan, self.parallelism)
         self._make_model = make_model
         self.stages, self.streams = self.model.stages, self.model.streams
         self.buffers = MovingBuffers(self.stages, plan, mesh)
@@ -303,7 +303,7 @@ def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
         for weight in model.trained
         if how.mesh.tp.size > 1
         and not is_split(weight.parameter)
-        and (how.sequence_parallel or model.plan.has_partial_gradient(weight.name))
+        and (how.settings.sequence_parallel or model.plan.has_partial_gradient(weight.name))
         and not how.arithmetic.completes(model.plan.split_of(weight.name))
     ]
 

@@ -109,7 +109,7 @@ class PipelineRunner(Runner):
         self.has_loss = any(stage.gives_loss for stage in stages)
         # None if a parameter may get two gradients per micro-batch: a tied weight, from each stage or a deferred one.
         self.arrivals = micro_batches if schedule.one_backward_per_micro_batch else None
-        loss_dtype = torch.promote_types(parallelism.dtype, torch.float32)
+        loss_dtype = torch.promote_types(parallelism.settings.dtype, torch.float32)
         self._zero = torch.zeros(1, dtype=loss_dtype, device=self._mesh.device)
         # Torch's schedules split their arguments along dim 0, which samples of any nesting do not allow. So they get
         # the numbers of the micro-batches, and a stage looks up the samples of a number in `_micro_batches`.
@@ -121,7 +121,7 @@ class PipelineRunner(Runner):
         self._found: dict[Hashable, _Passes] = {}
         self.scheduled_stages: list[ScheduledStage] = []
         if activation is not None:
-            shape = torch.empty(activation, dtype=parallelism.dtype, device="meta", requires_grad=True)
+            shape = torch.empty(activation, dtype=parallelism.settings.dtype, device="meta", requires_grad=True)
             numbers = self._placement.held_by(self._mesh.pp.index)
             self._use(self._make({place: (shape,) for stage in numbers for place in (stage - 1, stage)}))
 
