@@ -7,6 +7,7 @@ must have is missing: a capability's test, a public name, an argument's explanat
 
 import re
 import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -33,6 +34,13 @@ def rooms() -> str:
     return f"![Each room imports those below it that it has an arrow to]({path})\n\n{house.table(edges)}"
 
 
+def traffic() -> str:
+    """The collectives of a step, as a table."""
+    rows = tomllib.loads((DOCS / "traffic.toml").read_text(encoding="utf-8"))["rows"]
+    lines = ["| Axis | Content | Operation | Number | Bytes of each |", "| --- | --- | --- | --- | --- |"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
 PARTS: Final[dict[str, Callable[[], str]]] = {
     "config": lambda: without_heading(markdown()),
     "compatibility": lambda: without_heading(compatibility.markdown()),
@@ -41,6 +49,7 @@ PARTS: Final[dict[str, Callable[[], str]]] = {
     "mutations": tables,
     "commands": commands.page,
     "rooms": rooms,
+    "traffic": traffic,
     "api": api.table,
     **{f"api/{file}": (lambda file=file: api.page(file)) for file in api.GROUPS},
 }
