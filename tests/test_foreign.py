@@ -186,8 +186,8 @@ FUNCTIONS: Final = {
     """,
     "pages, scripts and styles of the package": "report/document.py::make_page",
     "a new file, in a folder that this save or conversion has made": """
-        checkpoint/conversion.py::Shards.__init__ checkpoint/conversion.py::TensorSource.mapped
-        checkpoint/conversion.py::_write_run checkpoint/conversion.py::_write_torch
+        huggingface/shards.py::Shards.__init__ convert/checkpoints.py::TensorSource.mapped
+        convert/checkpoints.py::_write_run convert/checkpoints.py::_write_torch
         checkpoint/manifest.py::write_manifest checkpoint/tensors.py::Writer._write_file
         verify/reference.py::Trace.load verify/reference.py::Trace.save
     """,
@@ -196,8 +196,8 @@ FUNCTIONS: Final = {
     """,
     "whether there is such an entry, which opens nothing": """
         checkpoint/folder.py::remove_partial checkpoint/save.py::put_in_place
-        checkpoint/save.py::set_aside_checkpoint.rename checkpoint/summary.py::listed checkpoint/summary.py::locate
-        checkpoint/summary.py::saved_at huggingface/files.py::_files huggingface/source.py::check_import
+        checkpoint/save.py::set_aside_checkpoint.rename report/checkpoints.py::listed report/checkpoints.py::locate
+        report/checkpoints.py::saved_at huggingface/files.py::_files huggingface/source.py::check_import
         launch/run_lock.py::require_folder launch/training_run.py::_require_no_checkpoints
         launch/training_run.py::_require_no_foreign launch/training_run.py::prepare_training
         report/live.py::RunServer._document report/record.py::require_run train/callbacks/console.py::Summary.rows

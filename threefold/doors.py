@@ -20,7 +20,7 @@ from typing import Any, Final
 from threefold.errors import UserError
 
 ROOMS: Final = (
-    *("exact", "cpu", "verify", "parity", "planner", "huggingface", "convert", "resilience", "report", "inference"),
+    *("exact", "cpu", "verify", "parity", "planner", "resilience", "report", "convert", "huggingface", "inference"),
 )
 """Attached rooms that add something, in the order in which commands are listed and callbacks are called."""
 

@@ -13,16 +13,16 @@ from torch import Tensor
 
 from tests.support.command import Command, Silent
 from tests.train.support import Run, losses_of, train_rank
-from threefold.checkpoint.conversion import Conversion, convert_checkpoint
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.manifest import Facts, read_writer, write_manifest
-from threefold.checkpoint.summary import verify_checkpoint
 from threefold.checkpoint.tensors import load_tensors, save_tensors_alone, stored_tensors
+from threefold.convert.checkpoints import Conversion, convert_checkpoint
 from threefold.errors import UserError
 from threefold.huggingface.source import check_export
 from threefold.launch.training_run import prepare_training
 from threefold.launch.worker_pool import WorkerPool
+from threefold.report.checkpoints import verify_checkpoint
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

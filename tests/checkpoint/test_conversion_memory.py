@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from tests.support.command import Silent
-from threefold.checkpoint.conversion import Conversion, Format, convert_checkpoint
 from threefold.checkpoint.folder import LOOP, path_of
 from threefold.checkpoint.manifest import Facts, write_manifest
 from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
+from threefold.convert.checkpoints import Conversion, Format, convert_checkpoint
 from threefold.host import return_freed_memory
 from threefold.launch.worker_pool import WorkerPool
 

@@ -10,7 +10,7 @@ import pytest
 from tests.support.command import Command
 from threefold.checkpoint.folder import DIVERGED, folders
 from threefold.checkpoint.manifest import PARTIAL, REPLACED
-from threefold.checkpoint.summary import listed
+from threefold.report.checkpoints import listed
 
 
 def damage(run: Path) -> None:

@@ -9,7 +9,7 @@ from tests.support.command import Command, Silent
 from tests.support.damage import flip
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.index import read_index
-from threefold.checkpoint.summary import verify_checkpoint
+from threefold.report.checkpoints import verify_checkpoint
 
 
 def test_a_whole_run(threefold: Command, saved: Path) -> None:

@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.support.parity import Case, make_engine
 from tests.train.support import Run, manifest, steps_of, train_rank
 from threefold.checkpoint.manifest import read_manifest, write_manifest
-from threefold.checkpoint.summary import summarize_checkpoint
 from threefold.launch.worker_pool import WorkerPool
 from threefold.random.tensor_hash import PartHash
+from threefold.report.checkpoints import summarize_checkpoint
 from threefold.train.fingerprint import TensorHashes
 
 EXACT = ("train.exact", True)

@@ -60,6 +60,8 @@ DIVERGED: Final = ".diverged"
 """Suffix of a checkpoint after which the loss was not finite; it is kept but never resumed from."""
 
 _NAME = re.compile(rf"step_(\d{{8,}})({re.escape(REPLACED)})?")
+NAMED: Final = re.compile(r"step_(\d{8,})([.].*)?")
+"""Names like those of checkpoints, in any state."""
 _ANY = re.compile(rf"step_(\d{{8,}})(\.old)?({'|'.join(map(re.escape, (PARTIAL, REPLACED, DIVERGED)))})?")
 
 
@@ -138,6 +140,32 @@ def remains(run_dir: Path) -> list[Path]:
     paths = list(parent.iterdir()) if parent.is_dir() else []
     found = {path: int(name[1]) for path in paths if (name := _ANY.fullmatch(path.name))}
     return sorted(found, key=lambda path: (found[path], len(path.name)))
+
+
+def require_outside_checkpoints(out: Path, place: str = "--out") -> None:
+    """Raise a `UserError` if an output is among a run's checkpoints, links resolved."""
+    for parent in Path(os.path.realpath(out)).parents:
+        if parent.name == FOLDER and checkpoint_folders(parent.parent):
+            raise UserError(
+                f"{place} {shown(out)} is among the checkpoints of the run {shown(parent.parent)}, which would take it "
+                "for one of its own; choose a folder apart from the run's."
+            )
+
+
+def checkpoint_folders(run: Path) -> list[Path]:
+    """Return all checkpoint folders of a run by step, including incomplete and diverged ones."""
+    try:
+        complete = folders(run)  # includes a replaced checkpoint whose replacement never got its name
+        found = [path for path in remains(run) if path in complete or path.suffix in ("", PARTIAL, DIVERGED)]
+    except OSError as error:
+        raise UserError(f"{shown(run / FOLDER)} cannot be read ({error.strerror}); give a folder that can.") from None
+    return sorted(found, key=lambda path: (step_of(path), path.name))
+
+
+def step_of(path: Path) -> int:
+    """Return the step in a name like a checkpoint's; 0 for a link of another name."""
+    match = NAMED.fullmatch(path.name)
+    return int(match[1]) if match else 0
 
 
 def remove_partial(run_dir: Path) -> None:

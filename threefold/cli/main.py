@@ -26,11 +26,14 @@ COMMANDS: Final = {
     "init": ("Train and use", "threefold.cli.init:command"),
     "train": ("Train and use", "threefold.cli.train:command"),
     "data": ("Files", "threefold.cli.data:app"),
-    "checkpoint": ("Files", "threefold.cli.checkpoint:app"),
     "config": ("Files", "threefold.cli.config:app"),
 }
 """Commands of the core, as `CommandTable` takes them; attached rooms add theirs (`threefold.doors`)."""
-PANELS: Final = ("Train and use", "Check", "Plan", "Files")
+ORDER: Final = (
+    *("init", "train", "watch", "report", "generate", "eval", "inspect", "verify", "parity", "doctor"),
+    *("plan", "show", "estimate", "simulate", "dry-run", "data", "checkpoint", "config"),
+)
+"""Commands in the order of the help; others follow."""
 FAILED, MISUSED = 1, 2
 _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCES, errno.EROFS)
 """Errors caused by a path that the user gave."""
@@ -39,7 +42,7 @@ _OF_A_PATH: Final = (errno.ENAMETOOLONG, errno.ELOOP, errno.ENOTDIR, errno.EACCE
 def make_app(commands: Mapping[str, tuple[str, str]] | None = None) -> typer.Typer:
     """Return the command line with these commands (`COMMANDS`); None for all."""
     given = COMMANDS | added("COMMANDS") if commands is None else commands
-    table = CommandTable(dict(sorted(given.items(), key=lambda each: PANELS.index(each[1][0] or PANELS[-1]))))
+    table = CommandTable({name: given[name] for name in (*filter(given.__contains__, ORDER), *given)})
     app = CommandLine(name="threefold", pretty_exceptions_enable=False, cls=group_of(table))
     app.callback()(_root)
     return app

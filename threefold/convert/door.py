@@ -1,5 +1,8 @@
-"""Contributions of converters of other systems' configs to the core (`threefold.doors`)."""
+"""Contributions of converters of configs and checkpoints to the core (`threefold.doors`)."""
 
 from typing import Final
 
-COMMANDS: Final = {"config convert": ("", "threefold.convert.command:command")}
+COMMANDS: Final = {
+    "config convert": ("", "threefold.convert.command:command"),
+    "checkpoint convert": ("", "threefold.convert.checkpoint_command:convert"),
+}

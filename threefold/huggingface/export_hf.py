@@ -10,7 +10,6 @@ from typing import Final
 import torch
 
 from threefold.checkpoint.code import with_code
-from threefold.checkpoint.conversion import Shards, in_shares
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
 from threefold.checkpoint.folder import OWN_MODEL, SelectedCheckpoint, code_text, model_files
 from threefold.checkpoint.index import StoredTensor
@@ -23,6 +22,7 @@ from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import choose_type, imported_config, left_out, split, write_model, write_texts
 from threefold.huggingface.mapping import WeightMap
+from threefold.huggingface.shards import Shards, in_shares
 from threefold.huggingface.source import choose_exported
 from threefold.models.source import file_source
 from threefold.output import Progress, check_replaceable, staged_directory

@@ -7,8 +7,15 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.checkpoint.folder import CONFIG as RUN_CONFIG
-from threefold.checkpoint.folder import TOKENIZER, Damaged, SelectedCheckpoint, newest, path_of, select_checkpoint
-from threefold.checkpoint.summary import require_outside_checkpoints
+from threefold.checkpoint.folder import (
+    TOKENIZER,
+    Damaged,
+    SelectedCheckpoint,
+    newest,
+    path_of,
+    require_outside_checkpoints,
+    select_checkpoint,
+)
 from threefold.errors import UserError
 from threefold.files import require_local, shown
 from threefold.foreign import FORMAT, MANIFEST, FolderFiles

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import FOLDER, newest, remains
+from threefold.checkpoint.folder import FOLDER, newest, remains, require_outside_checkpoints
 from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
 from threefold.checkpoint.mirror import copy_newest
 from threefold.checkpoint.ownership import OWNER_FILE, Claimant, Owner, terms_of
 from threefold.checkpoint.remote import look_at_remote
 from threefold.checkpoint.resume import Resume, continues, find_resumption, find_warm_start, is_finished
-from threefold.checkpoint.summary import require_outside_checkpoints
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of

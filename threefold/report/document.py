@@ -256,9 +256,10 @@ def _goodput(run: RunRecord) -> str:
 def _checkpoints(folder: Path) -> tuple[dict[str, Any], int]:
     """Return the newest checkpoints of a run and the number of all, and the parameters of the newest one's model."""
     from threefold.checkpoint.errors import MODEL
+    from threefold.checkpoint.folder import checkpoint_folders
     from threefold.checkpoint.index import read_index  # imports torch
     from threefold.checkpoint.manifest import MANIFEST
-    from threefold.checkpoint.summary import checkpoint_folders, group_of, listed
+    from threefold.report.checkpoints import group_of, listed
 
     parameters, kept, paths, newest = 0, [], list[Path](), None
     with suppress(UserError):

@@ -5,6 +5,7 @@ from typing import Final
 COMMANDS: Final = {
     "watch": ("Train and use", "threefold.report.commands.watch:command"),
     "report": ("Train and use", "threefold.report.commands.report:command"),
+    "checkpoint": ("Files", "threefold.report.commands.checkpoint:app"),
 }
 CALLBACKS: Final = {
     "loss_curve": "threefold.report.loss_curve:LossCurve",

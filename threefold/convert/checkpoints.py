@@ -1,12 +1,10 @@
 """Conversion of a checkpoint to another format or dtype, one tensor at a time, so that it may exceed the memory."""
 
-import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Final, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,17 +12,18 @@ from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
-from threefold.checkpoint.folder import CONFIG, path_of
+from threefold.checkpoint.folder import CONFIG, path_of, require_outside_checkpoints
 from threefold.checkpoint.index import INDEX, StoredTensor, TensorChunk, index_text, read_data_files, read_index
 from threefold.checkpoint.manifest import WRITER, Checkpoint, read_manifest, read_writer, write_manifest
-from threefold.checkpoint.summary import choose, group_of, locate, require_outside_checkpoints, saved_at
 from threefold.checkpoint.tensors import ALIGNMENT, PiecedTensor, TensorPiece, read_chunk, save_tensors_alone
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
 from threefold.host import return_freed_memory
+from threefold.huggingface.shards import CODES, Shards, in_shares
 from threefold.output import Progress, check_replaceable, staged_directory, write_durably
+from threefold.report.checkpoints import choose, group_of, locate, saved_at
 
 Format = Literal["threefold", "safetensors", "torch", "dcp"]
 
@@ -223,7 +222,7 @@ def _write_safetensors(source: TensorSource, folder: Path, shard_bytes: int) -> 
     for prefix, stem in ((MODEL, "model"), (OPTIMIZER, "optimizer")):
         planned = {name: tensor for name, tensor in source.planned.items() if name.startswith(prefix)}
         for name, tensor in planned.items():
-            if tensor.dtype not in _CODES:
+            if tensor.dtype not in CODES:
                 raise UserError(
                     f"{shown(name)} is {tensor.dtype}, which safetensors does not have; use --format torch."
                 )
@@ -258,76 +257,3 @@ def _write_dcp(source: TensorSource, folder: Path) -> list[str]:
     save_tensors_alone(source.mapped(source.planned, scratch), folder, FileSystemWriter(folder))
     scratch.unlink()
     return sorted(path.name for path in set(folder.iterdir()) - before)
-
-
-_CODES: Final = (
-    {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.bool: "BOOL"}
-    | {torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"}
-    | {torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-)
-"""Names of the dtypes in a safetensors header."""
-
-
-class Shards:
-    """Safetensors files of at most `limit` bytes each (but at least one tensor), with an index if there are several."""
-
-    def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], limit: int, stem: str = "model") -> None:
-        self._open = ExitStack()
-        self._places: dict[str, tuple[IO[bytes], int, StoredTensor]] = {}
-        shares = list(in_shares(tensors, limit))
-        count = len(shares)
-        self.names = [f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
-        if count == 1:
-            self.names = [f"{stem}.safetensors"]
-        else:
-            total = sum(tensor.bytes for tensor in tensors.values())
-            weights = {each: name for name, share in zip(self.names, shares, strict=True) for each in share}
-            index = {"metadata": {"total_size": total}, "weight_map": weights}
-            path = folder / f"{stem}.safetensors.index.json"
-            path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        for name, share in zip(self.names, shares, strict=True):
-            header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-            starts, end = {}, 0
-            for each, planned in share.items():
-                starts[each], end = end, end + planned.bytes
-                offsets = [starts[each], end]
-                header[each] = {"dtype": _CODES[planned.dtype], "shape": planned.shape, "data_offsets": offsets}
-            text = json.dumps(header, separators=(",", ":")).encode()
-            text += b" " * (-len(text) % 8)
-            file = self._open.enter_context((folder / name).open("wb"))
-            file.write(len(text).to_bytes(8, "little") + text)
-            begin = file.tell()
-            file.truncate(begin + end)
-            for each, planned in share.items():
-                self._places[each] = (file, begin + starts[each], planned)
-
-    def __enter__(self) -> "Shards":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
-        self._open.close()
-        if self._places and kind is None:
-            raise ValueError(f"{len(self._places)} tensors were planned and did not come, such as {min(self._places)}")
-
-    def write(self, tensors: Mapping[str, Tensor]) -> None:
-        """Write tensors at their positions, rounded to the planned dtypes."""
-        for name, tensor in tensors.items():
-            file, place, planned = self._places.pop(name)
-            if tuple(tensor.shape) != planned.shape:
-                raise ValueError(f"{name} was planned as {planned.shape} and is {tuple(tensor.shape)}")
-            file.seek(place)
-            flat = tensor.to(planned.dtype).contiguous().view(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
-
-
-def in_shares(tensors: Mapping[str, StoredTensor], limit: int) -> Iterator[dict[str, StoredTensor]]:
-    """Divide tensors into shares of at most `limit` bytes, or of one larger tensor; yield at least one share."""
-    share: dict[str, StoredTensor] = {}
-    filled = 0
-    for name, tensor in tensors.items():
-        if share and filled + tensor.bytes > limit:
-            yield share
-            share, filled = {}, 0
-        share[name] = tensor
-        filled += tensor.bytes
-    yield share

@@ -1,24 +1,24 @@
-"""`threefold checkpoint`: list, show, verify and convert checkpoints; import and export Hugging Face models."""
+"""`threefold checkpoint`: list, show and verify checkpoints; other rooms add further subcommands."""
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from typer import Argument, Option
 
 from threefold.command_line import CommandLine
-from threefold.files import counted, first_of, format_bytes
-from threefold.terminal import AsJson, Bars, Overwrite, byte_size, print_table, print_warnings, table
+from threefold.files import counted, format_bytes
+from threefold.terminal import AsJson, Bars, print_table, print_warnings, table
 
 if TYPE_CHECKING:
-    from threefold.checkpoint.summary import CheckpointSummary, TensorGroup
     from threefold.config import Config
+    from threefold.report.checkpoints import CheckpointSummary, TensorGroup
 
 
 app = CommandLine(help="List, show, verify and convert checkpoints; import and export Hugging Face models.")
 
-ShardCoordinates = Annotated[
+RunOrCheckpoint = Annotated[
     Path, Argument(metavar="RUN|CHECKPOINT", help="Folder of a run, or of one of its checkpoints.")
 ]
 
@@ -32,7 +32,8 @@ def list_(run: Path = Argument(..., metavar="RUN", help="Run folder."), as_json:
     """
     from rich.console import Console
 
-    from threefold.checkpoint.summary import checkpoint_folders, listed, locate
+    from threefold.checkpoint.folder import checkpoint_folders
+    from threefold.report.checkpoints import listed, locate
 
     named = locate(run)
     found = [listed(path) for path in checkpoint_folders(named.run)]
@@ -60,7 +61,7 @@ def list_(run: Path = Argument(..., metavar="RUN", help="Run folder."), as_json:
 
 @app.command()
 def show(
-    path: ShardCoordinates,
+    path: RunOrCheckpoint,
     pattern: str | None = Argument(
         None, metavar="[PATTERN]", help="Tensors to list: part of a name, or a pattern such as '*.mlp.*'."
     ),
@@ -74,7 +75,7 @@ def show(
     """
     from rich.console import Console
 
-    from threefold.checkpoint.summary import choose, locate, summarize_checkpoint
+    from threefold.report.checkpoints import choose, locate, summarize_checkpoint
 
     summary = summarize_checkpoint(*choose(locate(path)))
     print_warnings(summary.warnings)
@@ -96,13 +97,13 @@ def show(
 
 
 @app.command()
-def verify(path: ShardCoordinates) -> None:
+def verify(path: RunOrCheckpoint) -> None:
     """Compare every byte of a checkpoint, or of all checkpoints of a run, with the checksums written with it.
 
     Exit status: 0 if all match; 1 if one is damaged (a sentence names the file); 2 if there is nothing to verify.
     """
     from threefold.checkpoint.errors import DamagedCheckpoint
-    from threefold.checkpoint.summary import locate, to_verify, verify_checkpoint
+    from threefold.report.checkpoints import locate, to_verify, verify_checkpoint
 
     damaged = False
     for checkpoint in to_verify(locate(path)):
@@ -119,54 +120,6 @@ def verify(path: ShardCoordinates) -> None:
             )
     if damaged:
         raise typer.Exit(1)
-
-
-@app.command()
-def convert(
-    path: ShardCoordinates,
-    out: Path = Option(..., metavar="DIR", help="Folder to create; with --format threefold, a run folder."),
-    format_: Literal["threefold", "safetensors", "torch", "dcp"] = Option(
-        "threefold",
-        "--format",
-        help="threefold: a run with this checkpoint, in the newest version of the format; safetensors or torch: "
-        "whole tensors for other programs; dcp: torch.distributed.checkpoint.",
-    ),
-    dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = Option(
-        None, help="Data type of the weights.", show_default="as stored"
-    ),
-    weights_only: bool = Option(False, "--weights-only", help="Leave out the optimizer's state."),
-    shard_size: str = Option(
-        "5GB", metavar="SIZE", help="Largest tensor file, such as 500MB; torch writes a single file."
-    ),
-    overwrite: Overwrite = False,
-) -> None:
-    """Rewrite a checkpoint, or a run's newest good one, in another format, dtype or file size, or only its weights.
-
-    Works tensor by tensor, so a model larger than memory can be converted. RUN is not changed.
-    For a folder that transformers reads, use `threefold checkpoint export`.
-
-    Examples:
-      threefold checkpoint convert runs/run --out weights --format safetensors
-    """
-    from threefold.checkpoint.summary import locate
-
-    size = byte_size(shard_size, "--shard-size", "5GB")
-    locate(path)
-    from threefold.checkpoint.conversion import Conversion, convert_checkpoint
-
-    with Bars() as bars:
-        made = convert_checkpoint(Conversion(path, out, format_, dtype, weights_only, size, overwrite), bars)
-    print_warnings(made.warnings)
-    facts = {
-        "from": str(made.checkpoint),
-        "after": f"{made.step:,} steps",
-        "format": format_,
-        "parameters": f"{made.parameters:,}, {', '.join(made.dtypes)}",
-        "tensors": f"{made.tensors:,}, {format_bytes(made.bytes)}",
-        "files": first_of(made.files, 1) if made.files else "none",
-        "other files": ", ".join(made.others) or "none",
-    }
-    print_table(("written", str(out)), [*facts.items()])
 
 
 _STATE_NAMES = {

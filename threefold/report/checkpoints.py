@@ -1,7 +1,6 @@
 """Lookup, listing, content and verification of a run's checkpoints, for `threefold checkpoint`."""
 
 import os
-import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -18,12 +17,13 @@ from threefold.checkpoint.folder import (
     DIVERGED,
     FOLDER,
     LOOP,
+    NAMED,
     Damaged,
     check_files,
-    folders,
+    checkpoint_folders,
     inspect_checkpoint,
     newest_valid,
-    remains,
+    step_of,
     stored_config,
 )
 from threefold.checkpoint.manifest import (
@@ -46,7 +46,6 @@ from threefold.output import Progress
 if TYPE_CHECKING:  # importing torch takes longer than finding a checkpoint
     from threefold.checkpoint.index import StoredTensor
 
-_STEP = re.compile(r"step_(\d{8,})([.].*)?")
 _DEPTH: Final = 3  # levels of folders searched for a run, below the given folder and above it
 
 
@@ -58,20 +57,10 @@ class Named:
     checkpoint: Path | None = None
 
 
-def require_outside_checkpoints(out: Path, place: str = "--out") -> None:
-    """Raise a `UserError` if an output is among a run's checkpoints, links resolved."""
-    for parent in Path(os.path.realpath(out)).parents:
-        if parent.name == FOLDER and checkpoint_folders(parent.parent):
-            raise UserError(
-                f"{place} {shown(out)} is among the checkpoints of the run {shown(parent.parent)}, which would take it "
-                "for one of its own; choose a folder apart from the run's."
-            )
-
-
 def locate(path: Path) -> Named:
     """Return the run or checkpoint that a path names; raise UserError, with the nearest run, if it names neither."""
-    if path.is_dir() and (_STEP.fullmatch(path.resolve().name) or FolderFiles(path).holds(MANIFEST)):
-        found = path if _STEP.fullmatch(path.name) else path.resolve()  # such as `.`
+    if path.is_dir() and (NAMED.fullmatch(path.resolve().name) or FolderFiles(path).holds(MANIFEST)):
+        found = path if NAMED.fullmatch(path.name) else path.resolve()  # such as `.`
         return Named(found.absolute().parent.parent, found)
     if checkpoint_folders(path):
         return Named(path)
@@ -85,21 +74,6 @@ def locate(path: Path) -> Named:
         reason = "a run without checkpoints so far"
     advice = f"the nearest run is {shown(nearest)}" if nearest else "give a run folder, as for --run-dir"
     raise UserError(f"{shown(path)} is {reason}; {advice}.")
-
-
-def checkpoint_folders(run: Path) -> list[Path]:
-    """Return all checkpoint folders of a run by step, including incomplete and diverged ones."""
-    try:
-        complete = folders(run)  # includes a replaced checkpoint whose replacement never got its name
-        found = [path for path in remains(run) if path in complete or path.suffix in ("", PARTIAL, DIVERGED)]
-    except OSError as error:
-        raise UserError(f"{shown(run / FOLDER)} cannot be read ({error.strerror}); give a folder that can.") from None
-    return sorted(found, key=lambda path: (_step_of(path), path.name))
-
-
-def _step_of(path: Path) -> int:
-    match = _STEP.fullmatch(path.name)
-    return int(match[1]) if match else 0  # a link of another name
 
 
 def _nearest(path: Path) -> Path | None:
@@ -193,7 +167,7 @@ def listed(path: Path) -> ListedCheckpoint:
         for entry in os.scandir(path):
             with suppress(OSError):  # this file did
                 size += entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else 0
-    return ListedCheckpoint(path, _step_of(path), state, reason, size, saved_at(path, writer), facts, writer)
+    return ListedCheckpoint(path, step_of(path), state, reason, size, saved_at(path, writer), facts, writer)
 
 
 def saved_at(path: Path, writer: WriterRecord) -> datetime | None:

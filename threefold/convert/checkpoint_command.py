@@ -1,0 +1,57 @@
+"""`threefold checkpoint convert`: checkpoints in other formats."""
+
+from pathlib import Path
+from typing import Literal
+
+from typer import Option
+
+from threefold.files import first_of, format_bytes
+from threefold.report.commands.checkpoint import RunOrCheckpoint
+from threefold.terminal import Bars, Overwrite, byte_size, print_table, print_warnings
+
+
+def convert(
+    path: RunOrCheckpoint,
+    out: Path = Option(..., metavar="DIR", help="Folder to create; with --format threefold, a run folder."),
+    format_: Literal["threefold", "safetensors", "torch", "dcp"] = Option(
+        "threefold",
+        "--format",
+        help="threefold: a run with this checkpoint, in the newest version of the format; safetensors or torch: "
+        "whole tensors for other programs; dcp: torch.distributed.checkpoint.",
+    ),
+    dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = Option(
+        None, help="Data type of the weights.", show_default="as stored"
+    ),
+    weights_only: bool = Option(False, "--weights-only", help="Leave out the optimizer's state."),
+    shard_size: str = Option(
+        "5GB", metavar="SIZE", help="Largest tensor file, such as 500MB; torch writes a single file."
+    ),
+    overwrite: Overwrite = False,
+) -> None:
+    """Rewrite a checkpoint, or a run's newest good one, in another format, dtype or file size, or only its weights.
+
+    Works tensor by tensor, so a model larger than memory can be converted. RUN is not changed.
+    For a folder that transformers reads, use `threefold checkpoint export`.
+
+    Examples:
+      threefold checkpoint convert runs/run --out weights --format safetensors
+    """
+    from threefold.report.checkpoints import locate
+
+    size = byte_size(shard_size, "--shard-size", "5GB")
+    locate(path)
+    from threefold.convert.checkpoints import Conversion, convert_checkpoint
+
+    with Bars() as bars:
+        made = convert_checkpoint(Conversion(path, out, format_, dtype, weights_only, size, overwrite), bars)
+    print_warnings(made.warnings)
+    facts = {
+        "from": str(made.checkpoint),
+        "after": f"{made.step:,} steps",
+        "format": format_,
+        "parameters": f"{made.parameters:,}, {', '.join(made.dtypes)}",
+        "tensors": f"{made.tensors:,}, {format_bytes(made.bytes)}",
+        "files": first_of(made.files, 1) if made.files else "none",
+        "other files": ", ".join(made.others) or "none",
+    }
+    print_table(("written", str(out)), [*facts.items()])
