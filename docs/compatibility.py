@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any, Final, NamedTuple
 
-from threefold.config.reference import FEATURES, Feature, Settings, config_with
 from threefold.config.rules import RULES, Rule
 from threefold.errors import UserError
+from threefold.planner.reference import FEATURES, Feature, Settings, config_with
 
 _INTRODUCTION = """\
 # Compatibility of features

@@ -14,7 +14,7 @@ from typing import Final
 
 from docs import api, capabilities, commands, compatibility, house
 from tests.mutations.page import tables
-from threefold.config.reference import markdown
+from threefold.planner.reference import markdown
 
 DOCS: Final = Path(__file__).parent
 FOLDER: Final = DOCS / "_build" / "parts"

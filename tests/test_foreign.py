@@ -172,7 +172,8 @@ CLOSER: Final = ("data/conversations.py", "data/tokenizer.py")
 FUNCTIONS: Final = {
     "a config, prompts, data or an output that the user names": """
         api/trainer.py::read_config checkpoint/resume.py::find_warm_start
-        cli/config.py::show cli/config.py::diff cli/data.py::show cli/data.py::_show_conversations
+        cli/config.py::show cli/config.py::diff report/commands/data.py::show
+        report/commands/data.py::_show_conversations
         cli/init.py::command terminal.py::read_config terminal.py::require_page
         inference/commands/eval.py::command inference/commands/eval.py::_is_earlier_output
         inference/commands/eval.py::_write verify/inspect_command.py::command

@@ -6,6 +6,7 @@ The core is what trains. An attached room is a subpackage that a run can do with
     COMMANDS = {"plan": ("Plan", "threefold.planner.commands.plan:command")}
     CALLBACKS = {"stragglers": "threefold.resilience.stragglers:StragglerReport"}  # of every run
     CHOSEN_CALLBACKS = {"csv_log": "threefold.report.callbacks:CSVLog"}  # of a run that names them
+    TOKEN_FORMATS = {"megatron": "threefold.convert.megatron_tokens:MEGATRON"}
     ATTACHMENTS = {"resilience": "threefold.resilience.attachment:FaultResponse"}  # `threefold.train.attachment`
     NAMES = {"verify_model": "threefold.verify.api:verify_model"}  # of `threefold`; TYPES, of `threefold.types`
     HOOKS = {"peak_rate": "threefold.planner.hardware:peak_rate"}  # functions that the core calls where they are

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from threefold.cli.main import app
 from threefold.config import load_config
 from threefold.config.presets import PRESETS
-from threefold.config.reference import FEATURES, Feature, config_with
+from threefold.planner.reference import FEATURES, Feature, config_with
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from threefold.cli.data import app
+from threefold.cli.main import app
 from threefold.config import Config
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.errors import UserError
@@ -17,7 +17,7 @@ from threefold.launch.training_run import resolve_run
 
 
 def run(*arguments: str) -> str:
-    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    result = CliRunner().invoke(app, ["data", *arguments], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return result.output
 
@@ -30,7 +30,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def test_mistakes_reach_the_command_line_as_user_errors(tmp_path: Path) -> None:
     for arguments in (["prepare", "gone.txt", "--out", str(tmp_path / "out")], ["show", str(tmp_path / "none")]):
-        result = CliRunner().invoke(app, arguments)
+        result = CliRunner().invoke(app, ["data", *arguments])
         assert isinstance(result.exception, UserError)
 
 

@@ -16,10 +16,10 @@ from docs.compatibility import CONDITIONS, Cell, Condition, cells, markdown, ref
 from tests.support.compiled import traced
 from tests.support.sweep import sweep
 from threefold.config import Config
-from threefold.config.reference import FEATURES, SIXTEEN_BIT, Feature, answers, config_with, features_named
 from threefold.config.rules import RULES
 from threefold.errors import UserError
 from threefold.models.source import ConfigSource
+from threefold.planner.reference import FEATURES, SIXTEEN_BIT, Feature, answers, config_with, features_named
 from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import GRADIENT, LOSS, Error
 from threefold.verify.rank_worker import RankReport, run_rank

@@ -13,7 +13,7 @@ import pytest
 from threefold.config import Config, load_config, resolve
 from threefold.config.loading import config_of
 from threefold.config.presets import PresetName
-from threefold.config.reference import FEATURES, config_with
+from threefold.planner.reference import FEATURES, config_with
 
 FILE = Path(__file__).parent / "data" / "configs.json"
 EXAMPLES = Path(__file__).parents[2] / "examples"

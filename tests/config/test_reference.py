@@ -1,5 +1,5 @@
-from threefold.config.reference import markdown
 from threefold.config.schema import section_settings
+from threefold.planner.reference import markdown
 
 
 def test_the_page_has_every_setting() -> None:

@@ -11,13 +11,13 @@ from tokenizers import Tokenizer, models
 
 from tests.support.damage import flip
 from tests.support.other_systems import write_fleet, write_megatron
-from threefold.data.audit import audit
+from threefold.convert.tokens import to_threefold
 from threefold.data.corpus import DOCUMENTS_FILE, META_FILE, TOKENS_FILE
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.threefold_folder import CHECKED, TokenFiles
-from threefold.data.preparation import to_threefold
 from threefold.errors import UserError
 from threefold.output import SILENT
+from threefold.report.tokens import audit
 
 FLIPS = 60
 

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.support.other_systems import Documents, megatron_files, write_fleet, write_fleet_npz, write_megatron
-from threefold.cli.data import app
+from threefold.cli.main import app
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.errors import UserError
 
@@ -17,7 +17,7 @@ DOCUMENTS: Documents = [[[5, 6, 7, 0]], [[]], [[8], [9, 9, 0], []], [], [[4, 4]]
 
 
 def run(*arguments: object) -> str:
-    result = CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False)
+    result = CliRunner().invoke(app, ["data", *map(str, arguments)], catch_exceptions=False)
     assert result.exit_code == 0, result.output
     return " ".join(result.output.split())
 

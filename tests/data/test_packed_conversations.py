@@ -211,7 +211,7 @@ def test_a_folder_keeps_to_its_rule(files: TokenFiles) -> None:
 
 
 def test_a_mask_is_not_lost_in_a_conversion(files: TokenFiles, tmp_path: Path) -> None:
-    from threefold.data.preparation import convert
+    from threefold.convert.tokens import convert
 
     with pytest.raises(UserError, match="holds conversations with a loss mask, which a conversion would lose"):
         convert(files.path, "megatron", tmp_path / "out", None, None, False, Silent())

@@ -150,10 +150,10 @@ def test_what_cannot_be_prepared_leaves_nothing(
 
 RUN = """
 import sys
-from threefold.cli.data import app
+from threefold.cli.main import app
 from threefold.errors import UserError
 try:
-    app(prog_name="threefold data")
+    app(["data", *sys.argv[1:]], prog_name="threefold")
 except UserError as error:
     sys.exit(f"error: {error}")
 """

@@ -15,7 +15,6 @@ from tests.support.command import Silent
 from threefold.checkpoint.folder import select_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import load_config, resolve
-from threefold.data.audit import audit
 from threefold.data.corpus import Corpus
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.registry import open_corpus
@@ -23,6 +22,7 @@ from threefold.data.packed import PackedSamples, PaddedSamples
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.output import SILENT
+from threefold.report.tokens import audit
 
 LENGTH = 16
 VOCABULARY = 300

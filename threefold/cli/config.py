@@ -1,6 +1,5 @@
 """`threefold config`: show, compare, size and convert configs."""
 
-import json
 from pathlib import Path
 
 import typer
@@ -82,44 +81,6 @@ def diff(
 def _unresolved(named: list[tuple[str, str]]) -> str:
     """Return why settings that follow from others are not computed, as a clause."""
     return f"other settings follow from {named[0][0]} {shown(named[0][1])}, code of a run, which is not run"
-
-
-@app.command()
-def schema() -> None:
-    """Print the JSON Schema of configs, for completion and checks in an editor.
-
-    Examples:
-      threefold config schema > threefold.schema.json
-    """
-    from threefold.config.reference import json_schema
-
-    typer.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
-
-
-@app.command()
-def reference() -> None:
-    """Print the reference of all settings, as Markdown."""
-    from threefold.config.reference import markdown
-
-    typer.echo(markdown(), nl=False)
-
-
-@app.command()
-def compatibility(
-    features: list[str] | None = Argument(
-        None, metavar="[FEATURE]...", help="Features to combine, such as zero3 zbv. Default: list all features."
-    ),
-) -> None:
-    """Print whether FEATUREs can be combined and, if not, why and what to use instead; for one, list what it excludes.
-
-    Examples:
-      threefold config compatibility zero3 zbv
-    """
-    from threefold.config.reference import FEATURES, answers, features_named
-
-    listed = (f"{feature.name}: {feature.title}" for feature in FEATURES)
-    for line in answers(features_named(features)) if features else listed:
-        typer.echo(line)
 
 
 def _stored(folder: Path) -> Path:

@@ -1,1 +1,1 @@
-"""Converters of configs of Megatron-LM, PaddleFleetX and Colossal-AI."""
+"""Converters: configs of Megatron-LM, PaddleFleetX and Colossal-AI, token files, and checkpoints in other formats."""

@@ -1,8 +1,14 @@
-"""Contributions of converters of configs and checkpoints to the core (`threefold.doors`)."""
+"""Contributions of converters of configs, token files and checkpoints to the core (`threefold.doors`)."""
 
 from typing import Final
 
 COMMANDS: Final = {
     "config convert": ("", "threefold.convert.command:command"),
+    "data convert": ("", "threefold.convert.tokens_command:convert"),
     "checkpoint convert": ("", "threefold.convert.checkpoint_command:convert"),
+}
+TOKEN_FORMATS: Final = {
+    "megatron": "threefold.convert.megatron_tokens:MEGATRON",
+    "paddlefleetx": "threefold.convert.paddlefleetx_tokens:PADDLEFLEETX",
+    "paddlefleetx-npz": "threefold.convert.paddlefleetx_tokens:PADDLEFLEETX_NPZ",
 }

@@ -5,6 +5,8 @@ from typing import Final
 COMMANDS: Final = {
     "watch": ("Train and use", "threefold.report.commands.watch:command"),
     "report": ("Train and use", "threefold.report.commands.report:command"),
+    "data show": ("", "threefold.report.commands.data:show"),
+    "data verify": ("", "threefold.report.commands.data:verify"),
     "checkpoint": ("Files", "threefold.report.commands.checkpoint:app"),
 }
 CALLBACKS: Final = {
@@ -19,3 +21,4 @@ CHOSEN_CALLBACKS: Final = {
     "wandb": "threefold.report.callbacks:WeightsAndBiases",
     "mlflow": "threefold.report.callbacks:MLflowRun",
 }
+HOOKS: Final = {"token_facts": "threefold.report.commands.data:token_facts"}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from tests.support.other_systems import npy, write_fleet, write_fleet_npz
+from threefold.convert.paddlefleetx_tokens import read_paddlefleetx
 from threefold.data.corpus import META_FILE
-from threefold.data.formats.paddlefleetx import read_paddlefleetx
 from threefold.data.formats.registry import read_stored
 from threefold.data.formats.threefold_folder import TokenFiles, file_checksums
 from threefold.errors import UserError

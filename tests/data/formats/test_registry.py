@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.support.plugin_package import write_package
+from threefold.convert.tokens import convert
 from threefold.data.formats.registry import TOKEN_FORMATS, holds_tokens, open_corpus, token_formats
-from threefold.data.preparation import convert
 from threefold.output import SILENT
 
 TOY = """

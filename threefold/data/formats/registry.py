@@ -1,7 +1,7 @@
 """Token formats of other systems, and functions that open any of them.
 
-An installed package adds a format by an entry point of the group `threefold.token_formats` that names a
-`TokenFormat`.
+An attached room adds formats in `TOKEN_FORMATS` of its door, an installed package by entry points of the group
+`threefold.token_formats`; each names a `TokenFormat`.
 """
 
 import os
@@ -16,20 +16,13 @@ from threefold.data.corpus import META_FILE, Corpus, StoredTokens
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.sources import is_json_lines
 from threefold.data.tokenizer import SpecialTokens, TextRule, beginning_of, find_end, id_count, load_tokenizer
+from threefold.doors import added
 from threefold.errors import UserError
 from threefold.files import first_of
 from threefold.output import Progress
 from threefold.plugins import Registry
 
-TOKEN_FORMATS: Final = Registry(
-    "The token format",
-    "threefold.token_formats",
-    {
-        "megatron": "threefold.data.formats.megatron:MEGATRON",
-        "paddlefleetx": "threefold.data.formats.paddlefleetx:PADDLEFLEETX",
-        "paddlefleetx-npz": "threefold.data.formats.paddlefleetx:PADDLEFLEETX_NPZ",
-    },
-)
+TOKEN_FORMATS: Final = Registry("The token format", "threefold.token_formats", added("TOKEN_FORMATS"))
 
 
 @dataclass(frozen=True)
