@@ -206,9 +206,9 @@ FUNCTIONS: Final = {
     """,
     "a lock that `run_lock` has looked at": "launch/run_lock.py::require_free",
     "a method of ours of that name": """
-        command_line.py::_describe checkpoint/remote.py::RemoteCheckpoints._make
-        checkpoint/remote.py::RemoteCheckpoints._remove checkpoint/remote.py::RemoteCheckpoints.incomplete
-        checkpoint/remote.py::RemoteCheckpoints.require_writable
+        command_line.py::_describe resilience/remote.py::RemoteCheckpoints._make
+        resilience/remote.py::RemoteCheckpoints._remove resilience/remote.py::RemoteCheckpoints.incomplete
+        resilience/remote.py::RemoteCheckpoints.require_writable
         huggingface/files.py::texts_of
         huggingface/files.py::end_tokens huggingface/files.py::imported_config huggingface/import_hf.py::import_model
         huggingface/source.py::check_import train/callbacks/console.py::StepLog.before_fit

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from threefold.checkpoint.ownership import Claimant
-from threefold.checkpoint.remote import look_at_remote
+from threefold.resilience.ownership import Claimant
+from threefold.resilience.remote import look_at_remote
 
 
 def address_of(kind: str, folder: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:

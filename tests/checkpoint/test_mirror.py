@@ -9,10 +9,10 @@ import pytest
 from tests.support import ready
 from tests.train.support import Run, train_rank
 from threefold.checkpoint.folder import complete, path_of
-from threefold.checkpoint.mirror import Mirror, claim_address
-from threefold.checkpoint.ownership import OWNER_FILE, Claimant
-from threefold.checkpoint.remote import RemoteCheckpoints
 from threefold.launch.worker_pool import WorkerPool
+from threefold.resilience.mirror import CheckpointMirror, claim_address
+from threefold.resilience.ownership import OWNER_FILE, Claimant
+from threefold.resilience.remote import RemoteCheckpoints
 
 
 class Told:
@@ -21,7 +21,7 @@ class Told:
     def __init__(self, there: Path, *retries: float) -> None:
         self.there, self.failed, self.kept = there, list[str](), list[str]()
         self.remote = RemoteCheckpoints(f"file://{there}")
-        self.mirror = Mirror(
+        self.mirror = CheckpointMirror(
             self.remote, 1, None, self.failed.append, self.kept.append, lambda: None, retries or (0.01, 0.01)
         )
 

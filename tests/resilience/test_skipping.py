@@ -14,7 +14,6 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, engine_of, losses_of, manifest, same, steps_of, train_rank
 from threefold.checkpoint.folder import path_of
 from threefold.checkpoint.manifest import Facts
-from threefold.checkpoint.remote import RemoteCheckpoints
 from threefold.config import Config
 from threefold.config.data import StepRanges
 from threefold.data.dataset import open_dataset
@@ -22,6 +21,7 @@ from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
+from threefold.resilience.remote import RemoteCheckpoints
 from threefold.train.callbacks.base import BadStep, Callback, RunContext
 from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.run import open_loader, open_samples

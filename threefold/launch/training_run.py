@@ -8,12 +8,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from threefold.checkpoint.copies import copies_of
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import FOLDER, newest, remains, require_outside_checkpoints
 from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
-from threefold.checkpoint.mirror import copy_newest
-from threefold.checkpoint.ownership import OWNER_FILE, Claimant, Owner, terms_of
-from threefold.checkpoint.remote import look_at_remote
 from threefold.checkpoint.resume import Resume, continues, find_resumption, find_warm_start, is_finished
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
@@ -356,15 +354,13 @@ def prepare_training(
     checked = _checked(config, progress)
     if launched is None or launched.rank == 0:
         try_trackers(config.train.callbacks or ())
-    address, first = checked.resolved.checkpoint.remote, launched is None or launched.rank == 0
-    steps, claimant = checked.resolved.train.max_steps, None
-    if address is not None:
-        claimant = Claimant(run_dir, bool(resume), terms_of(checked.resolved, open_dataset(checked.resolved)))
-        for line in look_at_remote(address, claimant, first, steps).lines:
+    first, steps = launched is None or launched.rank == 0, checked.resolved.train.max_steps
+    if (copies := copies_of(checked.resolved, run_dir)) is not None:
+        for line in copies.look(bool(resume), open_dataset(checked.resolved), first, steps):
             say(f"Warning: {line}")
     if resume == "auto" and is_finished(run_dir, checked.resolved):
-        if address is not None and claimant is not None and first and (copied := copy_newest(address, claimant)):
-            say(f"{copied} was not at {shown(address)} yet; it has been copied there.")
+        if copies is not None and first and (copied := copies.copy_newest()):
+            say(f"{copied} was not at {shown(checked.resolved.checkpoint.remote)} yet; it has been copied there.")
         return TrainingRun(checked.resolved, run_dir, resume, finished=True)
     if continues(run_dir, resume):
         find_resumption(run_dir, checked.resolved)
@@ -414,8 +410,8 @@ def _require_no_foreign(run_dir: Path, config: Config) -> None:
 
     replaced = [CONFIG_FILE, metrics.FILE, console.LOG_FILE, console.CURVE_FILE, console.REPORT_FILE, GOODPUT_FILE]
     replaced += files_of(config.train.callbacks or ())
-    if config.checkpoint.remote is not None and Owner.of_folder(run_dir) is None:
-        replaced.append(OWNER_FILE)
+    if (copies := copies_of(config, run_dir)) is not None:
+        replaced += copies.new_files()
     found = [name for name in replaced if os.path.lexists(run_dir / name)]
     if found and not _is_used(run_dir):
         raise UserError(

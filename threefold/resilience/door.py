@@ -8,4 +8,5 @@ HOOKS: Final = {
     "held_states": "threefold.resilience.memory_copy:KeptStates",
     "watch_local": "threefold.resilience.rank_watch:LocalWatch",
     "watch_launched": "threefold.resilience.rank_watch:watch_launched",
+    "remote_copies": "threefold.resilience.mirror:RemoteCopies",
 }

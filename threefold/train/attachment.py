@@ -70,7 +70,8 @@ class Attachment:
 
 def import_attachments() -> None:
     """Import what attached rooms add to a run, before processes are forked."""
-    hook("held_states")
+    for name in ("held_states", "remote_copies"):
+        hook(name)
     for path in added("ATTACHMENTS").values():
         imported(path)
 

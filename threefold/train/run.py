@@ -8,12 +8,10 @@ from pathlib import Path
 
 import torch
 
+from threefold.checkpoint.copies import Copies, copies_of
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import SelectedCheckpoint, from_first, model_files, newest
 from threefold.checkpoint.manifest import AnomalyFacts
-from threefold.checkpoint.mirror import claim_address
-from threefold.checkpoint.ownership import Claimant, terms_of
-from threefold.checkpoint.remote import RemoteCheckpoints, replace_damaged
 from threefold.checkpoint.resume import Resume, consumed_by, continues, find_resumption, find_warm_start
 from threefold.checkpoint.save import BackgroundSaver, on_first
 from threefold.comm.axis import Axis
@@ -108,7 +106,8 @@ def train(
 
     mesh.heartbeat.activity(Activity.RESTORE)
     held = held_states(attempt.memory[mesh.rank] if attempt.memory else (), config)
-    start_from = Start(config, run_dir, resume, mesh.world, held, attempt)  # before any rank changes the folder
+    copies = copies_of(config, run_dir)
+    start_from = Start(config, run_dir, resume, mesh.world, held, attempt, copies)  # before any rank changes the folder
     if mesh.rank == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
     require_shared_folder(run_dir, mesh, reads)
@@ -141,9 +140,10 @@ def train(
         def record() -> AnomalyFacts | None:
             return next((found for each in attached if (found := each.record())), None)
 
-        remote = _claim_remote(config, run_dir, bool(resume or attempt.number), dataset, mesh.world)
+        if copies is not None:
+            _claim(copies, bool(resume or attempt.number), dataset, mesh.world)
         checkpoints = Checkpoints(
-            run_dir, engine, loader, dataset, start, tokens.contents, record, clock, background, remote
+            run_dir, engine, loader, dataset, start, tokens.contents, record, clock, background, copies
         )
         run = RunContext(config, run_dir, mesh, attempt, peak_rate)
         reports = make_callbacks(run, callbacks)
@@ -163,25 +163,14 @@ def train(
         return loop.fit(start.step, start.is_unsaved, missed)
 
 
-def _claim_remote(
-    config: Config, run_dir: Path, resumes: bool, dataset: Dataset, world: Axis
-) -> RemoteCheckpoints | None:
-    """Take the address of `checkpoint.remote` for this run, and return it on the first rank. Collective.
-
-    Raises a `UserError` on every rank if the address belongs to another run.
-    """
-    claimed: list[RemoteCheckpoints] = []
+def _claim(copies: Copies, resumes: bool, dataset: Dataset, world: Axis) -> None:
+    """Take the address of `checkpoint.remote` for this run; raise a `UserError` on every rank if it is another's."""
 
     def claim() -> None:
-        run = Claimant(run_dir, resumes, terms_of(config, dataset))
-        remote, lines = claim_address(str(config.checkpoint.remote), run)
-        claimed.append(remote)
-        for line in lines:
+        for line in copies.claim(resumes, dataset):
             say(line)
 
-    if config.checkpoint.remote is not None:
-        on_first(world, claim)
-    return claimed[0] if claimed else None
+    on_first(world, claim)
 
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> tuple[int, int]:  # noqa: B008
@@ -290,10 +279,17 @@ class Start:
     """
 
     def __init__(
-        self, config: Config, run_dir: Path, resume: Resume, world: Axis, held: HeldStates | None, attempt: Attempt
+        self,
+        config: Config,
+        run_dir: Path,
+        resume: Resume,
+        world: Axis,
+        held: HeldStates | None,
+        attempt: Attempt,
+        remote: Copies | None,
     ) -> None:
         self._config, self._run_dir, self._resume, self._world = config, run_dir, resume, world
-        self._held, self._attempt = held, attempt
+        self._held, self._attempt, self._remote = held, attempt, remote
         self._damaged: dict[Path, str] = {}
         self._copies: set[Path] = set()  # damaged checkpoints that a copy has replaced
         self._in_memory, saved = None if held is None else held.newest(world), -1
@@ -347,10 +343,9 @@ class Start:
 
     def _ask_remote(self) -> tuple[str, ...]:
         """Have a copy at `checkpoint.remote` replace a checkpoint that loading found damaged; return lines about it."""
-        address = self._config.checkpoint.remote
-        if address is None or not self._damaged.keys() - self._copies:
+        if self._remote is None or not self._damaged.keys() - self._copies:
             return ()
-        copy, lines = replace_damaged(address, self._run_dir, self._damaged)
+        copy, lines = self._remote.replace_damaged(self._damaged)
         if copy is not None and copy not in self._copies:
             self._damaged.pop(copy, None)
             self._copies.add(copy)

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from threefold.checkpoint.copies import Copies
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import (
     CONFIG,
@@ -24,11 +25,8 @@ from threefold.checkpoint.folder import (
     prune,
 )
 from threefold.checkpoint.manifest import WRITER, AnomalyFacts, Checkpoint, Facts, read_manifest, record_of
-from threefold.checkpoint.mirror import Mirror
-from threefold.checkpoint.remote import RemoteCheckpoints, replace_damaged
 from threefold.checkpoint.save import BackgroundSaver, Written, save_checkpoint, set_aside_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
-from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.data.conversations import CONFIG_FILE
 from threefold.data.corpus import Content
@@ -41,7 +39,7 @@ from threefold.models.source import file_source
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.random.rng import STREAMS, is_of_process, stored_as
 from threefold.torch_private.tensors import foreach_norm
-from threefold.train.callbacks.base import say
+from threefold.train.callbacks.base import FailureWarning, say
 from threefold.train.step import Engine
 from threefold.train.stop import RunClock
 
@@ -190,21 +188,6 @@ class SafeSaving:
             self._good = None
 
 
-class FailureWarning:
-    """Warning printed when something begins to fail, ending with its `consequence`; again only after a success."""
-
-    def __init__(self, prints: bool, consequence: str) -> None:
-        self._prints, self._consequence, self._failing = prints, consequence, False
-
-    def failed(self, sentence: str) -> None:
-        if self._prints and not self._failing:
-            say(f"Warning: {sentence.removesuffix('.')}; {self._consequence}.")
-        self._failing = True
-
-    def worked(self) -> None:
-        self._failing = False
-
-
 _LONG_WAIT: Final = 1.0  # seconds of waiting for the previous checkpoint above which a warning is printed
 
 
@@ -215,7 +198,7 @@ class Checkpoints:
         contents: returns the checksums of each corpus.
         anomalies: returns the record of the run's bad steps.
         background: writes the checkpoints other than the last; None to wait for each.
-        remote: where each checkpoint is copied; None on all ranks but the first.
+        copies: copies of the checkpoints elsewhere, claimed on the first rank; None if there are none.
 
     Attributes:
         skipped: folders of damaged checkpoints that were passed over on resuming.
@@ -232,7 +215,7 @@ class Checkpoints:
         anomalies: Callable[[], AnomalyFacts | None],
         clock: RunClock,
         background: BackgroundSaver | None = None,
-        remote: RemoteCheckpoints | None = None,
+        copies: Copies | None = None,
     ) -> None:
         self.run_dir, self.engine, self.loader, self.skipped = run_dir, engine, loader, start.skipped
         self.anomalies, self.is_background = anomalies, background is not None
@@ -241,11 +224,9 @@ class Checkpoints:
         first, tries = engine.mesh.world.is_first, "training continues, and the next checkpoint that is due tries again"
         self._saving, self._pruning = FailureWarning(first, tries), FailureWarning(first, "training continues")
         self._waiting = FailureWarning(first, "save less often (checkpoint.every) to spare that")
-        self._mirror, self._pruned = None, -1
-        if remote is not None:
-            self._mirror = _mirror_of(remote, engine.config)
-            if start.resumed is not None:
-                self._mirror.add(start.resumed.step, start.resumed.path, if_missing=True)
+        self._copies, self._mirror, self._pruned = copies, None if copies is None else copies.mirror, -1
+        if self._mirror is not None and start.resumed is not None:
+            self._mirror.add(start.resumed.step, start.resumed.path, if_missing=True)
         self._sizes = dataset.sizes()
         self._texts = self._sidecar_texts(start.carried) if first else {}
         held = sum(tensor.numel() * tensor.itemsize for tensor in engine_tensors(engine).values())
@@ -360,10 +341,9 @@ class Checkpoints:
             return self._load(path)
         except DamagedCheckpoint as damage:
             reason = damage.reason
-        address, world = self._config.checkpoint.remote, self.engine.mesh.world
-        if address is not None:
-            damaged = {path: reason}
-            copy, lines = from_first(world, lambda: replace_damaged(address, self.run_dir, damaged))
+        copies, world = self._copies, self.engine.mesh.world
+        if copies is not None:
+            copy, lines = from_first(world, lambda: copies.replace_damaged({path: reason}))
             if world.is_first:
                 for line in lines:
                     say(line)
@@ -423,12 +403,6 @@ class Checkpoints:
             evaluation_missed=evaluation_missed,
             fingerprint=None if fingerprints is None else fingerprints.take(step).fingerprint,
         )
-
-
-def _mirror_of(remote: RemoteCheckpoints, config: Config) -> Mirror:
-    told = FailureWarning(True, "training continues, and the next checkpoint is copied there again")
-    kept = FailureWarning(True, "old copies stay there until a later checkpoint is copied")
-    return Mirror(remote, config.checkpoint.keep, config.checkpoint.keep_every, told.failed, kept.failed, told.worked)
 
 
 def model_tensors(engine: Engine) -> dict[str, Tensor]:

@@ -236,6 +236,21 @@ def say(line: str) -> None:
         print(line, flush=True)
 
 
+class FailureWarning:
+    """Warning printed when something begins to fail, ending with its `consequence`; again only after a success."""
+
+    def __init__(self, prints: bool, consequence: str) -> None:
+        self._prints, self._consequence, self._failing = prints, consequence, False
+
+    def failed(self, sentence: str) -> None:
+        if self._prints and not self._failing:
+            say(f"Warning: {sentence.removesuffix('.')}; {self._consequence}.")
+        self._failing = True
+
+    def worked(self) -> None:
+        self._failing = False
+
+
 def clock(seconds: float) -> str:
     """Format seconds as hours, minutes and seconds, such as 1:02:03 or 2:03."""
     minutes, rest = divmod(round(seconds), 60)

@@ -27,12 +27,12 @@ from threefold.checkpoint.folder import (
     superfluous,
 )
 from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
-from threefold.checkpoint.ownership import OWNER_FILE, Claimant, Owner
 from threefold.checksums import is_intact
 from threefold.errors import UserError
 from threefold.files import first_of, hide_secrets, shown
 from threefold.foreign import FolderFiles, own_file
 from threefold.output import sync
+from threefold.resilience.ownership import OWNER_FILE, Claimant, Owner
 
 if TYPE_CHECKING:
     from fsspec import AbstractFileSystem

@@ -7,12 +7,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from threefold.checkpoint.folder import newest
-from threefold.checkpoint.ownership import Claimant
-from threefold.checkpoint.remote import AddressTaken, RemoteCheckpoints, reason_of
+from threefold.checkpoint.folder import Damaged, newest
+from threefold.config import Config
+from threefold.data.dataset import Dataset
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.host import WorkThread
+from threefold.resilience.ownership import OWNER_FILE, Claimant, Owner, terms_of
+from threefold.resilience.remote import (
+    AddressTaken,
+    RemoteCheckpoints,
+    Restored,
+    look_at_remote,
+    reason_of,
+    replace_damaged,
+)
+from threefold.train.callbacks.base import FailureWarning
 
 _RETRIES: Final = (1.0, 4.0, 15.0)
 """Seconds before each further attempt to copy the last checkpoint of a run."""
@@ -47,7 +57,7 @@ class _Copy:
     if_missing: bool = False
 
 
-class Mirror:
+class CheckpointMirror:
     """Background copier of a run's checkpoints to a remote address, on one rank.
 
     A checkpoint still queued when a newer one arrives is skipped, unless it is kept for good. Retention at the address
@@ -166,3 +176,37 @@ class Mirror:
         self._missing = copy, error
         if not copy.is_last:
             self._failed(str(error))
+
+
+class RemoteCopies:
+    """Copies of a run's checkpoints at its address, for the core (`threefold.checkpoint.copies`)."""
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._config, self._run_dir, self._address = config, run_dir, str(config.checkpoint.remote)
+        self._run: Claimant | None = None
+        self.mirror: CheckpointMirror | None = None
+
+    def new_files(self) -> list[str]:
+        return [] if Owner.of_folder(self._run_dir) else [OWNER_FILE]
+
+    def look(self, resumes: bool, dataset: Dataset, writes: bool, last: int) -> tuple[str, ...]:
+        self._run = Claimant(self._run_dir, resumes, terms_of(self._config, dataset))
+        return look_at_remote(self._address, self._run, writes, last).lines
+
+    def copy_newest(self) -> Path | None:
+        assert self._run is not None  # it was looked at
+        return copy_newest(self._address, self._run)
+
+    def claim(self, resumes: bool, dataset: Dataset) -> list[str]:
+        run = Claimant(self._run_dir, resumes, terms_of(self._config, dataset))
+        remote, lines = claim_address(self._address, run)
+        told = FailureWarning(True, "training continues, and the next checkpoint is copied there again")
+        kept = FailureWarning(True, "old copies stay there until a later checkpoint is copied")
+        settings = self._config.checkpoint
+        self.mirror = CheckpointMirror(
+            remote, settings.keep, settings.keep_every, told.failed, kept.failed, told.worked
+        )
+        return lines
+
+    def replace_damaged(self, damaged: Damaged) -> Restored:
+        return replace_damaged(self._address, self._run_dir, damaged)
