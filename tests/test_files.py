@@ -45,9 +45,9 @@ def test_json_is_read_by_one_function() -> None:
     found = {
         path.relative_to(package).as_posix() for path in package.rglob("*.py") if "json.loads(" in path.read_text()
     }
-    inside = {"comm/agreement.py", "comm/rank_state.py", "cpu/segments.py", "data/limited.py", "files.py"}
+    inside = {"comm/agreement.py", "comm/rank_state.py", "cpu/segments.py", "files.py"}
     watches = {"resilience/memory_copy.py", "resilience/rank_watch.py"}
-    assert found == inside | watches | {"data/tokenizer_trial.py"}
+    assert found == inside | watches | {"huggingface/limited.py", "huggingface/tokenizer_trial.py"}
 
 
 def test_what_is_no_file_is_refused_without_being_opened(tmp_path: Path) -> None:

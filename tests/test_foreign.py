@@ -167,13 +167,14 @@ ROOMS: Final = {
     "comm cpu host.py torch_private": "memory of this process group, /proc, /sys, and the installed packages",
 }
 """Rooms that open no file of a run, a checkpoint or a model folder by themselves, and what they open."""
-CLOSER: Final = ("data/conversations.py", "data/tokenizer.py")
+CLOSER: Final = ("convert/checkpoints.py", "data/conversations.py", "data/tokenizer.py")
 """Chapters of such a room that read files of checkpoints too."""
 FUNCTIONS: Final = {
     "a config, prompts, data or an output that the user names": """
         api/trainer.py::read_config checkpoint/resume.py::find_warm_start
         cli/config.py::show cli/config.py::diff report/commands/data.py::show
-        report/commands/data.py::_show_conversations
+        report/commands/data.py::_show_conversations report/tokens.py::_audit_folder
+        report/tokens.py::_audit_foreign report/tokens.py::_compare report/tokens.py::audit
         cli/init.py::command terminal.py::read_config terminal.py::require_page
         inference/commands/eval.py::command inference/commands/eval.py::_is_earlier_output
         inference/commands/eval.py::_write verify/inspect_command.py::command
@@ -220,9 +221,9 @@ FUNCTIONS: Final = {
         launch/process.py::StopSignals.noted.end_on_second resilience/processes.py::_fields
         launch/process.py::_tasks_of_user resilience/processes.py::identify_process
         resilience/processes.py::process_state resilience/processes.py::worked_seconds
-        resilience/memory_copy.py::MemoryCopy.__init__
+        resilience/memory_copy.py::MemoryCopy.__init__ huggingface/limited.py::_reachable
     """,
-    "the user's cache": "data/tokenizer.py::_require_tried",
+    "the user's cache": "huggingface/tokenizer_check.py::try_tokenizer",
     "a picture in a new file of `own_file`": "report/loss_curve.py::draw",
 }
 """Other functions that call such a function or method, by what they open."""

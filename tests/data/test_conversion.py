@@ -71,7 +71,7 @@ def test_documents_that_our_format_cannot_hold(
 ) -> None:
     source = write_megatron(tmp_path / "m", DOCUMENTS, "i4")
     for name, chunk in (("whole", 1 << 22), ("in pieces", 5)):
-        monkeypatch.setattr("threefold.data.preparation._CHUNK", chunk)
+        monkeypatch.setattr("threefold.convert.tokens._CHUNK", chunk)
         out = tmp_path / name
         output = run("convert", source, "--to", "threefold", "--out", out, "--tokenizer", tokenizer, "--eod", "w0")
         assert "4 documents, 70,012 tokens" in output

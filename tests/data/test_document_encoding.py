@@ -69,8 +69,8 @@ def test_prompts_are_those_of_transformers(style: str, files: dict[str, Path]) -
     ours, theirs = encoder(files[style]), transformers_tokenizer(style)
     for messages in conversations(style):
         expected = theirs.apply_chat_template(messages[:-1], add_generation_prompt=True)["input_ids"]
-        assert ours.prompt(messages[:-1], "--prompt") == expected
-    assert ours.end_of_turn() == theirs.convert_tokens_to_ids(TURN_END[style])
+        assert ours.chats.prompt(messages[:-1], "--prompt") == expected
+    assert ours.chats.end_of_turn() == theirs.convert_tokens_to_ids(TURN_END[style])
 
 
 def test_a_completion_counts_with_the_end_after_it(files: dict[str, Path]) -> None:
@@ -194,7 +194,7 @@ def test_the_environment_is_that_of_transformers(files: dict[str, Path]) -> None
         {"role": "assistant", "content": "a", "thinking": "hm"},
     ]
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    from threefold.data.chat_renderer import ChatRenderer
+    from threefold.huggingface.chat_renderer import ChatRenderer
 
     renderer = ChatRenderer(ChatTemplate(FEATURES))
     for given in (None, tools):

@@ -177,7 +177,7 @@ def test_a_run_keeps_its_rule_and_template(tuned: Tuned, pool: WorkerPool, tmp_p
     trained = Trained.find(tmp_path / "run")
     (chat, *_) = tuned.chats
     expected_ids = tuned.tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True)["input_ids"]
-    assert trained.documents().prompt(chat[:1], "--prompt") == expected_ids
+    assert trained.documents().chats.prompt(chat[:1], "--prompt") == expected_ids
     rendered = tuned.tokenizer.apply_chat_template(chat, tokenize=False)
     bos = [tuned.tokenizer.bos_token_id] if tuned.tokenizer.bos_token else []
     ids = expected(tuned)[2][0]

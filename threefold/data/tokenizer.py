@@ -3,25 +3,22 @@
 A tokenizer.json may hold the state of the program that wrote it: padding and truncation, which `transformers` stores
 after a padded call and ignores when it reads, and dropout of merges. `loaded` is the one door through which a
 tokenizer comes in, without this state, so that the tokens of a text depend on the text alone. A child process tries it
-first (`tokenizer_trial`), because a tokenizer of somebody else may never end, take all memory or end its process.
+first (`huggingface/tokenizer_check.py`), because a tokenizer of somebody else may never end, take all memory or end its
+process.
 """
 
-import hashlib
-import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, Self
 
-import tokenizers
-from platformdirs import user_cache_path
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from threefold.data.limited import LimitedProcess, Limits, Refused, reason_of
+from threefold.doors import hook
 from threefold.errors import UserError
-from threefold.files import of_user, read_text, shown
+from threefold.files import read_text, shown
 
 SpecialTokens = Literal["parse", "text"]
 """`parse`: text that spells a special token becomes that token, as in transformers. `text`: it is ordinary text."""
@@ -118,61 +115,35 @@ def load_tokenizer(path: Path, named: str = "--tokenizer") -> Tokenizer:
     return loaded(read_text(path, f"{named} "), f"{named} {path}")
 
 
-LIMITS: Final = Limits(seconds=20, waited=120, memory=4 << 30)
-"""Limits of trying a tokenizer. One of 262,000 tokens takes 0.4 GB and a second."""
-
-
-def loaded(stored: str, named: str, remedy: str = "", is_tried: bool = False, limits: Limits = LIMITS) -> Tokenizer:
+def loaded(stored: str, named: str, remedy: str = "", is_tried: bool = False) -> Tokenizer:
     """Load the text of a tokenizer.json, without what it stores beyond the tokens of a text.
 
     What a child process has not tried before within limits, on this machine or, if `is_tried`, for this process, it
     tries first. Raises UserError, which begins with `named`, if the tokenizer is invalid or fails.
     """
-    if not is_tried:
-        _require_tried(stored, named, remedy, limits)
+    if not is_tried and (try_out := hook("try_tokenizer")):
+        try_out(stored, named, remedy)
     try:
         return opened(stored)
-    except Refused as refused:
-        raise UserError(f"{named} is not a tokenizer.json that can be read ({refused}){remedy}") from None
+    except Unreadable as reason:
+        raise UserError(f"{named} is not a tokenizer.json that can be read ({reason}){remedy}") from None
+
+
+class Unreadable(Exception):
+    """A text is no tokenizer.json, for the reason that is the message."""
 
 
 def opened(stored: str) -> Tokenizer:
-    """Make the tokenizer as `loaded` does, without a trial. Raises Refused if it is invalid."""
+    """Make the tokenizer as `loaded` does, without a trial. Raises `Unreadable` if it is invalid."""
     try:
         tokenizer = Tokenizer.from_str(stored)
     except Exception as error:  # the library raises a bare Exception
-        raise Refused(shown(str(error))) from None
+        raise Unreadable(shown(str(error))) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
     if isinstance(tokenizer.model, models.BPE):
         tokenizer.model.dropout = None
     return tokenizer
-
-
-def _require_tried(stored: str, named: str, remedy: str, limits: Limits) -> None:
-    """Have a child process try a tokenizer, unless the user's cache says that it has been tried."""
-    version = f"1, with tokenizers {tokenizers.__version__}\n"  # 2 where the trial finds more
-    name = hashlib.sha256(version.encode() + stored.encode("utf-8", "replace")).hexdigest()[:32]
-    cache = of_user(lambda: user_cache_path("threefold", appauthor=False))
-    mark = None if cache is None else cache / "tokenizers" / name
-    if mark is not None and os.path.isfile(mark):
-        return
-    try:
-        with LimitedProcess("threefold.data.tokenizer_trial:Trial", limits=limits) as child:
-            child.ask(stored)
-    except Refused as refused:
-        reason, problem = str(refused), "is not a tokenizer.json that can be used"
-        if reason.startswith(UNREADABLE):
-            reason, problem = reason.removeprefix(UNREADABLE), "is not a tokenizer.json that can be read"
-        raise UserError(f"{named} {problem} ({reason}){remedy}") from None
-    with suppress(OSError):
-        if mark is not None:
-            mark.parent.mkdir(parents=True, exist_ok=True)
-            mark.touch()
-
-
-UNREADABLE: Final = "unreadable: "
-"""Prefix of the reason why a trial could not even make a tokenizer."""
 
 
 @contextmanager
@@ -184,8 +155,9 @@ def _explained() -> Iterator[None]:
         is_failure = isinstance(error, Exception) and not isinstance(error, MemoryError)
         if not is_failure and type(error).__name__ != "PanicException":
             raise
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(
-            f"The tokenizer fails on a text ({reason_of(error)}); fetch its tokenizer.json again, or use another one."
+            f"The tokenizer fails on a text ({reason}); fetch its tokenizer.json again, or use another one."
         ) from None
 
 

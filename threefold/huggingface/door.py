@@ -6,3 +6,7 @@ COMMANDS: Final = {
     "checkpoint import": ("", "threefold.huggingface.commands:import_"),
     "checkpoint export": ("", "threefold.huggingface.commands:export"),
 }
+HOOKS: Final = {
+    "try_tokenizer": "threefold.huggingface.tokenizer_check:try_tokenizer",
+    "chat_encoder": "threefold.huggingface.chat_encoder:ChatEncoder",
+}

@@ -169,10 +169,12 @@ def encode_prompts(
 ) -> tuple[list[list[int]], frozenset[int]]:
     """Return the token ids of each prompt, and the token ids that end a continuation."""
     documents, ends = trained.documents(request.special_tokens), trained.ends()
-    if any(isinstance(prompt, Chat) for prompt in prompts) and (end := documents.end_of_turn()) is not None:
+    if any(isinstance(prompt, Chat) for prompt in prompts) and (end := documents.chats.end_of_turn()) is not None:
         ends |= {end}
     begun = [
-        documents.text.encode(prompt) if isinstance(prompt, str) else documents.prompt(prompt.messages, prompt.where)
+        documents.text.encode(prompt)
+        if isinstance(prompt, str)
+        else documents.chats.prompt(prompt.messages, prompt.where)
         for prompt in prompts
     ]
     return begun, ends

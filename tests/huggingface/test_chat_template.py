@@ -6,12 +6,12 @@ from pathlib import Path
 import pytest
 
 import threefold
-from threefold.data.chat_renderer import ChatRenderer, Prefix
 from threefold.data.conversations import Chat, ChatTemplate
 from threefold.data.encoding import DocumentEncoder
-from threefold.data.limited import Limits
 from threefold.data.tokenizer import TextEncoder, TextRule, opened
 from threefold.errors import UserError
+from threefold.huggingface.chat_renderer import ChatRenderer, Prefix
+from threefold.huggingface.limited import Limits
 
 MESSAGES = [{"role": "user", "content": " hi "}, {"role": "assistant", "content": "yo"}]
 TIGHT = Limits(seconds=0.1)
@@ -144,7 +144,7 @@ def test_templates_are_rendered_in_one_place() -> None:
             for name in (getattr(node, "module", None) or "", *(each.name for each in node.names))
         )
     }
-    assert found == {"data/template_sandbox.py"}
+    assert found == {"huggingface/template_sandbox.py"}
 
 
 @pytest.mark.parametrize(

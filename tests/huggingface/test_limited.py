@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from threefold.data.limited import LimitedProcess, Limits, Refused
 from threefold.errors import UserError
+from threefold.huggingface.limited import LimitedProcess, Limits, Refused
 
-HERE = "tests.data.test_limited"
+HERE = "tests.huggingface.test_limited"
 TIGHT = Limits(seconds=0.2, waited=20, memory=100_000_000)
 
 
@@ -154,7 +154,7 @@ def test_an_interrupt_leaves_no_answer_for_the_next_request() -> None:
 
 def test_the_child_of_a_renderer_imports_little() -> None:
     """No torch, no numpy and none of the configs, so that it starts in a tenth of a second."""
-    for module in ("threefold.data.template_sandbox", "threefold.data.tokenizer_trial"):
+    for module in ("threefold.huggingface.template_sandbox", "threefold.huggingface.tokenizer_trial"):
         code = f"import json, sys, {module}; print(json.dumps(sorted(sys.modules)))"
         loaded = json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True).stdout)
         assert not {"torch", "numpy", "pydantic", "yaml", "matplotlib", "rich", "multiprocessing"} & {*loaded}
@@ -175,7 +175,7 @@ ENDINGS = {
 }
 OWNER = f"""
 import os, sys
-from threefold.data.limited import LimitedProcess
+from threefold.huggingface.limited import LimitedProcess
 child = LimitedProcess("{HERE}:make")
 print(child.ask(["pid"]), flush=True)
 """

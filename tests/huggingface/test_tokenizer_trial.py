@@ -9,10 +9,10 @@ import pytest
 from tokenizers import Tokenizer
 
 from tests.support.chats import TEMPLATES, make_tokenizer
-from threefold.data import tokenizer as tokenizers_of_files
-from threefold.data.limited import LimitedProcess, Limits, Refused
 from threefold.data.tokenizer import TextEncoder, TextRule, decoded, encoding_of, load_tokenizer, loaded, opened
 from threefold.errors import UserError
+from threefold.huggingface import tokenizer_check
+from threefold.huggingface.limited import LimitedProcess, Limits, Refused
 
 SMALL = Limits(seconds=1, memory=300_000_000)
 PLAIN: dict[str, Any] = {
@@ -152,10 +152,18 @@ def made(changes: dict[str, Any]) -> str:
     return json.dumps({**PLAIN, **changes})
 
 
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Limits that are reached soon."""
+    monkeypatch.setattr(tokenizer_check, "LIMITS", SMALL)
+
+
 @pytest.mark.parametrize(("changes", "reason"), REFUSED.values(), ids=REFUSED)
-def test_a_tokenizer_that_fails_is_refused_in_one_sentence(changes: dict[str, Any], reason: str, cache: Path) -> None:
+def test_a_tokenizer_that_fails_is_refused_in_one_sentence(
+    changes: dict[str, Any], reason: str, cache: Path, small: None
+) -> None:
     with pytest.raises(UserError) as refused:
-        loaded(made(changes), "--tokenizer t.json", limits=SMALL)
+        loaded(made(changes), "--tokenizer t.json")
     told = str(refused.value)
     assert told.startswith("--tokenizer t.json is not a tokenizer.json that can be used (")
     assert re.search(reason, told), told
@@ -164,9 +172,9 @@ def test_a_tokenizer_that_fails_is_refused_in_one_sentence(changes: dict[str, An
 
 
 @pytest.mark.parametrize(("changes", "reason"), UNREADABLE.values(), ids=UNREADABLE)
-def test_what_is_no_tokenizer_is_refused_as_before(changes: dict[str, Any], reason: str) -> None:
+def test_what_is_no_tokenizer_is_refused_as_before(changes: dict[str, Any], reason: str, small: None) -> None:
     with pytest.raises(UserError, match=r"^t\.json is not a tokenizer\.json that can be read \(") as refused:
-        loaded(made(changes), "t.json", limits=SMALL)
+        loaded(made(changes), "t.json")
     assert reason in str(refused.value)
 
 
@@ -182,7 +190,7 @@ def test_what_is_harmless_is_loaded_and_tried_once(monkeypatch: pytest.MonkeyPat
     for changes in HARMLESS.values():
         loaded(made(changes), "t.json")
     assert len(list(cache.iterdir())) == len(HARMLESS)
-    monkeypatch.setattr(tokenizers_of_files, "LimitedProcess", None)  # no other trial
+    monkeypatch.setattr(tokenizer_check, "LimitedProcess", None)  # no other trial
     for changes in HARMLESS.values():
         text = made(changes)
         assert loaded(text, "t.json").to_str() == opened(text).to_str()
@@ -244,7 +252,7 @@ def test_an_interrupt_is_let_through(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_trial_needs_no_other_process_of_a_library() -> None:
     """Whose address space, reserved for a thread of each core, would count for the limit."""
-    with LimitedProcess("threefold.data.tokenizer_trial:Trial", limits=Limits(memory=200_000_000)) as child:
+    with LimitedProcess("threefold.huggingface.tokenizer_trial:Trial", limits=Limits(memory=200_000_000)) as child:
         child.ask(Tokenizer.from_str(made({})).to_str())
         with pytest.raises(Refused, match=r"takes more than 200\.0 MB of memory"):
             child.ask(" " * 150_000_000)

@@ -29,7 +29,7 @@ from threefold.files import format_bytes
 
 _START: Final = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from threefold.data.limited import serve; serve(*json.loads(sys.argv[2]))"
+    "from threefold.huggingface.limited import serve; serve(*json.loads(sys.argv[2]))"
 )
 _ALONE: Final = {"TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1", "MALLOC_ARENA_MAX": "1"}
 """Variables for libraries that would reserve address space for a thread of each core."""

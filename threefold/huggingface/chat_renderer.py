@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 from threefold.data.conversations import ChatTemplate, Message
-from threefold.data.limited import LimitedProcess, Limits, Refused
 from threefold.errors import UserError
+from threefold.huggingface.limited import LimitedProcess, Limits, Refused
 
 LIMITS: Final = Limits()
 """Limits of rendering a conversation of up to a hundred messages; longer ones may take proportionately longer."""
@@ -36,7 +36,7 @@ class ChatRenderer:
     def __init__(self, template: ChatTemplate, limits: Limits = LIMITS) -> None:
         self.template = template
         setup = {"template": template.template, "special_tokens": dict(template.special_tokens)}
-        self._process = LimitedProcess("threefold.data.template_sandbox:Sandbox", setup, limits)
+        self._process = LimitedProcess("threefold.huggingface.template_sandbox:Sandbox", setup, limits)
 
     def render(
         self,

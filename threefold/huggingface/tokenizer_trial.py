@@ -1,4 +1,4 @@
-"""Trial of a tokenizer on fixed texts; runs in a child process of `tokenizer`."""
+"""Trial of a tokenizer on fixed texts; runs in a child process of `tokenizer_check`."""
 
 import json
 import re
@@ -10,9 +10,11 @@ from typing import Any, Final
 from tokenizers import Tokenizer
 
 from threefold.constants import MOST_IDS
-from threefold.data.limited import Refused
-from threefold.data.tokenizer import UNREADABLE, beginning_of, id_count, opened
+from threefold.data.tokenizer import Unreadable, beginning_of, id_count, opened
+from threefold.huggingface.limited import Refused
 
+UNREADABLE: Final = "unreadable: "
+"""Prefix of the reason why a trial could not even make a tokenizer."""
 _TEXTS: Final = (
     "",
     "a",
@@ -44,8 +46,8 @@ class Trial:
     def __call__(self, stored: str) -> None:
         try:
             tokenizer = opened(stored)
-        except Refused as refused:
-            raise Refused(UNREADABLE + str(refused)) from None
+        except Unreadable as reason:
+            raise Refused(UNREADABLE + str(reason)) from None
         if not tokenizer.get_vocab_size(with_added_tokens=True):
             return  # it gives no token
         count = id_count(tokenizer)
