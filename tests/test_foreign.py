@@ -175,7 +175,7 @@ FUNCTIONS: Final = {
         cli/config.py::show cli/config.py::diff report/commands/data.py::show
         report/commands/data.py::_show_conversations report/tokens.py::_audit_folder
         report/tokens.py::_audit_foreign report/tokens.py::_compare report/tokens.py::audit
-        cli/init.py::command terminal.py::read_config terminal.py::require_page
+        terminal.py::read_config terminal.py::require_page
         inference/commands/eval.py::command inference/commands/eval.py::_is_earlier_output
         inference/commands/eval.py::_write verify/inspect_command.py::command
         inference/inputs.py::read_prompts inference/inputs.py::require_texts

@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from tests.support import ready
-from threefold.cli.init import COMMENTS, QUESTIONS
 from threefold.config import load_config
 from threefold.data.preparation import prepare
+from threefold.planner.commands.init import COMMENTS, QUESTIONS
 
 COMMAND = [sys.executable, "-m", "threefold"]
 TINY = ("--model", "2x32", "--steps", "2", "--batch", "4")

@@ -23,7 +23,6 @@ from threefold.files import on_one_line, shown
 from threefold.terminal import forget_narrow_terminal, guard_streams
 
 COMMANDS: Final = {
-    "init": ("Train and use", "threefold.cli.init:command"),
     "train": ("Train and use", "threefold.cli.train:command"),
     "data": ("Files", "threefold.cli.data:app"),
     "config": ("Files", "threefold.cli.config:app"),

@@ -3,6 +3,7 @@
 from typing import Final
 
 COMMANDS: Final = {
+    "init": ("Train and use", "threefold.planner.commands.init:command"),
     "doctor": ("Check", "threefold.planner.commands.doctor:command"),
     "plan": ("Plan", "threefold.planner.commands.plan:command"),
     "show": ("Plan", "threefold.planner.commands.show:command"),
