@@ -4,7 +4,7 @@ The core is what trains. An attached room is a subpackage that a run can do with
 `door` declares, as import paths, what it adds, so that nothing of a room is imported before it is used:
 
     COMMANDS = {"plan": ("Plan", "threefold.planner.commands.plan:command")}
-    CALLBACKS = {"stragglers": "threefold.resilience.stragglers:StragglerReport"}  # of every run
+    CALLBACKS = {"stragglers": "threefold.resilience.stragglers:StragglerReport"}  # of every run; FIRST_CALLBACKS
     CHOSEN_CALLBACKS = {"csv_log": "threefold.report.callbacks:CSVLog"}  # of a run that names them
     TOKEN_FORMATS = {"megatron": "threefold.convert.megatron_tokens:MEGATRON"}
     ATTACHMENTS = {"resilience": "threefold.resilience.attachment:FaultResponse"}  # `threefold.train.attachment`

@@ -10,8 +10,9 @@ from threefold.config import Config
 from threefold.errors import HardwareFault, UserError
 from threefold.launch.failure import RankFailed, from_exception, from_exit_code
 from threefold.launch.restarts import Fallback, Restarts, fallbacks_of
+from threefold.report.goodput import GoodputLedger
 from threefold.train.attempt import Attempt
-from threefold.train.callbacks.goodput import GOODPUT_FILE, GoodputLedger
+from threefold.train.callbacks.metrics import GOODPUT_FILE
 
 KILLED = -9
 

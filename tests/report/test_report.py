@@ -12,8 +12,8 @@ import pytest
 from tests.support.command import Command
 from threefold.checkpoint.manifest import MANIFEST
 from threefold.report.document import LEDGER, PHASES, RunReport, make_page, report_of
+from threefold.report.goodput import Goodput
 from threefold.report.record import RunRecord, number
-from threefold.train.callbacks.goodput import Goodput
 from threefold.train.callbacks.metrics_reading import read_metrics_file
 from threefold.train.callbacks.records import Performance, StepRecord
 

@@ -21,7 +21,7 @@ from threefold.launch.environment import find_launched_rank
 from threefold.launch.failure import Failure, RankFailed
 from threefold.launch.output import failure_file
 from threefold.train.attempt import Attempt, fresh_files, memory_files
-from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
+from threefold.train.callbacks.metrics import GOODPUT_FILE, read_goodput
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,8 @@ class Restarts:
 
     def _follow(self, failure: Failure, message: str) -> None:
         """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail too."""
-        step = (Goodput.read(self._run_dir / GOODPUT_FILE) or Goodput()).step
+        known = read_goodput(self._run_dir / GOODPUT_FILE)
+        step = known.step if known else 0
         seen, again, layout = (failure.rank, re.sub(r"\d+", "", failure.error), step), self._before, ""
         # The same rank failed twice in a row: its hardware may be broken.
         if again is not None and again[0] == failure.rank:

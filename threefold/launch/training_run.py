@@ -36,7 +36,6 @@ from threefold.launch.run_lock import LOCK_FILE, cannot_write, require_folder, r
 from threefold.launch.worker import RankInfo
 from threefold.output import SILENT, Progress, write_durably
 from threefold.train.attempt import Attempt
-from threefold.train.callbacks.goodput import GOODPUT_FILE
 from threefold.train.callbacks.tensorboard import import_writer
 
 if TYPE_CHECKING:
@@ -408,8 +407,8 @@ def _require_no_foreign(run_dir: Path, config: Config) -> None:
     from threefold.train.callbacks import console, metrics
     from threefold.train.callbacks.registry import files_of
 
-    replaced = [CONFIG_FILE, metrics.FILE, console.LOG_FILE, console.CURVE_FILE, console.REPORT_FILE, GOODPUT_FILE]
-    replaced += files_of(config.train.callbacks or ())
+    replaced = [CONFIG_FILE, metrics.FILE, console.LOG_FILE, console.CURVE_FILE, console.REPORT_FILE]
+    replaced += [metrics.GOODPUT_FILE, *files_of(config.train.callbacks or ())]
     if (copies := copies_of(config, run_dir)) is not None:
         replaced += copies.new_files()
     found = [name for name in replaced if os.path.lexists(run_dir / name)]

@@ -9,6 +9,7 @@ COMMANDS: Final = {
     "data verify": ("", "threefold.report.commands.data:verify"),
     "checkpoint": ("Files", "threefold.report.commands.checkpoint:app"),
 }
+FIRST_CALLBACKS: Final = {"goodput": "threefold.report.goodput:GoodputLedger"}
 CALLBACKS: Final = {
     "loss_curve": "threefold.report.loss_curve:LossCurve",
     "report": "threefold.report.document:RunReport",
@@ -21,4 +22,7 @@ CHOSEN_CALLBACKS: Final = {
     "wandb": "threefold.report.callbacks:WeightsAndBiases",
     "mlflow": "threefold.report.callbacks:MLflowRun",
 }
-HOOKS: Final = {"token_facts": "threefold.report.commands.data:token_facts"}
+HOOKS: Final = {
+    "token_facts": "threefold.report.commands.data:token_facts",
+    "goodput": "threefold.report.goodput:Goodput",
+}

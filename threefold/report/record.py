@@ -17,9 +17,10 @@ from threefold.foreign import FolderFiles, lines_of
 from threefold.launch.run_lock import LOCK_FILE, Holder
 from threefold.launch.training_run import CONFIG_FILE
 from threefold.report.curves import Curves
+from threefold.report.goodput import Goodput
 from threefold.train.callbacks.console import LOG_FILE
-from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
 from threefold.train.callbacks.metrics import FILE as METRICS_FILE
+from threefold.train.callbacks.metrics import GOODPUT_FILE
 from threefold.train.callbacks.metrics_reading import Metrics, parse_line
 
 SAMPLES_FILE: Final = "samples.jsonl"

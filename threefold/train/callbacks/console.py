@@ -12,7 +12,6 @@ from threefold.errors import OutputLost
 from threefold.files import counted, format_bytes
 from threefold.train.callbacks import metrics, tensorboard
 from threefold.train.callbacks.base import Callback, RunContext, clock, on_terminal, say
-from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput
 from threefold.train.callbacks.metrics import LineFile
 from threefold.train.callbacks.records import EvaluationRecord, MeanRates, StepRecord
 from threefold.train.callbacks.step_lines import RunningLines, step_line
@@ -170,7 +169,7 @@ class Summary(Callback):
     def for_run(cls, run: RunContext) -> Callback:
         files = {"report": REPORT_FILE, "loss curve": CURVE_FILE, "metrics": metrics.FILE}
         files["TensorBoard"] = tensorboard.TENSORBOARD_FOLDER
-        return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / GOODPUT_FILE)
+        return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / metrics.GOODPUT_FILE)
 
     def __init__(self, places: dict[str, Path], ledger: Path | None = None) -> None:
         self.places, self.ledger = places, ledger
@@ -246,10 +245,6 @@ class Summary(Callback):
             told = f"{self._last.fingerprint} after step {self._last.step}, in every layout {where}"
             rows.append(("weights", told))
 
-        if self.ledger is not None and (found := Goodput.read(self.ledger)):
-            parts = {"steps": found.steps, "repeated steps": found.repeated, "evaluations": found.evaluating}
-            parts |= {"saving": found.saving, "starting": found.starting, "lost to restarts": found.lost}
-            listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
-            restarts = f", {counted(found.restarts, 'restart')}" if found.restarts else ""
-            rows.append(("goodput", f"{found.share:.1%} of {found.total:,.1f} s{restarts} ({listed})"))
+        if self.ledger is not None and (found := metrics.read_goodput(self.ledger)):
+            rows.append(("goodput", str(found)))
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]

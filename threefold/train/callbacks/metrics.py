@@ -9,14 +9,38 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from threefold.doors import hook
 from threefold.foreign import open_own
 from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
-from threefold.train.callbacks.goodput import GOODPUT_FILE, Goodput, WriteFailures
 from threefold.train.callbacks.metrics_reading import drop_lines_after
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 
-FILE = "metrics.jsonl"
+FILE, GOODPUT_FILE = "metrics.jsonl", "goodput.json"
 LARGEST_BACKLOG = 1 << 20  # bytes of lines that are kept in memory until a full disk has space again
+
+
+def read_goodput(ledger: Path) -> Any:
+    """Return the goodput in a run's ledger (`threefold.report.goodput`); None if nothing is known of it."""
+    goodput = hook("goodput")
+    return goodput and goodput.read(ledger)
+
+
+class WriteFailures:
+    """Context that reports the first `OSError` of the writes to a file, and lets the run go on without it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self._reported = path, False
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
+        if not isinstance(error, OSError):
+            return False
+        if not self._reported:
+            self._reported = True
+            say(f"Warning: {self.path} cannot be written ({error.strerror}); training continues without it.")
+        return True
 
 
 class LineFile:
@@ -161,7 +185,7 @@ class MetricsFile(RunFile):
         self.file.write(json.dumps(values))
 
     def after_checkpoint(self, step: int, path: Path) -> None:
-        if self.ledger is not None and (found := Goodput.read(self.ledger)):
+        if self.ledger is not None and (found := read_goodput(self.ledger)):
             values = {"step": step, "goodput": round(found.share, 6), "seconds": found.seconds()}
             self.file.write(json.dumps({**values, "restarts": found.restarts}))
 

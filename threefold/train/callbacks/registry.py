@@ -18,7 +18,7 @@ from threefold.train.callbacks.base import Callback, RunContext
 from threefold.train.callbacks.tensorboard import Tracker
 
 _ALWAYS: Final = {  # callbacks of every run, in calling order
-    "goodput": "threefold.train.callbacks.goodput:GoodputLedger",
+    **added("FIRST_CALLBACKS"),
     "live_line": "threefold.train.callbacks.console:LiveLine",
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
     "tensorboard": "threefold.train.callbacks.tensorboard:TensorBoard",

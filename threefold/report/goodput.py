@@ -15,13 +15,13 @@ from typing import Any, Final, Self
 
 from threefold.checksums import is_intact, seal_text
 from threefold.errors import UserError
-from threefold.files import load_json
+from threefold.files import counted, load_json
 from threefold.foreign import FolderFiles, open_own
 from threefold.train.attempt import Attempt
-from threefold.train.callbacks.base import Callback, RunContext, say
+from threefold.train.callbacks.base import Callback, RunContext
+from threefold.train.callbacks.metrics import GOODPUT_FILE, WriteFailures
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 
-GOODPUT_FILE: Final = "goodput.json"
 LEDGER_SIZE: Final = 1024
 """Bytes of the ledger, which lie in one page of the kernel's cache: a kill leaves either the old or the new content."""
 
@@ -65,6 +65,14 @@ class Goodput:
         names = ("steps", "repeated", "evaluating", "saving", "starting", "lost", "total")
         return {name: round(getattr(self, name), 3) for name in names}
 
+    def __str__(self) -> str:
+        """Return it on one line, with the parts that it is made of."""
+        parts = {"steps": self.steps, "repeated steps": self.repeated, "evaluations": self.evaluating}
+        parts |= {"saving": self.saving, "starting": self.starting, "lost to restarts": self.lost}
+        listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
+        restarts = f", {counted(self.restarts, 'restart')}" if self.restarts else ""
+        return f"{self.share:.1%} of {self.total:,.1f} s{restarts} ({listed})"
+
     @classmethod
     def read(cls, path: Path) -> Self | None:
         """Read the ledger from a file; None if there is none, or it is damaged."""
@@ -81,24 +89,6 @@ class Goodput:
     def text(self) -> bytes:
         """Return the file's content, always of the same size."""
         return seal_text(json.dumps(asdict(self), indent=2)).encode().ljust(LEDGER_SIZE - 1) + b"\n"
-
-
-class WriteFailures:
-    """Context that reports the first `OSError` of the writes to a file, and lets the run go on without it."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._reported = path, False
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> bool:
-        if not isinstance(error, OSError):
-            return False
-        if not self._reported:
-            self._reported = True
-            say(f"Warning: {self.path} cannot be written ({error.strerror}); training continues without it.")
-        return True
 
 
 class GoodputLedger(Callback):
