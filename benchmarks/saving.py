@@ -42,7 +42,7 @@ from threefold.launch import spawn
 from threefold.launch.worker import RankInfo
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
-from threefold.train.saving import engine_tensors
+from threefold.train.state import engine_tensors
 from threefold.train.step import Engine
 
 RANKS, BATCH = 2, 4

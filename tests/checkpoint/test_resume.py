@@ -13,7 +13,7 @@ from tests.train.support import Run, engine_of, losses_of, manifest, same, train
 from threefold.checkpoint.folder import newest
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
-from threefold.train.saving import load_weights, restore_engine
+from threefold.train.state import load_weights, restore_engine
 
 HALF, WHOLE = 3, 6
 

@@ -19,7 +19,7 @@ from threefold.models.gpt.model import GPT, Block
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.random.rng import STREAMS, RandomStreams
-from threefold.train.saving import restore_engine
+from threefold.train.state import restore_engine
 from threefold.train.step import Engine
 
 

@@ -19,7 +19,7 @@ from threefold.report.callbacks import EarlyStopping
 from threefold.train.callbacks.base import Callback, RunContext
 from threefold.train.callbacks.metrics_reading import MEASURED, read_metrics
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
-from threefold.train.run import train
+from threefold.train.run import RunOptions, train
 from threefold.train.stop import Stopped
 
 EVERY_RANK = "all"
@@ -83,7 +83,7 @@ class OnOneRank(Callback):
 
 
 def stopped(run: Run, folder: Path, callback: OnOneRank) -> tuple[Stopped | None, list[str]]:
-    ended = train(run.config, folder, False, callbacks=[callback])
+    ended = train(run.config, folder, False, RunOptions(callbacks=[callback]))
     return ended, callback.calls
 
 
@@ -189,7 +189,7 @@ def test_a_callback_that_raises_on_one_rank(pool: WorkerPool, small_run: Run, tm
 
 def early(run: Run, folder: Path, resume: bool, **arguments: Any) -> tuple[Stopped | None, int, float]:
     stopping = EarlyStopping(**arguments)
-    ended = train(run.config, folder, resume, callbacks=[stopping])
+    ended = train(run.config, folder, resume, RunOptions(callbacks=[stopping]))
     return ended, stopping.waited, stopping.best
 
 

@@ -138,7 +138,7 @@ def train_with(
     printed = io.StringIO()
     kind = type("FaultyEngine", (FaultyEngine,), {"faults": tuple(faults)})
     with patch.object(entry_point, "Engine", kind), contextlib.redirect_stdout(printed):
-        entry_point.train(run.config, run_dir, resume, callbacks=callbacks)
+        entry_point.train(run.config, run_dir, resume, entry_point.RunOptions(callbacks=callbacks))
     return printed.getvalue()
 
 

@@ -128,10 +128,10 @@ def micro_batches(count: int) -> tuple[tuple[str, Any], ...]:
     return (("train.gradient_accumulation_steps", count),)
 
 
-def train(*arguments: Any, **options: Any) -> Stopped | None:
+def train(config: Config, run_dir: Path, resume: Any = False, **options: Any) -> Stopped | None:
     """Train, without the picture of the loss and the report at the end: they take as long as a small run."""
     with mock.patch.object(loss_curve, "draw"), mock.patch.object(RunReport, "after_fit"):
-        return entry_point.train(*arguments, **options)
+        return entry_point.train(config, run_dir, resume, entry_point.RunOptions(**options))
 
 
 def train_rank(run: Run, run_dir: Path, resume: bool = False, draws: bool = False) -> str:

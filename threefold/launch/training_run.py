@@ -61,7 +61,7 @@ def train_as_rank(
     import torch
 
     from threefold.models.source import ConfigSource
-    from threefold.train.run import train
+    from threefold.train.run import RunOptions, train
 
     profiler, gpu = needed("profiler", "--profile", "planner")(profile_steps) if profile_steps else None, None
     if info.device == "cuda":
@@ -69,9 +69,19 @@ def train_as_rank(
         gpu = (properties.name, properties.total_memory)
     find_peak = hook("peak_rate")
     peak = find_peak and find_peak(config.precision.dtype, info.device, info.local_world_size, gpu)
-    options: dict[str, Any] = {"began": began, "heartbeat": info.heartbeat, "attempt": attempt, "peak_rate": peak}
-    options |= {"callbacks": callbacks, "source": source or ConfigSource(), "profiler": profiler, "verify": check}
-    return train(config, run_dir, resume, info.asked, info.local_rank == 0, **options)
+    options = RunOptions(
+        info.asked,
+        info.local_rank == 0,
+        callbacks,
+        source or ConfigSource(),
+        began,
+        info.heartbeat,
+        attempt,
+        peak,
+        profiler,
+        check,
+    )
+    return train(config, run_dir, resume, options)
 
 
 CONFIG_FILE = "config.yaml"

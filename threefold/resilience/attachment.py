@@ -7,9 +7,10 @@ from threefold.data.loader import Loader
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
 from threefold.resilience.corruption import CorruptionWatch, GradientCheck
 from threefold.resilience.memory_copy import KeptStates, StateKeeper
-from threefold.train.attachment import Attachment, HeldStates
+from threefold.train.attachment import Attachment
 from threefold.train.callbacks.base import Callback
-from threefold.train.saving import SafeSaving, StartingPoint
+from threefold.train.saving import SafeSaving
+from threefold.train.state import HeldStates, StartingPoint
 from threefold.train.step import Engine
 
 

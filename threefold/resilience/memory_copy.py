@@ -31,8 +31,8 @@ from threefold.config import Config
 from threefold.data.samples import ConsumedSamples
 from threefold.files import parse_facts
 from threefold.train.callbacks.base import Callback, reason_of, say
-from threefold.train.saving import (
-    Checkpoints,
+from threefold.train.saving import Checkpoints
+from threefold.train.state import (
     StartingPoint,
     checkpoint_tensors,
     engine_tensors,

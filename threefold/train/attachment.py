@@ -1,30 +1,17 @@
 """Contributions of attached rooms to a run on its ranks (`threefold.doors`)."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from threefold.checkpoint.manifest import AnomalyFacts
-from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Heartbeat
-from threefold.config import Config
 from threefold.data.loader import Loader
 from threefold.doors import added, hook, imported
 from threefold.train.callbacks.base import Callback
-from threefold.train.saving import SafeSaving, StartingPoint
+from threefold.train.saving import SafeSaving
+from threefold.train.state import HeldStates, StartingPoint
 from threefold.train.step import Engine
-
-
-class HeldStates(Protocol):
-    """States of this rank that earlier attempts of the run hold outside of checkpoints."""
-
-    def newest(self, world: Axis) -> int | None:
-        """Return the newest step whose state every rank holds whole; None if there is none. Collective."""
-
-    def restore(self, step: int, engine: Engine, run_dir: Path, is_unsaved: bool, lines: list[str]) -> StartingPoint:
-        """Fill the engine with the state after `step` updates; `lines` will be printed."""
 
 
 class Profiler(Callback):
@@ -33,13 +20,6 @@ class Profiler(Callback):
     def observing(self, heartbeat: Heartbeat, device: torch.device) -> Heartbeat:
         """Return a heartbeat that stands for another and tells this profiler what that one is told."""
         raise NotImplementedError
-
-
-def held_states(files: Sequence[Path], config: Config) -> HeldStates | None:
-    """Return the states that these files of this rank hold; None without files, or without a room that reads them."""
-    make = hook("held_states") if files else None
-    held: HeldStates | None = None if make is None else make(files, config)
-    return held
 
 
 class Attachment:

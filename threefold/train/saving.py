@@ -1,18 +1,16 @@
 """Checkpoints of a run: which ones are saved, kept and rolled back to, so that a good one always remains."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from threefold.checkpoint.copies import Copies
-from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import (
     CONFIG,
     PREFIX,
@@ -26,45 +24,18 @@ from threefold.checkpoint.folder import (
 )
 from threefold.checkpoint.manifest import WRITER, AnomalyFacts, Checkpoint, Facts, read_manifest, record_of
 from threefold.checkpoint.save import BackgroundSaver, Written, save_checkpoint, set_aside_checkpoint
-from threefold.checkpoint.tensors import load_tensors, stored_tensors
-from threefold.config.model import OWN
 from threefold.data.conversations import CONFIG_FILE
 from threefold.data.corpus import Content
 from threefold.data.dataset import Dataset
 from threefold.data.loader import Loader
-from threefold.data.samples import ConsumedSamples
 from threefold.errors import DivergenceError, UserError
 from threefold.files import read_text
 from threefold.models.source import file_source
-from threefold.parallel.moving_buffers import stored_buffers
-from threefold.random.rng import STREAMS, is_of_process, stored_as
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.callbacks.base import FailureWarning, say
+from threefold.train.state import StartingPoint, checkpoint_tensors, engine_tensors, loss_scale_facts, restore_engine
 from threefold.train.step import Engine
 from threefold.train.stop import RunClock
-
-
-@dataclass(frozen=True)
-class StartingPoint:
-    """State that a run starts from, once its engine holds it.
-
-    Attributes:
-        consumed: training samples consumed before each step from here on.
-        resumed: the run's own checkpoint that it resumes from; None if there is none.
-        carried: checkpoint whose sidecar files the run's own checkpoints get; on the first rank alone.
-        skipped: folders of damaged checkpoints that were passed over.
-        anomalies: record of the run's bad steps.
-        is_unsaved: whether the state is newer than every checkpoint.
-    """
-
-    step: int
-    consumed: ConsumedSamples
-    lines: list[str]
-    resumed: Checkpoint | None = None
-    carried: Checkpoint | None = None
-    skipped: frozenset[Path] = frozenset()
-    anomalies: AnomalyFacts | None = None
-    is_unsaved: bool = False
 
 
 class SafeSaving:
@@ -403,103 +374,3 @@ class Checkpoints:
             evaluation_missed=evaluation_missed,
             fingerprint=None if fingerprints is None else fingerprints.take(step).fingerprint,
         )
-
-
-def model_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Return master weights and persistent buffers by their names in the unsplit model, sharing memory."""
-    weights = {MODEL + weight.name: weight.stored(weight.master.detach()) for weight in engine.model.weights}
-    return weights | {MODEL + name: buffer for name, buffer in stored_buffers(engine.stages).items()}
-
-
-def engine_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Return weights, buffers and optimizer state by their names in the unsplit model, sharing memory.
-
-    Tied embeddings on two stages have the same name and value on both, so they are stored once.
-    """
-    tensors, rule = model_tensors(engine), engine.optimizer.rule
-    for entry in engine.optimizer.entries:
-        for state, value in rule.state(entry).items():
-            whole = value if rule.is_replicated(entry, state, value) else entry.stored(value)
-            tensors[f"{OPTIMIZER}{entry.name}.{state}"] = whole
-    return tensors
-
-
-def checkpoint_tensors(engine: Engine) -> dict[str, Tensor]:
-    """Return all tensors of a checkpoint: `engine_tensors`, and the states of the random streams drawn from.
-
-    For the user's own model, these include the generators of the process.
-    """
-    sizes = engine.mesh.layout.shape
-    drawn = engine.streams.stored(sizes) if engine.streams.used else {}
-    if engine.config.model.architecture == OWN:
-        drawn |= engine.generators.stored(sizes)
-    return engine_tensors(engine) | drawn
-
-
-def loss_scale_facts(engine: Engine) -> tuple[float | None, int]:
-    scale = engine.loss_scale
-    return (scale.value, scale.good_steps) if scale else (None, 0)
-
-
-def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Load a checkpoint of any layout into an engine: weights, optimizer state, loss scale, streams and generators.
-
-    Raises:
-        DamagedCheckpoint: on every rank, if a checksum differs, or in an exact run the fingerprint of the weights; the
-            engine's state is undefined then.
-        UserError: on every rank, if the checkpoint cannot be read.
-    """
-    _load(engine, engine_tensors(engine), checkpoint.path)
-    fingerprints, written = engine.fingerprints, checkpoint.facts.fingerprint
-    if fingerprints is not None and written is not None:
-        found = fingerprints.take(checkpoint.step).fingerprint
-        if found != written:
-            reason = f"its weights have the fingerprint {found} in this layout, and {written} when it was written"
-            raise DamagedCheckpoint(checkpoint.path, reason)
-    engine.optimizer.restored()
-    restore_loss_scale(engine, checkpoint.facts.loss_scale, checkpoint.facts.good_steps)
-    names = {name for name in stored_tensors(checkpoint.path) if name.startswith(STREAMS)}
-    if any(name.startswith(stored_as(engine.mesh.layout.shape)) for name in names):
-        mine = {name: state for name, state in random_states(engine).items() if name in names}
-        load_tensors(mine, checkpoint.path, engine.mesh.world)
-        restore_random_states(engine, mine)
-        return
-    # In another layout, random streams and generators start again from the seed and the step.
-    of_process = {name for name in names if is_of_process(name)}
-    if names - of_process:
-        engine.streams.reseed("after", checkpoint.step)
-    if of_process:
-        engine.generators.reseed(engine.settings.seed, "after", checkpoint.step)
-
-
-def restore_loss_scale(engine: Engine, value: float | None, good_steps: int) -> None:
-    """Set the loss scale from `loss_scale_facts`, of a run that may have had none."""
-    if engine.loss_scale is not None and value is not None:
-        engine.loss_scale.value, engine.loss_scale.good_steps = value, good_steps
-
-
-def random_states(engine: Engine) -> dict[str, Tensor]:
-    """Return tensors to fill with the states of this rank's random streams and generators, by stored name."""
-    shape = engine.mesh.layout.shape
-    return engine.streams.stored(shape) | engine.generators.places(shape)
-
-
-def restore_random_states(engine: Engine, states: Mapping[str, Tensor]) -> None:
-    """Continue from those of `random_states` that were filled."""
-    shape = engine.mesh.layout.shape
-    if drawn := {name: state for name, state in states.items() if not is_of_process(name)}:
-        engine.streams.load_stored(drawn, shape)  # otherwise this rank's stage never drew
-    engine.generators.load_stored(states, shape)
-
-
-def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Warm-start from another run's weights, each rank reading its shards; raises like `restore_engine`."""
-    _load(engine, model_tensors(engine), checkpoint.path)
-    engine.optimizer.restored()
-
-
-def _load(engine: Engine, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Fill tensors; buffers missing from a checkpoint of an older version keep the constructor's values."""
-    lacking = {MODEL + name for name in stored_buffers(engine.stages)} - stored_tensors(path).keys()
-    wanted = {name: tensor for name, tensor in tensors.items() if name not in lacking}
-    load_tensors(wanted, path, engine.mesh.world)

@@ -32,7 +32,7 @@ from threefold.output import SILENT
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import axes_of, offset
-from threefold.train.saving import checkpoint_tensors, loss_scale_facts, restore_engine
+from threefold.train.state import checkpoint_tensors, loss_scale_facts, restore_engine
 from threefold.train.step import Engine
 from threefold.train.update_rule import LossScale
 from threefold.verify.batches import BatchSource
