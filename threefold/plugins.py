@@ -22,7 +22,7 @@ from importlib.machinery import SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from threefold.doors import imported
 from threefold.errors import UserError
@@ -217,9 +217,14 @@ def _entry_points(group: str, path: tuple[str, ...]) -> "Mapping[str, list[Entry
 
 
 def one_of(given: object, names: list[str]) -> str:
-    """Return the end of a sentence about a wrong value: the names it may have, and the nearest of them."""
-    close = get_close_matches(str(given)[:100].lower(), names, n=1, cutoff=0)
-    return f"one of {', '.join(names)}; the nearest is {close[0]}"
+    """Return the end of a sentence about a wrong value: the names it may have, and the nearest of them or the first."""
+    meant, text = _MEANT.get(str(given)), str(given)[:100].lower()
+    close = [meant] if meant in names else get_close_matches(text, names, n=1, cutoff=0.5)
+    return f"one of {', '.join(names)}; " + (f"the nearest is {close[0]}" if close else f"use {names[0]}")
+
+
+_MEANT: Final = {"gpu": "cuda", "float8": "bf16", "half": "fp16", "single": "fp32", "double": "fp64"}
+"""Names that are used elsewhere, and those here that mean the same or come next to it."""
 
 
 def require_one_of(name: str, given: Any, choices: Sequence[str]) -> None:

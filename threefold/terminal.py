@@ -91,13 +91,15 @@ def with_model(overrides: Sequence[str] | None, model: str | None) -> list[str]:
     return [*(overrides or ()), *own]
 
 
-def model_file(model: str | None) -> str | None:
-    """Return the value of `--model` with an absolute path, or None; raise a `UserError` if there is no such file."""
+def model_file(model: str | None, named: str = "--model") -> str | None:
+    """Return the value of `--model` (or what is `named`) with an absolute path, or None; raise a `UserError` if there
+    is no such file.
+    """
     if model is None:
         return None
     from threefold.config.model import split_model_file
 
-    file, name = split_model_file(model)
+    file, name = split_model_file(model, named)
     return f"{file}:{name}" if name else str(file)
 
 

@@ -43,7 +43,7 @@ def digest(*parts: Any) -> str:
 
 def checkpoint(run: Path) -> str:
     """A run's checkpoint: its facts, its config and all of its tensors."""
-    choice = select_checkpoint(run, lambda what: f"{run} has {what}.")
+    choice = select_checkpoint(run, str(run), "")
     found = stored_tensors(choice.checkpoint.path)
     tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in sorted(found.items())}
     load_tensors(tensors, choice.checkpoint.path, alone=True)

@@ -241,25 +241,23 @@ class SelectedCheckpoint:
     is_resumed: bool = False
 
 
-def select_checkpoint(
-    run_dir: Path, missing: Callable[[str], str], damaged: Damaged | None = None
-) -> SelectedCheckpoint:
+def select_checkpoint(run_dir: Path, where: str, advice: str, damaged: Damaged | None = None) -> SelectedCheckpoint:
     """Return the newest valid checkpoint of a run, as far as can be seen without reading its tensors.
 
-    `missing` makes the message of the UserError if there is none, from a phrase such as "no complete checkpoint".
-    `damaged` are checkpoints that loading found damaged.
+    If there is none, raises UserError: `where` (such as the folder) has none, with an `advice` unless there are damaged
+    ones. `damaged` are checkpoints that loading found damaged.
     """
-    (checkpoint, config), warnings, skipped = newest_valid(run_dir, inspect_checkpoint, missing, damaged)
+    (checkpoint, config), warnings, skipped = newest_valid(run_dir, inspect_checkpoint, where, advice, damaged)
     return SelectedCheckpoint(checkpoint, config, warnings, skipped)
 
 
 def newest_valid(
-    run_dir: Path, inspect: Callable[[Path], Found], missing: Callable[[str], str], damaged: Damaged | None = None
+    run_dir: Path, inspect: Callable[[Path], Found], where: str, advice: str, damaged: Damaged | None = None
 ) -> tuple[Found, tuple[str, ...], tuple[Path, ...]]:
     """Return the result of `inspect` for the newest checkpoint for which it does not raise DamagedCheckpoint.
 
-    With it come a warning about the newer checkpoints that were skipped, and the folders of those. `missing` and
-    `damaged` are as in `select_checkpoint`.
+    With it come a warning about the newer checkpoints that were skipped, and the folders of those. Other arguments and
+    the UserError are those of `select_checkpoint`.
     """
     skipped: dict[Path, str] = {}
     for path in reversed(folders(run_dir)):
@@ -272,7 +270,10 @@ def newest_valid(
             continue
         warning = f"{_listed(skipped)} passed over; {path} is used, the newest that is good."
         return found, (warning,) if skipped else (), tuple(skipped)
-    raise UserError(missing("no complete checkpoint" + (f" ({_listed(skipped)} passed over)" if skipped else "")))
+    if skipped:
+        passed = f"no complete checkpoint ({_listed(skipped)} passed over)"
+        raise UserError(f"{where} has {passed}; restore one of them from a copy, or train again in another folder.")
+    raise UserError(f"{where} has no complete checkpoint{advice}.")
 
 
 def _listed(skipped: Mapping[Path, str]) -> str:

@@ -106,11 +106,8 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
     The layout and everything else that changes no result may differ. Settings that change later results, such as the
     learning rate, give a warning. Another model, optimizer or order of samples is an error.
     """
-    choice = select_checkpoint(
-        run_dir,
-        lambda none: f"{run_dir} has {none} to resume from; start without --resume in an empty folder.",
-        damaged,
-    )
+    advice = " to resume from; start without --resume in an empty folder"
+    choice = select_checkpoint(run_dir, str(run_dir), advice, damaged)
     checkpoint = choice.checkpoint
     if checkpoint.step == 0 or read_writer(checkpoint.path).weights_only:
         raise UserError(
@@ -345,9 +342,8 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedC
     if not config.train.init_from:
         return None
     where = f"{config.origin('train.init_from')}train.init_from is {config.train.init_from}"
-    choice = select_checkpoint(
-        Path(config.train.init_from), lambda none: f"{where}, which has {none}; give the folder of a run.", damaged
-    )
+    advice = "; give the folder of a run"
+    choice = select_checkpoint(Path(config.train.init_from), f"{where}, which", advice, damaged)
     checkpoint = choice.checkpoint
     before, now = choice.config.model.settings(), config.model.settings()
     warnings = list(choice.warnings)

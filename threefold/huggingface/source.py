@@ -49,7 +49,7 @@ def check_export(run: Path, out: Path, overwrite: bool) -> None:
 
 def choose_exported(run: Path, damaged: Damaged | None = None) -> SelectedCheckpoint:
     """Return the checkpoint that an export reads, as `select_checkpoint` does."""
-    return select_checkpoint(run, lambda none: f"{run} has {none}; give the folder of a run.", damaged)
+    return select_checkpoint(run, str(run), "; give the folder of a run", damaged)
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

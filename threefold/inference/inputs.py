@@ -19,7 +19,7 @@ Prompt = str | Chat  # text to continue, or a conversation to answer
 
 def find_checkpoint(run: Path, damaged: Damaged | None = None) -> SelectedCheckpoint:
     """Return the newest good checkpoint of a run."""
-    return select_checkpoint(run, lambda none: f"{run} has {none}; give the run folder of `threefold train`.", damaged)
+    return select_checkpoint(run, str(run), "; give the run folder of `threefold train`", damaged)
 
 
 def check_run(run: Path, layout: Layout) -> Config | None:

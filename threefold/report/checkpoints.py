@@ -252,10 +252,7 @@ def choose(named: Named, damaged: Damaged | None = None) -> tuple[Path, tuple[st
     if named.checkpoint is not None:
         return named.checkpoint, ()
 
-    def missing(none: str) -> str:
-        return f"{shown(named.run)} has {none}; give a run that has one."
-
-    checkpoint, warnings, _ = newest_valid(named.run, check, missing, damaged)
+    checkpoint, warnings, _ = newest_valid(named.run, check, shown(named.run), "; give a run that has one", damaged)
     return checkpoint.path, warnings
 
 

@@ -25,7 +25,7 @@ def command(
     """
     from threefold.config.loading import config_of, load_config
 
-    file = model_file(model)
+    file = model_file(model, "FILE.py")
     assert file is not None  # `model` is given
     own = {"architecture": "own", "file": file}
     if config is None:

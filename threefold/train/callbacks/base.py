@@ -1,5 +1,6 @@
 """Training callbacks: their base classes, the context of a run, and helpers to write callbacks."""
 
+import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -227,7 +228,8 @@ class Guard(Callback):
 
 
 def on_terminal() -> bool:
-    return sys.stdout.isatty()
+    """Return whether standard output is a terminal that can redraw a line, which a dumb one cannot."""
+    return sys.stdout.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
 
 
 def say(line: str) -> None:
