@@ -326,7 +326,9 @@ class _Table:
         table = Table(box=None, show_header=False, padding=(0, 1, 0, 0), pad_edge=False)
         for place, width in enumerate(self._widths):
             justify: Any = "left" if place in (0, 1, 3) else "right"
-            table.add_column(width=width, justify=justify, no_wrap=True, overflow="ellipsis")
+            is_name = place == 3  # of a parameter, which is whole in any width
+            overflow: Any = "fold" if is_name else "ellipsis"
+            table.add_column(width=width, justify=justify, no_wrap=not is_name, overflow=overflow)
         table.add_row(*cells, style=style)
         return table
 
