@@ -202,7 +202,7 @@ FUNCTIONS: Final = {
         report/checkpoints.py::saved_at huggingface/files.py::_files huggingface/source.py::check_import
         launch/run_lock.py::require_folder launch/training_run.py::_require_no_checkpoints
         launch/training_run.py::_require_no_foreign launch/training_run.py::prepare_training
-        report/live.py::RunServer._document report/record.py::require_run train/callbacks/console.py::Summary.rows
+        report/live.py::RunServer._document report/record.py::require_run report/console.py::Summary.rows
         train/stop.py::_identity
     """,
     "a lock that `run_lock` has looked at": "launch/run_lock.py::require_free",

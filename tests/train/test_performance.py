@@ -13,7 +13,7 @@ from threefold.comm.mesh import Mesh
 from threefold.comm.rank_state import PAGE_BYTES, read
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.block import model_flops_per_token
-from threefold.train.callbacks.console import Summary
+from threefold.report.console import Summary
 from threefold.train.callbacks.records import MeanRates, Performance, step_values
 from threefold.train.callbacks.step_lines import step_line
 from threefold.train.loop import PerformanceMeter

@@ -9,10 +9,14 @@ COMMANDS: Final = {
     "data verify": ("", "threefold.report.commands.data:verify"),
     "checkpoint": ("Files", "threefold.report.commands.checkpoint:app"),
 }
-FIRST_CALLBACKS: Final = {"goodput": "threefold.report.goodput:GoodputLedger"}
+FIRST_CALLBACKS: Final = {
+    "goodput": "threefold.report.goodput:GoodputLedger",
+    "live_line": "threefold.report.console:LiveLine",
+}
 CALLBACKS: Final = {
     "loss_curve": "threefold.report.loss_curve:LossCurve",
     "report": "threefold.report.document:RunReport",
+    "summary": "threefold.report.console:Summary",
 }
 CHOSEN_CALLBACKS: Final = {
     "early_stopping": "threefold.report.callbacks:EarlyStopping",

@@ -12,9 +12,10 @@ import pytest
 from tests.train.support import Run, engine_of, record
 from threefold.data.dataset import open_dataset
 from threefold.launch.worker_pool import WorkerPool
+from threefold.report.console import Summary
 from threefold.report.loss_curve import smoothed
 from threefold.train.callbacks.base import Callback, CallbackFailed, RunContext, clock
-from threefold.train.callbacks.console import StepLog, Summary
+from threefold.train.callbacks.console import StepLog
 from threefold.train.callbacks.metrics import MetricsFile
 from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord

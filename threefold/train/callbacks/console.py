@@ -1,23 +1,14 @@
-"""Text output of a run: its log as RUN/train.log, the live line at the bottom of a terminal, and the final summary."""
+"""Text output of a run: its log, RUN/train.log, whose lines are also printed where no live line is on the terminal."""
 
-import sys
-import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
 
-from threefold.errors import OutputLost
-from threefold.files import counted, format_bytes
-from threefold.train.callbacks import metrics, tensorboard
-from threefold.train.callbacks.base import Callback, RunContext, clock, on_terminal, say
+from threefold.doors import added
+from threefold.train.callbacks.base import Callback, RunContext, on_terminal, say
 from threefold.train.callbacks.metrics import LineFile
-from threefold.train.callbacks.records import EvaluationRecord, MeanRates, StepRecord
+from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 from threefold.train.callbacks.step_lines import RunningLines, step_line
-
-if TYPE_CHECKING:
-    from rich.live import Live
 
 LOG_FILE = "train.log"
 CURVE_FILE, REPORT_FILE = "loss.png", "report.html"  # curve and report of the run (`threefold.report`)
@@ -100,151 +91,5 @@ class StepLog(EventLines):
 
     def _print(self, line: str, shorter: Callable[[RunningLines], str]) -> None:
         self.file.write(line)
-        if not on_terminal():
+        if not (on_terminal() and "live_line" in added("FIRST_CALLBACKS")):
             say(line if self.lines is None else shorter(self.lines))
-
-
-_AVERAGED: Final = 20  # steps over which a live line averages speed and time
-_SECONDS_BETWEEN_REFRESHES: Final = 0.1
-
-
-class LiveLine(EventLines):
-    """Live line at the bottom of a terminal: step, losses, speed, time left; evaluations and checkpoints above it."""
-
-    @classmethod
-    def for_run(cls, run: RunContext) -> Callback | None:
-        return cls(run.config.train.max_steps) if on_terminal() else None
-
-    def __init__(self, steps: int) -> None:
-        super().__init__(most=_AVERAGED)
-        self._steps, self._lines = steps, RunningLines(steps)
-        self._live: Live | None = None
-        self._drawn = 0.0
-
-    def before_fit(self, start: int) -> None:
-        from rich.console import Console
-        from rich.live import Live
-        from rich.text import Text
-
-        console = Console(file=sys.stdout, highlight=False)
-        first = Text(self._lines.of(start, "the first step is the slowest"), "dim", end="")
-        self._live = Live(first, console=console, auto_refresh=False)  # a refresh thread would slow the training thread
-        self._live.start(refresh=True)
-
-    def after_step(self, record: StepRecord) -> None:
-        super().after_step(record)
-        is_due = time.monotonic() - self._drawn > _SECONDS_BETWEEN_REFRESHES or record.step == self._steps
-        if record.is_read and is_due:
-            self._draw()
-
-    def after_evaluation(self, record: EvaluationRecord) -> None:
-        self._print(self._lines.evaluation(record), "cyan")
-        self._draw()
-
-    def after_fit(self) -> None:
-        self.close()  # other callbacks print below it
-
-    def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def tell(self, step: int, what: str, style: str) -> None:
-        self._print(self._lines.of(step, what), style)
-
-    def _draw(self) -> None:
-        if self._live is None or not self._since:
-            return
-        self._live.update(self._lines.live(self._since, self._live.console.width), refresh=True)
-        self._drawn = time.monotonic()
-
-    def _print(self, line: str, style: str) -> None:
-        if self._live is not None:
-            self._live.console.print(line, style=style, soft_wrap=True, markup=False)
-
-
-class Summary(Callback):
-    """Print a table of the results after the last step, with those of `places` (label → file or folder) that exist."""
-
-    @classmethod
-    def for_run(cls, run: RunContext) -> Callback:
-        files = {"report": REPORT_FILE, "loss curve": CURVE_FILE, "metrics": metrics.FILE}
-        files["TensorBoard"] = tensorboard.TENSORBOARD_FOLDER
-        return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / metrics.GOODPUT_FILE)
-
-    def __init__(self, places: dict[str, Path], ledger: Path | None = None) -> None:
-        self.places, self.ledger = places, ledger
-        self._last: StepRecord | None = None
-        self._valid: EvaluationRecord | None = None
-        self._steps, self._counted, self._read, self._padding, self._unknown = 0, 0, 0, 0, False
-        self._seconds, self._started = 0.0, 0.0
-        self._recorded = 0.0  # when the last step was
-        self._rates = MeanRates()
-
-    def before_fit(self, start: int) -> None:
-        self._started = time.perf_counter()
-
-    def after_step(self, record: StepRecord) -> None:
-        if record.is_read:
-            self._last, self._recorded = record, time.perf_counter()
-        self._unknown = self._unknown or bool(record.unknown_calls)
-        self._steps += 1
-        self._counted += 0 if record.skipped else record.tokens
-        self._read += record.tokens_read
-        self._padding += record.padding
-        self._seconds += record.seconds
-        self._rates.add(record.seconds, record.performance)
-
-    def after_evaluation(self, record: EvaluationRecord) -> None:
-        self._valid = record
-
-    def after_checkpoint(self, step: int, path: Path) -> None:
-        self.places["checkpoint"] = path
-
-    def after_fit(self) -> None:
-        rows = self.rows()
-        if not rows:  # stopped before the first step
-            return
-        from rich.console import Console
-        from rich.text import Text
-
-        width = max(len(name) for name, _ in rows)
-        lines = (Text.assemble((f"{name:<{width}}", "dim"), "  ", value) for name, value in rows)
-        with suppress(OSError, OutputLost):
-            Console(file=sys.stdout, highlight=False).print(Text("\n").join([Text(), *lines]), soft_wrap=True)
-
-    def rows(self) -> list[tuple[str, str]]:
-        if self._last is None:
-            return []
-        rows = [("training loss", f"{self._last.loss:.4f} at step {self._last.step}")]
-        rows += [(f"  {name}", f"{mean:.4f}") for name, mean in self._last.terms.items()]
-        if self._valid is not None:
-            rows.append(("validation loss", f"{self._valid.loss:.4f} at step {self._valid.step}"))
-            rows += [(f"  of {name}", f"{loss:.4f}") for name, loss in self._valid.corpus_losses.items()]
-            rows += [(f"  {name}", f"{mean:.4f}") for name, mean in self._valid.terms.items()]
-        unit, used = self._last.unit, self._rates.last
-        padding = f", and {self._padding:,} of padding" if self._padding else ""
-        padded = f", {(self._read + self._padding) / self._seconds:,.0f} with padding" if self._padding else ""
-        # Since the run started; since its first step if that is not known.
-        now = time.perf_counter()
-        elapsed = now - self._started if used is None else used.wall_clock + now - self._recorded
-        rows += [
-            (f"{unit} trained on", f"{self._counted:,} in {counted(self._steps, 'step')}, those counted for the loss"),
-            (f"{unit} read", f"{self._read:,}{padding}"),
-            ("time", f"{clock(elapsed)}, of which {clock(self._seconds)} in steps"),
-            ("speed", f"{self._read / self._seconds:,.0f} {unit}/s read{padded}"),
-        ]
-        if used is not None:
-            if self._rates.flops:
-                of_peak = f", {self._rates.mfu:.1%} of the peak rate (MFU)" if self._rates.mfu else ""
-                scale, prefix = (1.0, "T") if self._rates.teraflops >= 1 else (1000.0, "G")
-                rows.append(("compute", f"{scale * self._rates.teraflops:,.1f} model {prefix}FLOP/s a rank{of_peak}"))
-            most = f"{format_bytes(used.largest_memory)} on rank {used.largest_rank}, which takes most"
-            rows.append(("memory", most if used.largest_rank else format_bytes(used.memory)))
-        if self._last.fingerprint is not None:
-            where = "if those functions are exact" if self._unknown else "inside the grain"
-            told = f"{self._last.fingerprint} after step {self._last.step}, in every layout {where}"
-            rows.append(("weights", told))
-
-        if self.ledger is not None and (found := metrics.read_goodput(self.ledger)):
-            rows.append(("goodput", str(found)))
-        return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]

@@ -19,12 +19,10 @@ from threefold.train.callbacks.tensorboard import Tracker
 
 _ALWAYS: Final = {  # callbacks of every run, in calling order
     **added("FIRST_CALLBACKS"),
-    "live_line": "threefold.train.callbacks.console:LiveLine",
     "metrics": "threefold.train.callbacks.metrics:MetricsFile",
     "tensorboard": "threefold.train.callbacks.tensorboard:TensorBoard",
     "step_log": "threefold.train.callbacks.console:StepLog",
     **added("CALLBACKS"),
-    "summary": "threefold.train.callbacks.console:Summary",
 }
 _CHOSEN: Final = added("CHOSEN_CALLBACKS")  # callbacks of a run that names them in `train.callbacks`
 CALLBACKS: Final = Registry("train.callbacks", "threefold.callbacks", {**_ALWAYS, **_CHOSEN}, takes_paths=True)

@@ -1,18 +1,14 @@
 """Text of the lines about a run's steps: the log's, and the terminal's shorter ones."""
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from threefold.files import format_bytes
 from threefold.train.callbacks.base import clock
 from threefold.train.callbacks.records import EvaluationRecord, MeanRates, StepRecord
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
 _SAME: Final = 0.0005  # relative change of the loss that is not a change
 _WORTH_SAYING: Final = 0.01  # share of a step that its ranks wait for each other, below which it is left out
-_WITH_BAR, _BAR = 150, 30  # columns of a terminal from which on a live line has a bar, and its cells
 _WORTH_A_LOOK: Final = 0.5  # share of a step that its ranks wait for each other, from which on it is coloured
 
 
@@ -60,33 +56,12 @@ class RunningLines:
     """Lines of about 100 characters: `step 225/500  loss 5.4565 ↓  val 5.7829  lr 2.11e-03  4,275 tok/s  479 ms …`."""
 
     def __init__(self, steps: int) -> None:
-        self._steps, self._loss, self._valid = steps, 0.0, ""
+        self.steps, self._loss, self._valid = steps, 0.0, ""
 
     def step(self, since: Sequence[StepRecord]) -> str:
         """Format the last of the steps since the previous line, with averages of speed and time over them."""
         before, self._loss = self._loss, since[-1].loss
-        return self.of(since[-1].step, *(part.text for part in self._parts(since, before)))
-
-    def live(self, since: Sequence[StepRecord], width: int) -> "Text":
-        """Return the line in colours, without parts that do not fit `width` columns, and with a bar if there is room
-        for one.
-
-        Speed and time are averaged over the steps `since`, and the loss is compared with the first of them.
-        """
-        from rich.text import Text
-
-        step, parts = self.of(since[-1].step), [part for part in self._parts(since, since[0].loss) if part.text]
-        while (room := width - len(step) - sum(2 + len(part.text) for part in parts)) < 1:
-            if not (place := max(part.place for part in parts)):
-                break
-            parts = [part for part in parts if part.place != place]
-        line = Text(step, "bold", no_wrap=True, overflow="ellipsis", end="")
-        if width >= _WITH_BAR and room > _BAR + 2:
-            done = _BAR * since[-1].step // self._steps
-            line.append("  ").append("━" * done, "green").append("─" * (_BAR - done), "dim")
-        for part in parts:
-            line.append("  ").append(part.text, part.style)
-        return line
+        return self.of(since[-1].step, *(part.text for part in self.parts(since, before)))
 
     def evaluation(self, record: EvaluationRecord) -> str:
         self._valid = f"val {record.loss:.4f}"
@@ -96,10 +71,10 @@ class RunningLines:
 
     def of(self, step: int, *parts: str) -> str:
         """Format parts of a line about a step; empty ones are left out."""
-        width = len(f"{self._steps:,}")
-        return "  ".join([f"step {step:>{width},}/{self._steps:,}", *(part for part in parts if part)])
+        width = len(f"{self.steps:,}")
+        return "  ".join([f"step {step:>{width},}/{self.steps:,}", *(part for part in parts if part)])
 
-    def _parts(self, since: Sequence[StepRecord], before: float) -> Iterator[Part]:
+    def parts(self, since: Sequence[StepRecord], before: float) -> Iterator[Part]:
         """Yield the parts after the step, for a loss that was `before`; 0 if there was none."""
         last, seconds = since[-1], sum(record.seconds for record in since)
         change = (last.loss - before) / before if before else 0.0
@@ -122,7 +97,7 @@ class RunningLines:
             yield Part(f"{rates.mfu:.1%} MFU" if rates.mfu else "", 7)
             yield Part(format_bytes(rates.last.largest_memory), 8)
         yield Part(f"epoch {last.epoch + 1}" if last.epoch else "", 9)
-        if left := self._steps - last.step:
+        if left := self.steps - last.step:
             yield Part(f"{clock(left * each)} left")
         elif rates.last is not None:
             yield Part(f"{clock(rates.last.wall_clock)} in all")
