@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.plugin_package import write_package
 from threefold.errors import UserError
-from threefold.plugins import Registry, import_file, modules_beside
+from threefold.plugins import Registry, import_file, modules_beside, one_of
 
 GROUP = "threefold.toys"
 TOYS = Registry("toy.name", GROUP, {"join": "posixpath:join", "split": "posixpath:split"})
@@ -111,3 +111,16 @@ def test_entry_point_that_cannot_be_imported(module: str, tmp_path: Path, monkey
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(UserError, match=rf"the package {name} declares it as {name}:Toy, which cannot be imported \("):
         TOYS.load("toy")
+
+
+@pytest.mark.parametrize(
+    ("given", "names", "told"),
+    [
+        ("bf61", ["fp32", "bf16", "fp16", "fp64"], "the nearest is bf16"),
+        ("float8", ["fp32", "bf16", "fp16", "fp64"], "the nearest is bf16"),
+        ("gpu", ["auto", "cpu", "cuda"], "the nearest is cuda"),
+        ("xx", ["none", "linear", "yarn"], "use none"),
+    ],
+)
+def test_a_wrong_name_is_told_the_one_that_is_meant(given: str, names: list[str], told: str) -> None:
+    assert one_of(given, names) == f"one of {', '.join(names)}; {told}"

@@ -108,6 +108,7 @@ def test_the_one_before_is_chosen(
         Trained.find(run)
     assert "step_00000004" in str(caught.value)
     assert "step_00000002" in str(caught.value)
+    assert str(caught.value).endswith("; restore one of them from a copy, or train again in another folder.")
 
 
 @sweep("name", ["tensors-00000.bin", "tensors-00001.bin"], slow=(0, 1))

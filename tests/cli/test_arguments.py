@@ -42,7 +42,7 @@ _ERRORS = {
     "checkpoint import s3://b/model --out new": "The model's folder is s3://b/model but must be a path on this machine",
     "checkpoint import hf://org/gpt2 --out new": "is a page of the Hugging Face hub; give the model's id, org/gpt2.",
     "plan run.yaml --gpus 2 --hardware s3://b/x.yaml": "The hardware entry is s3://b/x.yaml but must be a path on this",
-    "inspect s3://b/model.py": "--model is s3://b/model.py but must be a path on this machine",
+    "inspect s3://b/model.py": "FILE.py is s3://b/model.py but must be a path on this machine",
     "init new.yaml --data nowhere": "data.path is nowhere, which does not exist",
 }
 

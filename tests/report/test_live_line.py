@@ -6,6 +6,8 @@ import pytest
 
 from tests.train.support import Run, train_rank
 from threefold.launch.worker_pool import WorkerPool
+from threefold.report.console import live_text
+from threefold.train.callbacks.base import on_terminal
 from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
 from threefold.train.callbacks.step_lines import RunningLines
 
@@ -33,7 +35,7 @@ def test_a_line_says_what_a_person_follows() -> None:
 def test_a_terminal_of_any_width_has_one_line_with_what_matters_most(width: int) -> None:
     lines = RunningLines(500)
     lines.evaluation(EvaluationRecord(200, 5.7829, 1536, 0.15))
-    line = lines.live([record(224, 5.5), record(225, 5.4565)], width)
+    line = live_text(lines, [record(224, 5.5), record(225, 5.4565)], width)
     assert len(line.plain) < width
     assert line.plain.startswith("step 225/500  ")
     assert line.plain.endswith(" left")
@@ -46,9 +48,19 @@ def test_a_terminal_of_any_width_has_one_line_with_what_matters_most(width: int)
     assert styles["loss 5.4565 ↓"] == "bold green"
     assert styles.get("479 ms (59% waiting)", "yellow") == "yellow"
     (rising,) = (
-        each for each in lines.live([record(1, 5.0), record(2, 5.1)], width).spans if "bold" in str(each.style)
+        each for each in live_text(lines, [record(1, 5.0), record(2, 5.1)], width).spans if "bold" in str(each.style)
     )
     assert rising.style == "bold yellow"
+
+
+def test_a_dumb_terminal_has_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It cannot redraw a line, so the lines of steps are printed there as in a file."""
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    found = {}
+    for term in ("xterm-256color", "dumb"):
+        monkeypatch.setenv("TERM", term)
+        found[term] = on_terminal()
+    assert found == {"xterm-256color": True, "dumb": False}
 
 
 def test_what_only_some_runs_have() -> None:
