@@ -44,6 +44,7 @@ TWO: dict[str, Callable[[Tensor], Tensor]] = {
     "where": lambda x: torch.where(x > 0, x, 2 * x),
     "xlogy": lambda x: torch.xlogy(x.abs() + 0.1, x.abs() + 0.1),
 }
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
 POSITIVE = ("log", "log10", "log1p", "log2", "sqrt")
 
 
@@ -54,7 +55,7 @@ def function(name: str) -> Callable[[Tensor], Tensor]:
     return (lambda x: one(x.abs() + 0.1)) if name in POSITIVE else one
 
 
-@pytest.mark.parametrize("dtype", slow_but([torch.float32, torch.bfloat16, torch.float64], torch.float32), ids=str)
+@pytest.mark.parametrize("dtype", slow_but(DTYPES, torch.float32, sweep=DTYPES[2:]), ids=str)
 @pytest.mark.parametrize("name", ELEMENTWISE.split())
 def test_bits_of_elements_depend_on_neither_place_nor_threads(name: str, dtype: torch.dtype) -> None:
     def both(x: Tensor) -> tuple[Tensor, ...]:

@@ -75,7 +75,7 @@ def test_sum_of_rows_is_the_tree_over_ranks(ranks: int, columns: int) -> None:
     assert all(equal(RowSum(PIECES)(x[:, cut])[0], whole[cut]) for cut in cuts(columns) if x[:, cut].numel())
 
 
-@sweep("inner", SIZES, quick=(1, 5, 7))
+@sweep("inner", SIZES, quick=(5,), slow=(1, 7, 8))
 def test_products(inner: int) -> None:
     """An element depends on its parts of both operands alone, whatever is beside them in memory."""
     for rows in SIZES:
