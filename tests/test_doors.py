@@ -44,12 +44,13 @@ def test_the_commands_of_the_core_need_no_room(tmp_path: Path) -> None:
     assert not any(f"\n  {name} " in ended.stdout for name in added("COMMANDS"))
 
 
-def test_settings_that_a_room_follows_need_the_room(tmp_path: Path, tokens: Path) -> None:
+@pytest.mark.parametrize("setting", ["train.watch_every=1", "train.max_restarts=1", "parallel.fallbacks=[dp2]"])
+def test_settings_that_a_room_follows_need_the_room(tmp_path: Path, tokens: Path, setting: str) -> None:
     config = write_config(tmp_path, tokens)
-    ended = alone(tmp_path, "train", str(config), "--set", "train.watch_every=1")
+    ended = alone(tmp_path, "train", str(config), "--set", setting)
     assert ended.returncode == 2
     assert ended.stderr == (
-        "Error: train.watch_every needs threefold.resilience, which is not installed; install it, or leave that out.\n"
+        f"Error: {setting.partition('=')[0]} needs threefold.resilience, which is not installed; install it, or leave that out.\n"
     )
 
 

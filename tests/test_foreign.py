@@ -200,12 +200,12 @@ FUNCTIONS: Final = {
         checkpoint/folder.py::remove_partial checkpoint/save.py::put_in_place
         checkpoint/save.py::set_aside_checkpoint.rename report/checkpoints.py::listed report/checkpoints.py::locate
         report/checkpoints.py::saved_at huggingface/files.py::_files huggingface/source.py::check_import
-        launch/run_lock.py::require_folder launch/training_run.py::_require_no_checkpoints
-        launch/training_run.py::_require_no_foreign launch/training_run.py::prepare_training
+        launch/run_folder.py::require_folder launch/run_folder.py::require_no_checkpoints
+        launch/run_folder.py::require_no_foreign launch/run_folder.py::require_place
         report/live.py::RunServer._document report/record.py::require_run report/console.py::Summary.rows
         train/stop.py::_identity
     """,
-    "a lock that `run_lock` has looked at": "launch/run_lock.py::require_free",
+    "a lock that `run_lock` has looked at": "launch/run_folder.py::require_free",
     "a method of ours of that name": """
         command_line.py::_describe resilience/remote.py::RemoteCheckpoints._make
         resilience/remote.py::RemoteCheckpoints._remove resilience/remote.py::RemoteCheckpoints.incomplete

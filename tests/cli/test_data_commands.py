@@ -13,7 +13,7 @@ from threefold.cli.main import app
 from threefold.config import Config
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.errors import UserError
-from threefold.launch.training_run import resolve_run
+from threefold.launch.checks import resolve_run
 
 
 def run(*arguments: str) -> str:

@@ -11,8 +11,8 @@ import pytest
 
 from tests.support import ready
 from threefold.config import load_config
+from threefold.launch.checks import resolve_run
 from threefold.launch.output import log_file
-from threefold.launch.training_run import resolve_run
 
 THREEFOLD = [sys.executable, "-m", "threefold"]
 ENDLESS = ("--set", "train.max_steps=1000000", "--set", "log.every=1", "--set", "train.eval_every=0")

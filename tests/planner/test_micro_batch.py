@@ -15,8 +15,8 @@ from tests.support.sweep import sweep
 from tests.train.support import Run
 from threefold.config import Config, resolve
 from threefold.host import _bytes_of, _group_limits, memory
+from threefold.launch.checks import resolve_run
 from threefold.launch.device import memory_per_rank
-from threefold.launch.training_run import resolve_run
 from threefold.launch.worker_pool import WorkerPool
 from threefold.models.block import describe_model
 from threefold.models.layers.decoder import NOTHING, SampleInfo
@@ -261,6 +261,6 @@ def test_a_run_is_planned_with_the_memory_of_its_ranks(small_run: Run, monkeypat
     )
     assert resolve_run(given).train.micro_batch_size == 8
     asked = []
-    monkeypatch.setattr("threefold.launch.training_run.memory_per_rank", lambda *where: asked.append(where) or 0)
+    monkeypatch.setattr("threefold.launch.checks.memory_per_rank", lambda *where: asked.append(where) or 0)
     assert resolve_run(given).train.micro_batch_size == 1
     assert asked == [("cpu", 1)]

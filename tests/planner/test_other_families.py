@@ -12,7 +12,7 @@ from tests.support.plugin_package import write_package
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.errors import UserError
-from threefold.launch.training_run import _Checked
+from threefold.launch.checks import CheckedConfig
 from threefold.models.block import BlockShape, describe_model
 from threefold.models.family import make_model
 from threefold.planner.dry_run import dry_run, run_stages
@@ -227,5 +227,5 @@ def test_a_run_of_any_family_has_a_default_micro_batch() -> None:
     for name in ("plain", "three"):
         given = config_of({**sections(name), "train": {"global_batch_size": 4, "device": "cpu"}})
         resolved = resolve(given, VOCAB)
-        fitted = _Checked(given, resolved, VOCAB, 0, 1).fitted()
+        fitted = CheckedConfig(given, resolved, VOCAB, 0, 1).fitted()
         assert fitted.train.micro_batch_size == resolved.train.micro_batch_size == 4

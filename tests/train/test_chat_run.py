@@ -25,7 +25,7 @@ from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.eval_tasks import Perplexity, score
 from threefold.inference.inputs import read_texts
 from threefold.inference.model import Trained
-from threefold.launch.training_run import resolve_run
+from threefold.launch.checks import resolve_run
 from threefold.launch.worker_pool import WorkerError, WorkerPool
 
 STYLES = {

@@ -18,7 +18,8 @@ from threefold.files import shown
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.launcher import joined_rank
 from threefold.launch.process import StopSignals
-from threefold.launch.training_run import explain_stop, prepare_training
+from threefold.launch.run_folder import explain_stop
+from threefold.launch.training_run import prepare_training
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource, as_source
 from threefold.plugins import import_path_of

@@ -38,7 +38,7 @@ def show(config: ConfigFile, trust_code: TrustCode = False, overrides: Overrides
         typer.echo(given.to_yaml_as_given(), nl=False)
         typer.echo(f"Printed as it is stored: {_unresolved(named)}; --trust-code runs it.", err=True)
         return
-    from threefold.launch.training_run import resolve_run
+    from threefold.launch.checks import resolve_run
 
     typer.echo(resolve_run(given).to_yaml_as_given(), nl=False)
 

@@ -106,7 +106,8 @@ def command(
         try:
             from threefold.config.model import OWN
             from threefold.launch.environment import find_launched_rank
-            from threefold.launch.training_run import explain_early_stop, prepare_training, require_folder
+            from threefold.launch.run_folder import explain_early_stop, require_folder
+            from threefold.launch.training_run import prepare_training
 
             given = read_config(config, overrides, model, trust_code)
             if model is None and resume != "no" and not given.model.file:
@@ -149,7 +150,7 @@ def command(
 
 
 def _explain(folder: Path, number: int | str, step: int | None) -> None:
-    from threefold.launch.training_run import explain_stop
+    from threefold.launch.run_folder import explain_stop
 
     _say(explain_stop(folder, number, step, _command()))
 

@@ -1,4 +1,10 @@
-"""Run the ranks of a job as processes of this host: start and watch them, and collect their results or failures."""
+"""Run the ranks of a job as processes of this host: start and watch them, and collect their results or failures.
+
+`torch.distributed.elastic.multiprocessing` does not keep what is promised here: it blames the first process that it
+finds ended, which may only have lost its connection to the one that failed; prints a traceback; looks once a second;
+shows output by reading two log files ten times a second, so that there is no terminal; and its agent restarts the same
+ranks whatever the error was.
+"""
 
 import multiprocessing
 import os
@@ -92,7 +98,7 @@ def spawn(
         require_gpus(world_size, job.backend)
     start_method = start_method or ("spawn" if job.device == "cuda" else "fork")
     # A signal between two attempts reaches the ranks of the next one.
-    with own(), signals.passed_to(raise_on_second) if signals and again else nullcontext():
+    with own(), signals.passed_to(raise_on_second) if signals else nullcontext():
         while True:
             failures, results = collect_local(job, world_size, start_method, signals)
             if not failures:

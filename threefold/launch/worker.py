@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.rank_state import Activity, RunSection
-from threefold.doors import hook
+from threefold.doors import hook, needed
 from threefold.errors import UserError
 from threefold.host import usable_cores
 from threefold.launch.device import Backend, gpu_count
@@ -138,12 +138,7 @@ def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
 
 def staged_backend() -> str:
     """Register the backend of `torch.distributed` in which gloo also takes tensors of a GPU, and return its name."""
-    register = hook("register_staged")
-    if register is None:
-        raise UserError(
-            "parallel.backend gloo on GPUs needs threefold.cpu, which is not installed; install it, or leave that out."
-        )
-    return str(register())
+    return str(needed("register_staged", "parallel.backend gloo on GPUs", "cpu")())
 
 
 def stay_on_loopback() -> None:

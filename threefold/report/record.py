@@ -14,8 +14,7 @@ from threefold.config.loading import recorded_settings
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles, lines_of
-from threefold.launch.run_lock import LOCK_FILE, Holder
-from threefold.launch.training_run import CONFIG_FILE
+from threefold.launch.run_folder import CONFIG_FILE, LOCK_FILE, Holder
 from threefold.report.curves import Curves
 from threefold.report.goodput import Goodput
 from threefold.train.callbacks.console import LOG_FILE

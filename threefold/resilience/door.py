@@ -6,6 +6,9 @@ CALLBACKS: Final = {"stragglers": "threefold.resilience.stragglers:StragglerRepo
 ATTACHMENTS: Final = {"resilience": "threefold.resilience.attachment:FaultResponse"}
 HOOKS: Final = {
     "held_states": "threefold.resilience.memory_copy:KeptStates",
+    "fallbacks": "threefold.resilience.restarts:fallbacks_of",
+    "in_world": "threefold.resilience.restarts:in_world",
+    "restarts": "threefold.resilience.restarts:Restarts",
     "watch_local": "threefold.resilience.rank_watch:LocalWatch",
     "watch_launched": "threefold.resilience.rank_watch:watch_launched",
     "remote_copies": "threefold.resilience.mirror:RemoteCopies",

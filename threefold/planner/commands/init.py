@@ -135,7 +135,7 @@ def checked(sections: dict[str, dict[str, Any]]) -> "Config":
     Evaluation is off if there is too little data for it.
     """
     from threefold.config.loading import config_of
-    from threefold.launch.training_run import check_run
+    from threefold.launch.checks import check_run
 
     with Bars() as bars:
         try:

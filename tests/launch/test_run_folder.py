@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 
 from threefold.errors import UserError
-from threefold.launch.run_lock import LOCK_FILE, Holder, require_folder, run_lock
+from threefold.launch.run_folder import LOCK_FILE, Holder, require_folder, run_lock
 
 HOLD = """
 import sys
 from pathlib import Path
 from threefold.errors import UserError
-from threefold.launch.run_lock import run_lock
+from threefold.launch.run_folder import run_lock
 print("ready", flush=True)
 sys.stdin.readline()
 try:

@@ -16,10 +16,7 @@ from threefold.config.resolve import check_settings
 from threefold.config.rules import batch_sizes
 from threefold.errors import UserError
 from threefold.files import how_often, shown
-from threefold.foreign import FolderFiles
-from threefold.launch.environment import find_launched_rank
 from threefold.launch.failure import Failure, RankFailed
-from threefold.launch.output import failure_file
 from threefold.train.attempt import Attempt, fresh_files, memory_files
 from threefold.train.callbacks.metrics import GOODPUT_FILE, read_goodput
 
@@ -38,6 +35,16 @@ class Fallback:
     def __str__(self) -> str:
         return str(self.spec)
 
+    def resolved(self, config: Config) -> "Fallback":
+        """Return this fallback with the resolved config."""
+        return replace(self, config=config)
+
+    @contextmanager
+    def naming(self, config: Config) -> Iterator[None]:
+        """Prefix a `UserError` of the block with this fallback of `config`."""
+        with _naming(config, str(self)):
+            yield
+
 
 def fallbacks_of(config: Config) -> tuple[Fallback, ...]:
     """Return the fallbacks of a config as given, checked as far as possible without its data.
@@ -48,7 +55,7 @@ def fallbacks_of(config: Config) -> tuple[Fallback, ...]:
         return ()
     batch, found = batch_sizes(config, largest=1)["global_batch_size"], []
     for text in config.parallel.fallbacks:
-        with naming_fallback(config, text):
+        with _naming(config, text):
             spec = parse(text)
             found.append(Fallback(spec, _composed(config, spec, batch)))
             check_settings(found[-1].config)
@@ -56,7 +63,7 @@ def fallbacks_of(config: Config) -> tuple[Fallback, ...]:
 
 
 @contextmanager
-def naming_fallback(config: Config, text: str) -> Iterator[None]:
+def _naming(config: Config, text: str) -> Iterator[None]:
     """Prefix a `UserError` of the block with the fallback `text` that it concerns."""
     try:
         yield
@@ -74,8 +81,6 @@ def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int, becaus
     own layout nor a fallback has so many ranks.
     """
     layout = Layout.from_config(config.parallel)
-    if layout.world_size == ranks:
-        return config, ""
     found = next((each for each in fallbacks if each.world_size == ranks), None)
     if found is not None:
         return found.config, str(found)
@@ -182,18 +187,3 @@ class Restarts:
             layout=layout or self._attempt.layout,
             memory=fresh_files(self._attempt.memory) if failure.hardware else self._attempt.memory,
         )
-
-
-def launched_attempt(run_dir: Path, began: float, layout: str) -> Attempt:
-    """Return the current attempt of the launcher that started this process; the first one without a launcher.
-
-    A rank of the previous attempt may have written to `run_dir` why it failed.
-    """
-    launched = find_launched_rank()
-    if launched is None or not launched.attempt:
-        return Attempt(began=began, layout=layout)
-    try:
-        failure = FolderFiles(run_dir).text(failure_file(run_dir).name).strip()
-    except UserError:  # no rank could write it
-        failure = ""
-    return Attempt(launched.attempt, launched.restarts, began, failure, layout)

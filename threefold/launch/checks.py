@@ -1,0 +1,146 @@
+"""Checks of a run's config against its data and this machine, before anything is written or started."""
+
+import os
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from threefold.comm.layout import Layout
+from threefold.config import Config, resolve
+from threefold.config.loading import config_of
+from threefold.config.model import OWN
+from threefold.config.optimizer import BUILT_IN
+from threefold.config.resolve import check_settings, on_device
+from threefold.config.schema import check_fault_policies
+from threefold.constants import PARITY_WIDE
+from threefold.data.dataset import open_dataset
+from threefold.doors import hook, needed
+from threefold.launch.device import choose_device, memory_per_rank, require_gpus
+from threefold.launch.environment import find_launched_rank
+from threefold.launch.launcher import joined_rank
+from threefold.output import SILENT, Progress
+
+
+class OtherLayout(Protocol):
+    """Layout of `parallel.fallbacks` with which a run can continue, of an attached room (hook `fallbacks`)."""
+
+    @property
+    def config(self) -> Config:
+        """The run's config in this layout."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+
+    def resolved(self, config: Config) -> "OtherLayout":
+        """Return this layout with the resolved config."""
+
+    def naming(self, config: Config) -> AbstractContextManager[None]:
+        """Prefix a `UserError` of the block with this fallback of `config`."""
+
+
+def resolve_run(config: Config) -> Config:
+    """Resolve a config, as loaded, against its data and this machine, and check it."""
+    return checked(config, SILENT).fitted()
+
+
+def check_run(config: Config, progress: Progress = SILENT) -> Config:
+    """Resolve and check a config as `resolve_run`, but leave its default micro-batch size, which needs no torch."""
+    return checked(config, progress).resolved
+
+
+@dataclass(frozen=True)
+class CheckedConfig:
+    """Config checked against its data and this machine, except for the memory of a step.
+
+    Attributes:
+        given: config as loaded, plus values that follow from the data alone.
+        resolved: config with the default micro-batch size of a CPU.
+        layout: layout of the config if it is one of the fallbacks; otherwise empty.
+    """
+
+    given: Config
+    resolved: Config
+    vocab_size: int
+    samples: int
+    local_world_size: int
+    layout: str = ""
+    fallbacks: "tuple[tuple[OtherLayout, CheckedConfig], ...]" = ()
+
+    def fitted(self) -> Config:
+        """Return the config with the largest micro-batch size that fits into memory, unless settings determine it."""
+        config, device, train = self.given, self.resolved.train.device, self.given.train
+        if train.micro_batch_size is not None or train.gradient_accumulation_steps is not None:
+            return self.resolved
+        if config.model.architecture == OWN:  # no formula gives its activations
+            return self.resolved
+        largest_micro_batch = hook("largest_micro_batch")  # imports torch, which no check needs
+        if largest_micro_batch is None:
+            return self.resolved
+        from threefold.models.block import UnknownBlock
+
+        room = memory_per_rank(device, self.local_world_size)
+        try:
+            largest = largest_micro_batch(config, self.vocab_size, room, device)
+        except UnknownBlock:  # the planner has no formulas for it
+            return self.resolved
+        return on_device(resolve(config, self.vocab_size, largest, self.samples), device)
+
+
+def checked(config: Config, progress: Progress) -> CheckedConfig:
+    from threefold.train.callbacks.registry import check_names
+
+    if os.environ.get(PARITY_WIDE):
+        config = config_of({**config.sections(), "precision": {"dtype": "fp64"}})
+    check_settings(config)
+    _require_rooms(config)
+    check_names(config.train.callbacks or ())
+    check_fault_policies(config.train.on_nan, config.train.on_spike)
+    if config.optimizer.name not in BUILT_IN:
+        from threefold.train.optimizers import check_optimizer  # imports torch, as the optimizer does
+
+        check_optimizer(config.optimizer)
+    launched, named, layout = joined_rank() or find_launched_rank(), "", Layout.from_config(config.parallel)
+    fallbacks: tuple[OtherLayout, ...] = hook("fallbacks")(config) if config.parallel.fallbacks else ()
+    if launched:
+        if fallbacks and layout.world_size != launched.world_size:
+            config, named = hook("in_world")(config, fallbacks, launched.world_size, launched.variables)
+        else:
+            layout.require_world(launched.world_size, launched.variables)
+        fallbacks = ()  # the launcher starts the ranks
+    local_world_size = launched.local_world_size if launched else layout.world_size
+    if config.train.device == "cuda":
+        require_gpus(local_world_size, config.parallel.backend)
+    dataset = open_dataset(config)
+    config = dataset.complete(config)
+    resolved = resolve(config, dataset.vocab_size)
+    train = dataset.samples("train", resolved.data, progress)
+    dataset.require_labels("train", train)
+    if resolved.train.evaluates:
+        dataset.require_labels("valid", dataset.samples("valid", resolved.data, progress))
+    known, samples = dataset.vocab_size, len(train)
+    if config.train.epochs is not None:
+        resolved = resolve(config, known, samples=samples)
+    device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size, resolved.parallel.backend)
+    others = []
+    for each in fallbacks:
+        with each.naming(config):
+            given = dataset.complete(each.config)
+            settled = resolve(given, known, samples=samples)
+        others.append((each, CheckedConfig(given, on_device(settled, device), known, samples, each.world_size)))
+    return CheckedConfig(config, on_device(resolved, device), known, samples, local_world_size, named, tuple(others))
+
+
+def _require_rooms(config: Config) -> None:
+    """Refuse settings that only the attached room `resilience` follows, where it is not there."""
+    train = config.train
+    given = {
+        "train.watch_every": train.watch_every,
+        "train.spike_factor": train.spike_factor,
+        "train.on_nan": train.on_nan != "stop",
+        "train.max_restarts": train.max_restarts,
+        "parallel.fallbacks": config.parallel.fallbacks,
+        "data.skip_steps": config.data.skipped.ranges,
+    }
+    for name in (name for name in given if given[name]):
+        needed("held_states", name, "resilience")
