@@ -50,7 +50,7 @@ def test_a_killed_rank_costs_no_step(config_file: Path, tmp_path: Path, memory: 
     starts = [each.step for each in moments(told, 0) if each.kind == "start"]
     last = [each for each in moments(told, 1) if each.pid == killed.pid][-1]
     if memory and last != killed:  # the evaluation was over as the signal came, and steps up to the last were begun
-        assert starts[-1] in (last.step - 1, last.step)
+        assert starts[-1] in (last.step - 2, last.step - 1, last.step)  # amid the copy before it
         since = starts[-1]
     assert starts == [0, since]
     (line,) = restarts(output)
