@@ -98,7 +98,7 @@ def spawn(
         require_gpus(world_size, job.backend)
     start_method = start_method or ("spawn" if job.device == "cuda" else "fork")
     # A signal between two attempts reaches the ranks of the next one.
-    with own(), signals.passed_to(raise_on_second) if signals else nullcontext():
+    with own(), signals.passed_to(raise_on_second) if signals and again else nullcontext():
         while True:
             failures, results = collect_local(job, world_size, start_method, signals)
             if not failures:

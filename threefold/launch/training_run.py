@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 from threefold.checkpoint.copies import copies_of
 from threefold.checkpoint.resume import Resume, continues, find_resumption, find_warm_start, is_finished
@@ -19,6 +19,7 @@ from threefold.foreign import FolderFiles
 from threefold.launch.checks import OtherLayout, checked
 from threefold.launch.device import require_memory
 from threefold.launch.environment import find_launched_rank
+from threefold.launch.failure import Failure
 from threefold.launch.launcher import joined_rank, run, run_in_process
 from threefold.launch.output import failure_file
 from threefold.launch.process import StopSignals, lasting_imports, require_room
@@ -145,7 +146,7 @@ class TrainingRun:
             restarts = hook("restarts")(self.config, self.run_dir, self.fallbacks, self.began, self._args)
         args = restarts.args() if restarts else self._args(self.config)
         options = self._options() | {"console_ranks": console_ranks, "debug_rank": debug_rank}
-        ended = run(train_as_rank, args, own=self._own_folder, signals=signals, again=restarts, **options)
+        ended = run(train_as_rank, args, own=self._own_folder, signals=signals, again=restarts or self._end, **options)
         stopped = cast("Stopped | None", ended)
         if stopped and stopped.signal and signals and here:  # ranks get SIGTERM for every signal
             stopped = replace(stopped, signal=signals.received or stopped.signal)
@@ -175,6 +176,9 @@ class TrainingRun:
             place = {name: options[name] for name in ("world_size", "device")}
             ended = run_in_process(train_as_rank, args, own=self._own_folder, signals=signals, **place)
         return cast("Stopped | None", ended)
+
+    def _end(self, failure: Failure) -> NoReturn:
+        raise failure.exception(self.run_dir)
 
     def _own_folder(self) -> AbstractContextManager[None]:
         return own_folder(self.run_dir, self.config, is_new=not self.resume)
