@@ -50,7 +50,8 @@ def test_settings_that_a_room_follows_need_the_room(tmp_path: Path, tokens: Path
     ended = alone(tmp_path, "train", str(config), "--set", setting)
     assert ended.returncode == 2
     assert ended.stderr == (
-        f"Error: {setting.partition('=')[0]} needs threefold.resilience, which is not installed; install it, or leave that out.\n"
+        f"Error: {setting.partition('=')[0]} needs threefold.resilience, which is not installed; install it, or leave "
+        "that out.\n"
     )
 
 
