@@ -201,7 +201,7 @@ def _final(folder: Path) -> list[dict[str, Any]]:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="patterns of rows or layouts, such as megatron-7452-*")
-    parser.add_argument("--write-docs", action="store_true", help="write the table and its sums into docs/parity.md")
+    parser.add_argument("--write-docs", action="store_true", help="write the table and its sums into parity_bugs.md")
     parser.add_argument("--layouts", action="store_true", help="layouts without a mistake in place of the rows")
     parser.add_argument("--keep", type=Path, help="folder for the runs; those that are there are not run again")
     parser.add_argument("--explain", action="store_true", help="the first departures of each row")
@@ -264,7 +264,7 @@ def alarms(found: Sequence[Found]) -> str:
 
 
 def write_docs(found: Sequence[Found]) -> None:
-    """Write the table into docs/parity.md, between its marks or at its end."""
+    """Write the table into parity_bugs.md, between its marks."""
     marks = {True: "yes", False: "no", None: "–"}
     headings = "bug | mistake | run | found | name | shape | verdict | norm | loss | weights | in Threefold"
     lines = [f"| {headings} |", "|" + "---|" * 11]
@@ -285,10 +285,8 @@ def write_docs(found: Sequence[Found]) -> None:
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     begin, end = "<!-- scoreboard: written by benchmarks/parity.py -->", "<!-- end of scoreboard -->"
-    page = Path(__file__).parents[1] / "docs" / "parity.md"
-    text = page.read_text(encoding="utf-8") if page.exists() else "# Parity\n"
-    if begin not in text:
-        text = f"{text.rstrip()}\n\n## Real bugs put back\n\n{begin}\n{end}\n"
+    page = Path(__file__).parent / "parity_bugs.md"
+    text = page.read_text(encoding="utf-8")
     before, rest = text.split(begin)
     middle = "\n".join([sums(found), "", *lines])
     page.write_text(f"{before}{begin}\n\n{middle}\n\n{end}{rest.split(end)[1]}", encoding="utf-8")

@@ -18,6 +18,8 @@ REPOSITORY: Final = {
     "contents/contributing": "CONTRIBUTING.md",
     "contents/changelog": "CHANGELOG.md",
     "contents/security": "SECURITY.md",
+    "contents/parity": "parity/README.md",
+    "contents/parity_bugs": "benchmarks/parity_bugs.md",
 }
 """Page of the site → file of the repository whose text it has."""
 

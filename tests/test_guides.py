@@ -137,13 +137,18 @@ def test_what_is_not_run_says_why() -> None:
 
 
 PAGES = sorted(page.name for page in GUIDES.glob("*.md") if page.name != "README.md")
-LONG = ("a_run.md", "loss_differs.md", "parallel_code.md", "slow_run.md")
-"""Guides whose commands are also in other guides, and in the tests of parity and the profile."""
+LONG = ("a_run.md", "loss_differs.md", "slow_run.md")
+"""Guides whose commands are also in other guides, and in the tests of the profile."""
 
 
 @sweep("name", PAGES, slow=[place for place, name in enumerate(PAGES) if name not in LONG])
 def test_a_guide_runs(name: str, tmp_path: Path) -> None:
     assert run_page(GUIDES / name, tmp_path) > 0
+
+
+@pytest.mark.sweep
+def test_the_guide_of_parity_runs(tmp_path: Path) -> None:
+    assert run_page(ROOT / "parity/README.md", tmp_path) == 4
 
 
 def script_of(folder: Path, name: str) -> dict[str, Any]:
