@@ -33,7 +33,7 @@ def by_hand(parts: list[Tensor]) -> Tensor:
 
 def exact_axis(transport: str) -> Axis:
     layout, sizes = Layout(tp=dist.get_world_size()), SharedMemorySizes(4096, 4096)  # more than one piece, and shares
-    axis = Mesh(layout, shared_memory=transport == "memory", exact=True, sizes=sizes).tp
+    axis = Mesh(layout, shared_memory=transport == "memory", in_tree=True, sizes=sizes).tp
     assert axis.in_tree
     assert axis.shares_memory == (transport == "memory")
     return axis

@@ -8,8 +8,7 @@ from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.dtypes import DTYPES
-from threefold.parallel.gradient_sums import NarrowSum
-from threefold.parallel.gradients import GradientBuckets
+from threefold.parallel.gradients import GradientBuckets, NarrowSum
 from threefold.planner.model_size import RankBlock
 from threefold.planner.systems import Attention
 

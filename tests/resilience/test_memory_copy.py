@@ -123,7 +123,7 @@ def test_a_kill_while_it_is_written_leaves_none(file: Path, left: int) -> None:
 
 def newest_kept(run: Run, written: Run, files: Any, steps: tuple[tuple[int, ...], ...]) -> int | None:
     """The newest state that counts, where each rank's files hold these steps, written in another run's layout."""
-    mesh = Mesh(Layout.from_config(run.config.parallel), exact=run.config.train.exact)
+    mesh = Mesh(Layout.from_config(run.config.parallel), in_tree=run.config.train.exact)
     for file, step in zip(files[mesh.rank], steps[mesh.rank], strict=False):
         MemoryCopy(file).write(step, state(step), {"layout": KeptStates((), written.config).layout})
     kept = KeptStates(files[mesh.rank], run.config)

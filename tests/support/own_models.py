@@ -270,7 +270,7 @@ def one_process(own: OwnCase) -> Trace:
 def make_engine(own: OwnCase) -> Engine:
     config = own.case.config
     return Engine(
-        own.make, own.plan, Mesh(Layout.from_config(config.parallel), exact=config.train.exact), config, loss=own.loss
+        own.make, own.plan, Mesh(Layout.from_config(config.parallel), in_tree=config.train.exact), config, loss=own.loss
     )
 
 

@@ -236,7 +236,7 @@ def one_process(case: Case) -> Trace:
 def make_engine(case: Case, chunks: ChunkSizes | None = None) -> Engine:
     config = case.config
     layout, exact = Layout.from_config(config.parallel), config.train.exact
-    mesh = Mesh(layout, device_of(case.device), shared_memory=case.shared_memory, exact=exact)
+    mesh = Mesh(layout, device_of(case.device), shared_memory=case.shared_memory, in_tree=exact)
     plan = model_plan(config.model, case.sequence)
     return Engine(partial(make_model, config.model), plan, mesh, config, chunks=chunks)
 

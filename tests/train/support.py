@@ -166,7 +166,7 @@ def manifest(checkpoint: Path) -> dict[str, Any]:
 
 
 def engine_of(config: Config) -> Engine:
-    mesh = Mesh(Layout.from_config(config.parallel), exact=config.train.exact)
+    mesh = Mesh(Layout.from_config(config.parallel), in_tree=config.train.exact)
     return Engine(lambda: GPT(config.model), gpt_plan(config.model, config.data.sequence_length), mesh, config)
 
 

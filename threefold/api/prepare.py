@@ -25,8 +25,7 @@ from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
 from threefold.models.sharding import Column, Patterns, PerHead, Replicated, Row, Split, Vocab, matches
 from threefold.parallel.context import ShardingContext
-from threefold.parallel.gradient_sums import COMPRESSIONS
-from threefold.parallel.gradients import Gradients, buckets_by_dtype
+from threefold.parallel.gradients import COMPRESSIONS, Gradients, buckets_by_dtype
 from threefold.parallel.leaf import held, local
 from threefold.parallel.parameter import in_place_of, is_split, longest_shard
 from threefold.parallel.shard_modules import SHARDINGS, has_own_forward, uncut_tensors

@@ -52,12 +52,12 @@ class Mesh:
         device: device of this rank.
         shared_memory: whether collectives of CPU tensors between ranks of one host use shared memory; False for those
             of the process group only.
-        exact: whether sums over ranks are computed in a binary tree on every backend, as an exact run needs.
+        in_tree: whether sums over ranks are computed in a binary tree on every backend (`Axis.in_tree`).
         heartbeat: heartbeat that notes what this rank does; None for one that nobody reads.
         sizes: bytes at which shared-memory collectives split their work, which change no result (`SharedMemorySizes`).
 
     Attributes:
-        exact: whether the axes' sums are computed in a binary tree (`Axis.in_tree`).
+        in_tree: whether the axes' sums are computed in a binary tree.
         heartbeat: heartbeat of this rank.
         dp, pp, cp, tp: axes of the layout.
         replicas: dp and cp together, over which gradients are summed.
@@ -75,14 +75,14 @@ class Mesh:
         device: torch.device | str = "cpu",
         *,
         shared_memory: bool = True,
-        exact: bool = False,
+        in_tree: bool = False,
         heartbeat: Heartbeat | None = None,
         sizes: tuple[int, ...] = (),
     ) -> None:
         with naming_arguments():
             layout.require_world(dist.get_world_size())
         distributed.settle_gloo_at_exit()
-        self.layout, self.exact = layout, exact
+        self.layout, self.in_tree = layout, in_tree
         self.device = torch.device(device)
         self._shares_memory, self._sizes = shared_memory and self.device.type == "cpu", sizes
         self.rank = dist.get_rank()
@@ -117,7 +117,7 @@ class Mesh:
     def alone(cls, device: torch.device | str = "cpu") -> "Mesh":
         """Create the mesh of a process without a process group: one rank, on which nothing is sharded or summed."""
         mesh = cls.__new__(cls)
-        mesh.layout, mesh.exact, mesh.rank, mesh.device = Layout(), True, 0, torch.device(device)
+        mesh.layout, mesh.in_tree, mesh.rank, mesh.device = Layout(), True, 0, torch.device(device)
         mesh.coordinates, mesh.recorder, mesh.heartbeat = mesh.layout.coordinates(0), EventRecorder(), Heartbeat()
         for name in ("world", *AXES, "ep"):
             setattr(mesh, name, Axis(name, (0,), 0, None, mesh.recorder))
@@ -286,13 +286,13 @@ class Mesh:
         several = {each.name: each.group for each in planned if each.group is not None and len(each.ranks) > 1}
         over_shared_memory = hook("over_shared_memory") if self._shares_memory and several else None
         if over_shared_memory is not None:
-            shared = over_shared_memory(list(several.values()), *self._sizes, rounding=self.exact)
+            shared = over_shared_memory(list(several.values()), *self._sizes, rounding=self.in_tree)
             several = dict(zip(several, shared, strict=True))
         axes = []
         for name, ranks, group, device_mesh in planned:
             number = self.heartbeat.axis(name, ranks) if len(ranks) > 1 else 0
             index, group = ranks.index(self.rank), several.get(name, group)
-            axis = Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number, self.exact)
+            axis = Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number, self.in_tree)
             if isinstance(group, HostGroup):
                 weakref.finalize(axis, distributed.withdraw, group).atexit = False  # frees its memory and pipes
             axes.append(axis)

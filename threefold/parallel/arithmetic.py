@@ -18,8 +18,7 @@ from threefold.config import Config
 from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan, Split
 from threefold.ops.arithmetic import PLAIN, PLAIN_PASS, LayerArithmetic, PassContext
-from threefold.parallel.gradient_sums import squared_norm
-from threefold.parallel.gradients import Gradients, MakePlace, Place
+from threefold.parallel.gradients import Gradients, MakePlace, Place, squared_norm
 from threefold.parallel.parameter import Weight
 from threefold.parallel.shard_modules import MakeModule
 from threefold.parallel.zero import ShardedGradients, ZeroSharding

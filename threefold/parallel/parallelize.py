@@ -28,8 +28,7 @@ from threefold.ops.kernels import DeferrableWeight
 from threefold.parallel.arithmetic import Arithmetic, RankArithmetic, arithmetic_of
 from threefold.parallel.context import ShardingContext
 from threefold.parallel.dropout_parts import undecided_dropouts
-from threefold.parallel.gradient_sums import NORM_ELEMENTS
-from threefold.parallel.gradients import BUCKET_BYTES, GradientBuckets, Gradients, JoinedGradients
+from threefold.parallel.gradients import BUCKET_BYTES, NORM_ELEMENTS, GradientBuckets, Gradients, JoinedGradients
 from threefold.parallel.leaf import as_stored, held, local, stored, stored_as, with_marks
 from threefold.parallel.parameter import (
     Weight,
@@ -168,8 +167,8 @@ class Parallelism:
     @classmethod
     def make(cls, plan: ModelPlan, mesh: Mesh, settings: TrainingSettings) -> "Parallelism":
         """Return the parallelism of a model to train. Collective over the world; raises as `stage_map`."""
-        if settings.arithmetic.is_bitwise and not mesh.exact:
-            raise ValueError("the mesh of an exact run must sum in a tree; make it with Mesh(..., exact=True)")
+        if settings.arithmetic.is_bitwise and not mesh.in_tree:
+            raise ValueError("the mesh of an exact run must sum in a tree; make it with Mesh(..., in_tree=True)")
         pp, chunks = mesh.pp.size, settings.stage_chunks
         stages = StageMap((0, len(plan.layers)), (0,))
         if pp > 1:

@@ -26,6 +26,7 @@ from threefold.planner import dry_step
 from threefold.planner.dry_step import CollectiveTotal, DryRunReport
 from threefold.torch_private.fake import FakeTensor, fake_process_group, fake_tensors, with_memory
 from threefold.train.step import Engine
+from threefold.train.stop import Requests, Stop
 
 LARGE = 1e6
 """Value assumed for sums of fake numbers: above any limit that gradients are clipped to."""
@@ -41,6 +42,13 @@ class FakeAxis(Axis):
         return [self.size * value for value in tensor.tolist()]
 
 
+class NoStop(Stop):
+    """Requests to end a run, whose sums are fake numbers and say nothing."""
+
+    def receive(self, found: Requests) -> None:
+        """Ignore the sums."""
+
+
 class FakeMesh(Mesh):
     def _new_group(self, name: str, groups: Sequence[Sequence[int]]) -> PlannedAxis | None:
         with with_memory():
@@ -48,7 +56,7 @@ class FakeMesh(Mesh):
 
     def _axes(self, planned: Sequence[PlannedAxis]) -> list[Axis]:
         return [
-            FakeAxis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh, in_tree=self.exact)
+            FakeAxis(name, ranks, ranks.index(self.rank), group, self.recorder, device_mesh, in_tree=self.in_tree)
             for name, ranks, group, device_mesh in planned
         ]
 
@@ -83,12 +91,12 @@ def run_step(
         last = layout.world_size - 1
         raise UserError(f"rank is {rank} but the layout {layout} has ranks 0 to {last}; use {0 if rank < 0 else last}.")
     with fake_process_group(rank, layout.world_size):
-        mesh = FakeMesh(layout, exact=config.train.exact)
+        mesh = FakeMesh(layout, in_tree=config.train.exact)
         batch = dry_step.batch_of(config, mesh.dp.index)
         with _explaining(own, rank), fake_tensors(), dry_step.FakeNumbers():
             make_model, plan = source.load(config)
             plan = replace(plan, initial=lambda _: Constant(0.0))  # weights without memory have no values to initialise
-            engine = Engine(make_model, plan, mesh, config, loss=source.loss(config))
+            engine = Engine(make_model, plan, mesh, config, NoStop(), source.loss(config))
             if engine.parallelism.zero is not None:
                 # `fully_shard` pads uneven shards; in the step's first gather it would take them for new parameters.
                 for module in (each for stage in engine.stages for each in stage.modules()):

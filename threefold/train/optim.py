@@ -19,8 +19,7 @@ from threefold.config.optimizer import LR_SCHEDULES
 from threefold.models.sharding import ModelPlan
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.parallel.arithmetic import RankArithmetic
-from threefold.parallel.gradient_sums import NORM_ELEMENTS, squared_norm
-from threefold.parallel.gradients import Gradients
+from threefold.parallel.gradients import NORM_ELEMENTS, Gradients, squared_norm
 from threefold.parallel.parameter import ShardedMatrix, Weight, is_split, publish_
 from threefold.parallel.pipeline.stage import TiedWeights
 from threefold.torch_private.tensors import fused_adam_

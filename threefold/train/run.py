@@ -27,6 +27,7 @@ from threefold.errors import UserError
 from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
 from threefold.models.source import ConfigSource, ModelSource, file_source
+from threefold.parallel.arithmetic import arithmetic_of
 from threefold.parallel.plan_check import check_layout, check_source
 from threefold.train.announcement import announce
 from threefold.train.attachment import Profiler, attachments, import_attachments
@@ -104,7 +105,8 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
     samples = open_samples(config, dataset)  # before the generators begin, as the user's own may draw from them
     heartbeat.activity(Activity.JOIN)
     notes = agree_on_terms(config, dataset, samples, options.source, device.type, heartbeat)
-    mesh = Mesh(Layout.from_config(config.parallel), device, exact=config.train.exact, heartbeat=heartbeat)
+    in_tree = arithmetic_of(config).is_bitwise
+    mesh = Mesh(Layout.from_config(config.parallel), device, in_tree=in_tree, heartbeat=heartbeat)
     require_same_own_data(dataset, mesh)
     config = agree_on_micro_batch(config, mesh)
     run = RunContext(config, run_dir, mesh, options.attempt, options.peak_rate)

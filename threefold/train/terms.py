@@ -24,6 +24,7 @@ from threefold.data.dataset import Dataset, stored_corpus
 from threefold.data.formats.own_data import OwnData
 from threefold.data.samples import Samples
 from threefold.models.source import ModelSource
+from threefold.parallel.arithmetic import arithmetic_of
 from threefold.plugins import modules_beside
 
 NOT_COMPARED: Final = {
@@ -56,7 +57,7 @@ def agree_on_terms(
     """
     facts = settings_of(config) | code(config, source) | data_of(dataset, parts) | facts_of_process()
     kind = {"the processor": processor(device)}
-    if config.train.exact:  # whose bits are only equal on equal machines
+    if arithmetic_of(config).is_bitwise:  # on equal machines only
         facts, kind = facts | kind, {}
     others = require_same(facts, kind, _REMEDY, heartbeat)
     return [f"{each}; the last digits of losses depend on it." for each in others]

@@ -203,10 +203,10 @@ def write_exact_trace(
     """
     limit = 0.0
     if config.optimizer.clip_grad_norm:
-        trial = make_engine(source, config, Mesh(Layout(), exact=True), 0.0, ChunkSizes())
+        trial = make_engine(source, config, Mesh(Layout(), in_tree=True), 0.0, ChunkSizes())
         [(_, _, norm, _)] = _steps(trial, config, rows, 1)
         limit = norm * CLIP_SHARE
-    engine = make_engine(source, config, Mesh(Layout(), exact=True), limit, ChunkSizes())
+    engine = make_engine(source, config, Mesh(Layout(), in_tree=True), limit, ChunkSizes())
     trace, hashes = Trace(initial=_copies(master_weights(engine)), limit=limit), [_fingerprint(engine, 0)]
     for gradients, loss, norm, fingerprint in _steps(engine, config, rows, steps):
         trace.losses.append(loss)

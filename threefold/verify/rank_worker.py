@@ -75,7 +75,7 @@ class SecondRun:
 
 def tiny_mesh(config: Config) -> Mesh:
     """Return the mesh of a config's layout, with tiny pieces in shared memory."""
-    return Mesh(Layout.from_config(config.parallel), exact=config.train.exact, sizes=SHARED_MEMORY)
+    return Mesh(Layout.from_config(config.parallel), in_tree=config.train.exact, sizes=SHARED_MEMORY)
 
 
 @dataclass(frozen=True)
