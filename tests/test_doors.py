@@ -1,5 +1,6 @@
 """The core without attached rooms, and what rooms add to it."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -44,14 +45,40 @@ def test_the_commands_of_the_core_need_no_room(tmp_path: Path) -> None:
     assert not any(f"\n  {name} " in ended.stdout for name in added("COMMANDS"))
 
 
-@pytest.mark.parametrize("setting", ["train.watch_every=1", "train.max_restarts=1", "parallel.fallbacks=[dp2]"])
-def test_settings_that_a_room_follows_need_the_room(tmp_path: Path, tokens: Path, setting: str) -> None:
-    config = write_config(tmp_path, tokens)
-    ended = alone(tmp_path, "train", str(config), "--set", setting)
+NEEDED = {
+    "train.watch_every": ("resilience", "--set", "train.watch_every=1"),
+    "train.max_restarts": ("resilience", "--set", "train.max_restarts=1"),
+    "parallel.fallbacks": ("resilience", "--set", "parallel.fallbacks=[dp2]"),
+    "checkpoint.remote": ("resilience", "--set", "checkpoint.remote=memory://there"),
+    "--profile": ("planner", "--profile=2"),
+}
+"""Setting or option → the room that follows it, and how it is given."""
+
+
+@pytest.mark.parametrize(
+    "named", ["train.watch_every", *(pytest.param(each, marks=pytest.mark.slow) for each in [*NEEDED][1:])]
+)
+def test_settings_that_a_room_follows_need_the_room(tmp_path: Path, tokens: Path, named: str) -> None:
+    room, *given = NEEDED[named]
+    ended = alone(tmp_path, "train", str(write_config(tmp_path, tokens)), *given)
     assert ended.returncode == 2
     assert ended.stderr == (
-        f"Error: {setting.partition('=')[0]} needs threefold.resilience, which is not installed; install it, or leave "
-        "that out.\n"
+        f"Error: {named} needs threefold.{room}, which is not installed; install it, or leave that out.\n"
+    )
+
+
+@pytest.mark.slow
+def test_texts_are_prepared_without_a_room_and_conversations_need_one(tmp_path: Path, tokens: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text("".join(f'{{"text": "line {n} of a text"}}\n' for n in range(40)))
+    ended = alone(tmp_path, "data", "prepare", "texts.jsonl", "--out", "made", "--vocab-size", "280", "--workers", "1")
+    assert (ended.returncode, ended.stdout.splitlines()[-1].partition(",")[0]) == (0, "Wrote 40 documents")
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    tokenizer = ("--tokenizer", "made/tokenizer.json", "--workers", "1")
+    ended = alone(tmp_path, "data", "prepare", "chat.jsonl", "--out", "chats", *tokenizer)
+    assert ended.returncode == 2
+    assert ended.stderr.endswith(
+        "A conversation needs threefold.huggingface, which is not installed; install it, or leave that out.\n"
     )
 
 
@@ -73,7 +100,10 @@ def test_a_run_needs_no_room(tmp_path: Path, tokens: Path, threefold) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["CALLBACKS", "ATTACHMENTS", "HOOKS", "NAMES", "TYPES"])
+@pytest.mark.parametrize(
+    "kind",
+    ["FIRST_CALLBACKS", "CALLBACKS", "CHOSEN_CALLBACKS", "TOKEN_FORMATS", "ATTACHMENTS", "HOOKS", "NAMES", "TYPES"],
+)
 def test_what_a_door_declares_is_there(kind: str) -> None:
     assert all(imported(path) is not None for path in added(kind).values())
 
