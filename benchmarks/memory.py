@@ -19,7 +19,6 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.block import describe_model
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
@@ -28,6 +27,7 @@ from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.planner.activations import block_bytes
 from threefold.planner.model_size import rank_block
 from threefold.train.step import Engine
+from threefold.verify.worker_pool import WorkerPool
 
 LENGTH, MICRO_BATCH, MICRO_BATCHES = 256, 2, 8
 MIB = 1 << 20

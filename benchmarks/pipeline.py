@@ -25,7 +25,6 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.config.schedules import SCHEDULES, Action
 from threefold.data.loader import Batch
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.layers.decoder import NOTHING, SampleInfo
@@ -35,6 +34,7 @@ from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.scheduled_stage import TimedAction
 from threefold.planner.schedule import simulate
 from threefold.train.step import Engine
+from threefold.verify.worker_pool import WorkerPool
 
 BLOCKS, PASS_SECONDS, WIDTH, VOCAB = 8, 0.008, 8, 64
 GOAL = 1.10  # for 1f1b, relative to theory

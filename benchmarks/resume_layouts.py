@@ -22,8 +22,8 @@ from rich.table import Table
 
 from threefold.config import Config, resolve
 from threefold.data.dataset import open_dataset
-from threefold.launch.worker_pool import WorkerPool
 from threefold.train.run import train
+from threefold.verify.worker_pool import WorkerPool
 
 SAVED = 10
 GOALS = {"fp32": 1e-5, "fp64": 1e-12}

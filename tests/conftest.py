@@ -23,7 +23,7 @@ from threefold.cli import main
 if TYPE_CHECKING:
     from tests.support.parity import Case, Trace
     from tests.train.support import Run
-    from threefold.launch.worker_pool import WorkerPool
+    from threefold.verify.worker_pool import WorkerPool
 
 gc.disable()  # until all is imported: a collection looks at every object again and finds nothing to free
 settings.register_profile("house", database=None, deadline=None, derandomize=True)
@@ -95,7 +95,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
         fork_server()
     if pooled:  # after the server, which would hold its connections open
-        from threefold.launch.worker_pool import WorkerPool
+        from threefold.verify.worker_pool import WorkerPool
 
         session.config.stash[_POOL] = WorkerPool(8)
     if hasattr(session.config, "workerinput"):

@@ -19,7 +19,7 @@ import yaml
 import threefold
 from docs import api
 from tests.train.support import Run
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 ROOT = Path(__file__).parents[1]
 PAGES = [(ROOT / "docs/api.md").read_text(), *(api.page(file) for file in api.GROUPS)]

@@ -59,7 +59,7 @@ def test_help_imports_nothing_slow(arguments: list[str]) -> None:
 def test_importing_the_package_starts_nothing() -> None:
     """No work at import: no threads, no process group, no files opened for writing."""
     script = (
-        "import threading, threefold.launch.worker_pool, threefold.launch.training_run, torch.distributed\n"
+        "import threading, threefold.verify.worker_pool, threefold.launch.training_run, torch.distributed\n"
         "assert threading.active_count() == 1\n"
         "assert not torch.distributed.is_initialized()\n"
     )
@@ -83,7 +83,7 @@ ADMITTED = {
         "pickle.loads(each)": "a message between ranks of one run, never a file",
         "that `pickle.loads` reads": "says what reads such a message",
     },
-    "threefold/launch/worker_pool.py": {
+    "threefold/verify/worker_pool.py": {
         "pickle.loads(workers[rank].connection.recv_bytes())": "an answer of a process that this one forked",
         "pickle.loads(raw)": "a request of the process that forked this one",
         "pickle.loads(call)": "the same",

@@ -20,12 +20,12 @@ from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.host import keep_freed_memory
 from threefold.launch.worker import threads_per_rank
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.family import make_model, model_plan
 from threefold.planner.doctor import examine, measured_entry
 from threefold.planner.estimate import estimate
 from threefold.planner.hardware import Hardware
 from threefold.train.step import Engine
+from threefold.verify.worker_pool import WorkerPool
 
 RANKS: Final = 8
 ROUNDS, STEPS = 3, 3

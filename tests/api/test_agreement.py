@@ -10,7 +10,7 @@ from torch import nn
 
 import threefold as t3
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 
 class Model(nn.Module):

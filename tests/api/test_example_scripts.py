@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCH = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 import threefold as t3
 from threefold.comm.axis import Axis
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 
 def rank() -> int:

@@ -19,9 +19,9 @@ from tests.train.support import Run, losses_of, steps_of, train_rank
 from threefold.comm.layout import parse
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.verify.api import VerifiedModel
 from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT, LayoutResult, Verdict
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 
 class Plain(torch.optim.Optimizer):

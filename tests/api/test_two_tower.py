@@ -19,8 +19,8 @@ from tests.support import ready
 from tests.support.command import Command
 from tests.train.support import losses_of, same, steps_of
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.plugins import import_file
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 FILE = Path(__file__).parents[2] / "examples" / "two_tower.py"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.train.support import Run, train_rank
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="package")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.train.support import Run, losses_of, same, train_rank
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 SAVED, WHOLE = 3, 13
 

@@ -20,9 +20,9 @@ from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import BackgroundSaver
 from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.mesh import Mesh
-from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.callbacks.base import Callback
 from threefold.train.callbacks.records import StepRecord
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 ASYNC = ("checkpoint.async_save", True)
 

@@ -14,8 +14,8 @@ from threefold.checkpoint.resume import find_resumption
 from threefold.data.dataset import open_dataset
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
 from threefold.train.run import open_loader, open_samples
+from threefold.verify.worker_pool import WorkerPool
 
 BEFORE, AFTER, WHOLE = 3, 6, 9
 

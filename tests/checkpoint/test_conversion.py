@@ -21,8 +21,8 @@ from threefold.convert.checkpoints import Conversion, convert_checkpoint
 from threefold.errors import UserError
 from threefold.huggingface.source import check_export
 from threefold.launch.training_run import prepare_training
-from threefold.launch.worker_pool import WorkerPool
 from threefold.report.checkpoints import verify_checkpoint
+from threefold.verify.worker_pool import WorkerPool
 
 
 def tensors_of(folder: Path) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from threefold.checkpoint.manifest import Facts, write_manifest
 from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
 from threefold.convert.checkpoints import Conversion, Format, convert_checkpoint
 from threefold.host import return_freed_memory
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 TENSORS, ROWS = 48, 1 << 11
 ONE = ROWS * 1024 * 4

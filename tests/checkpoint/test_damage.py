@@ -25,7 +25,7 @@ from threefold.checksums import seal_text
 from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.inference.model import Trained
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 EVERY = (("checkpoint.every", 2), ("checkpoint.keep", 0))
 

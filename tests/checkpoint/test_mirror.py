@@ -9,10 +9,10 @@ import pytest
 from tests.support import ready
 from tests.train.support import Run, train_rank
 from threefold.checkpoint.folder import complete, path_of
-from threefold.launch.worker_pool import WorkerPool
 from threefold.resilience.mirror import CheckpointMirror, claim_address
 from threefold.resilience.ownership import OWNER_FILE, Claimant
 from threefold.resilience.remote import RemoteCheckpoints
+from threefold.verify.worker_pool import WorkerPool
 
 
 class Told:

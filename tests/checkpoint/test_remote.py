@@ -16,9 +16,9 @@ from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete, path_of
 from threefold.checkpoint.manifest import MANIFEST, read_manifest, write_manifest
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
 from threefold.resilience.ownership import Claimant
 from threefold.resilience.remote import RemoteCheckpoints, look_at_remote
+from threefold.verify.worker_pool import WorkerPool
 
 
 @sweep("kind", ["memory", "file", "s3"], quick=(0, 1))

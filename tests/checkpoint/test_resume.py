@@ -12,8 +12,8 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, engine_of, losses_of, manifest, same, train_rank, write_ids
 from threefold.checkpoint.folder import newest
 from threefold.data.dataset import open_dataset
-from threefold.launch.worker_pool import WorkerPool
 from threefold.train.state import load_weights, restore_engine
+from threefold.verify.worker_pool import WorkerPool
 
 HALF, WHOLE = 3, 6
 

@@ -9,7 +9,7 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, train_rank, write_tokens
 from threefold.checkpoint.resume import find_resumption
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="module")

@@ -21,10 +21,10 @@ from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.parallel.leaf import local
 from threefold.parallel.parameter import split_parameter
+from threefold.verify.worker_pool import WorkerPool
 
 
 def stored(folder: Path) -> dict[str, Tensor]:

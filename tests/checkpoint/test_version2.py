@@ -17,7 +17,7 @@ from tests.train.support import losses_of, train
 from threefold.config import Config, load_config, resolve
 from threefold.data.dataset import open_dataset
 from threefold.inference.generate import GenerationRequest, Sampling, generate
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 ARCHIVE = Path(__file__).parent / "data" / "version2.tar.xz"
 STEP = Path("checkpoints/step_00000002")

@@ -21,7 +21,7 @@ from threefold.checkpoint.tensors import load_tensors, save_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 
 def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None:

@@ -17,7 +17,7 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, train_rank
 from threefold.checkpoint.folder import CARRIED, FOLDER, PREFIX, path_of
 from threefold.checksums import seal_text
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 SECRET: Final = "the user's own secret"
 COMMANDS: Final = {

@@ -13,7 +13,7 @@ from tests.support.command import Command, Ended
 from tests.train.support import Run, train_rank
 from threefold.checkpoint.folder import CONFIG, OWN_MODEL, path_of
 from threefold.checkpoint.manifest import read_manifest, write_manifest
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 FILE = Path(own_token_model.__file__)
 ASK = "runs only where you ask for it"

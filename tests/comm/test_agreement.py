@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from threefold.comm.agreement import VARIABLES, facts_of_process, require_same, sources_checksum
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 
 def told(mine: list[dict[str, str]], kinds: list[str]) -> tuple[str, list[str], list[int]]:

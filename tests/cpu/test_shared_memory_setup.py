@@ -13,7 +13,7 @@ import torch.distributed as dist
 from threefold.cpu import segments as shared_memory_setup
 from threefold.cpu.segments import Room, StoreExchange
 from threefold.cpu.shared_memory import SharedMemoryGroup, over_shared_memory
-from threefold.launch.worker_pool import WorkerError
+from threefold.verify.worker_pool import WorkerError
 
 NOBODY = 65534
 

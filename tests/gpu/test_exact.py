@@ -8,7 +8,7 @@ from tests.support.devices import DEVICES, alone_on, staged_on
 from tests.support.exact import CASE, LLAMA, MOE, differences, exact_run, with_layout
 from tests.support.parity import Case, Trace
 from tests.support.sweep import sweep
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 LAYOUTS = {
     "micro-batch": with_layout(CASE, 1, 1, 1, micro=4),

@@ -23,9 +23,9 @@ from threefold.huggingface.files import choose_type, split
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.huggingface.mapping import SourceRows, WeightMap
 from threefold.launch.training_run import prepare_training
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt import GPTConfig
 from threefold.models.llama import LlamaConfig
+from threefold.verify.worker_pool import WorkerPool
 
 INDEX = "model.safetensors.index.json"
 

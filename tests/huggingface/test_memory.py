@@ -15,8 +15,8 @@ from threefold.comm.mesh import Mesh
 from threefold.host import keep_freed_memory
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.inference.model import Trained
-from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel.leaf import local
+from threefold.verify.worker_pool import WorkerPool
 
 BILLION = LLAMA | {
     "vocab_size": 32000,

@@ -9,7 +9,7 @@ import torch
 
 from tests.train.support import Run, train_rank, write_tokens
 from threefold.inference.model import Trained
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 KINDS: dict[str, dict[str, Any]] = {
     "learned": {},

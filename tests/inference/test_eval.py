@@ -16,7 +16,7 @@ from threefold.errors import UserError
 from threefold.inference.eval_tasks import EvalTask, LastWord, Perplexity, Window, score
 from threefold.inference.inputs import read_texts
 from threefold.inference.model import Trained
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 TEXTS = [
     "The statement returns a value when the name is bound to an object in the current scope.",

@@ -25,7 +25,7 @@ from threefold.inference.generate import (
 )
 from threefold.inference.inputs import read_prompts
 from threefold.inference.model import Model, Trained
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 PROMPTS = [
     torch.randint(1, 300, (length,), generator=torch.Generator().manual_seed(length)).tolist()

@@ -17,7 +17,7 @@ if __name__ == "__main__":
 """
 POOL = """
 import workers
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 if __name__ == "__main__":
     with WorkerPool(4) as pool:
         pool.run(4, workers.listening_in_a_pool, {folder!r})

@@ -16,7 +16,7 @@ from tests.train.support import Run, train_rank, write_ids
 from threefold.checkpoint.folder import FOLDER, path_of, prune, remove_partial
 from threefold.data.samples import document_runs
 from threefold.data.tokenizer import END_OF_DOCUMENT
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="module")

@@ -19,10 +19,10 @@ from tests.support.parity import Case, make_engine, shard_of, whole_tensors
 from tests.support.sweep import sweep
 from threefold.config import Config, resolve
 from threefold.constants import IGNORE_INDEX
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.family import make_model
 from threefold.models.layers.decoder import Decoder, SampleInfo
 from threefold.random.dropout import Dropout, sample_keys
+from threefold.verify.worker_pool import WorkerPool
 
 Factors = Callable[[str, tuple[int, ...]], Tensor]
 """Function of a dropout layer's name and a tensor's shape; returns the factors that dropout multiplies the tensor by.

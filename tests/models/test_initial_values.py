@@ -15,10 +15,10 @@ from torch import Tensor
 
 from tests.support.parity import Case, make_engine
 from threefold.config import Config, resolve
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.family import make_model, model_plan
 from threefold.models.source import drawn as drawn_by
 from threefold.parallel.parameter import draw_, offset
+from threefold.verify.worker_pool import WorkerPool
 
 RANGE, LAYERS, SEED = 0.05, 3, 8
 SIZES: dict[str, Any] = {"num_layers": LAYERS, "hidden_size": 48, "num_attention_heads": 4, "ffn_hidden_size": 80}

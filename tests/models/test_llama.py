@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from tests.support.parity import LLAMA, Case, Trace, check
 from tests.support.sweep import sweep
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 SHARED = (("parallel.sequence_parallel", True),)
 RING = (("parallel.cp_method", "ring"),)

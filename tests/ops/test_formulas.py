@@ -19,7 +19,6 @@ from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.constants import IGNORE_INDEX
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import Embedding, Head, Linear, PositionEmbedding, SampleInfo
 from threefold.models.layers.experts import MixtureOfExperts, SwiGLU, grouped_linear
@@ -31,6 +30,7 @@ from threefold.ops.kernels import ACTIVATIONS, AttentionMask, embedding, linear
 from threefold.ops.tiles import plain_tile, plain_tile_gradients
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 from threefold.random.dropout import sample_keys
+from threefold.verify.worker_pool import WorkerPool
 
 LIMIT = {torch.float64: 1e-12, torch.bfloat16: 5 * 2.0**-8}
 DTYPES = pytest.mark.parametrize("dtype", LIMIT, ids=str)

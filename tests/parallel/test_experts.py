@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.parity import Case, Trace, check, over
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 SHARED = (("parallel.sequence_parallel", True),)
 

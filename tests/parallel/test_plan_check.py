@@ -17,7 +17,6 @@ from threefold.config import Config
 from threefold.config.presets import PRESETS
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError
 from threefold.models.family import make_model, model_plan
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import CrossEntropy
@@ -39,6 +38,7 @@ from threefold.parallel.leaf import local
 from threefold.parallel.parallelize import Parallelism, apply_parallelism
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.plan_check import check_plan
+from threefold.verify.worker_pool import WorkerError
 
 
 class Block(nn.Module):

@@ -14,10 +14,10 @@ import torch
 from tests.support.parity import Case, make_engine, over, shard_of
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel.gradients import GradientBuckets
 from threefold.parallel.parameter import has_uneven_shards, is_split
 from threefold.random.tensor_hash import bit_hash
+from threefold.verify.worker_pool import WorkerPool
 
 SMALL = Case(batch=12, layers=1, ffn=12, sequence=63, tie=False, accumulation=1)
 """Its vocabulary divides equally over no tp; many weights are held whole (positions), in reach of what that shifts."""

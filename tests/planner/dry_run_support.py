@@ -6,9 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from tests.support.parity import Case, make_engine
-from threefold.launch.worker_pool import WorkerPool
 from threefold.planner.dry_step import Measured, batch_of, even_choice, measure_step
 from threefold.torch_private.fake import TOP_K, OperationMode
+from threefold.verify.worker_pool import WorkerPool
 
 
 class EvenRouting(OperationMode):

@@ -120,7 +120,7 @@ def _unfold(folded: Sequence[str]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    from threefold.launch.worker_pool import WorkerPool
+    from threefold.verify.worker_pool import WorkerPool
 
     with WorkerPool(8) as pool:
         write({name: pool.run(case.world_size, record, case) for name, case in LAYOUTS.items()})

@@ -9,9 +9,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.support.parity import Case, make_engine
 from tests.support.sweep import sweep
-from threefold.launch.worker_pool import WorkerPool
 from threefold.planner.dry_run import dry_run
 from threefold.planner.dry_step import batch_of
+from threefold.verify.worker_pool import WorkerPool
 
 BASE = Case(layers=3, heads=4, head_dim=16, ffn=256, vocab=256, sequence=64, batch=8, tie=False)
 CASES = {

@@ -7,8 +7,8 @@ import pytest
 from tests.planner.dry_run_support import measure
 from tests.support.parity import Case
 from tests.support.sweep import sweep
-from threefold.launch.worker_pool import WorkerPool
 from threefold.planner.dry_run import dry_run
+from threefold.verify.worker_pool import WorkerPool
 
 SMALL = Case(pp=2, layers=2, heads=2, head_dim=4, ffn=16, vocab=8, sequence=16, tie=False, shared_memory=False)
 TOKENS = 16 * (8 + 8)  # of a micro-batch, and their labels

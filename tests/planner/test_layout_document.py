@@ -17,12 +17,12 @@ from threefold.comm.layout import parse
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel.parameter import offset
 from threefold.planner.commands.show import layout_page
 from threefold.planner.hardware import find_hardware
 from threefold.planner.layout_document import VERSION, ModelShards, layout_document, moves, proof, when
 from threefold.verify.layouts import compose
+from threefold.verify.worker_pool import WorkerPool
 
 NAMES = list(LAYOUTS)
 QUICK = [NAMES.index(name) for name in ("pp2 tp2, interleaved", "dp2 tp2, ZeRO 2, untied, bf16")]

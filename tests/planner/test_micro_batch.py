@@ -17,7 +17,6 @@ from threefold.config import Config, resolve
 from threefold.host import _bytes_of, _group_limits, memory
 from threefold.launch.checks import resolve_run
 from threefold.launch.device import memory_per_rank
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.block import describe_model
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.leaf import local
@@ -31,6 +30,7 @@ from threefold.planner.activations import (
 )
 from threefold.planner.model_size import ModelSize, own_attention, rank_block
 from threefold.random.dropout import sample_keys
+from threefold.verify.worker_pool import WorkerPool
 
 LLAMA: tuple[tuple[str, Any], ...] = (("architecture", "llama"), ("num_key_value_heads", 6), ("head_dim", 4))
 NORMED = (*LLAMA, ("qk_norm", True), ("qkv_bias", True))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.train.support import Run, losses_of, train, train_rank
-from threefold.launch.worker_pool import WorkerPool
 from threefold.planner.pictures import draw_run_timeline, measured_steps
 from threefold.planner.profiling import StepProfiler
+from threefold.verify.worker_pool import WorkerPool
 
 
 def profile_rank(run: Run, run_dir: Path, steps: int, draws: bool = True) -> str:

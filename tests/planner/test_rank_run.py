@@ -12,7 +12,6 @@ from tests.support.sweep import sweep
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
 from threefold.planner import dry_run as rank_run
 from threefold.planner.dry_run import dry_run, run_step
 from threefold.planner.dry_step import (
@@ -27,6 +26,7 @@ from threefold.planner.dry_step import (
 )
 from threefold.torch_private.fake import FakeTensor
 from threefold.train.step import Engine
+from threefold.verify.worker_pool import WorkerPool
 
 NEAR = 0.01
 

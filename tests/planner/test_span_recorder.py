@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import torch
 
-from threefold.comm.heartbeat import Heartbeat, ObservedHeartbeat, wait_code
+from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.rank_state import PAGE_BYTES, Activity, RunSection, Wait, read
-from threefold.planner.profiling import SpanRecorder
+from threefold.planner.profiling import ObservedHeartbeat, SpanRecorder
 
 
 def test_spans_of_a_step() -> None:

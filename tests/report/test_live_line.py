@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 
 from tests.train.support import Run, train_rank
-from threefold.launch.worker_pool import WorkerPool
 from threefold.report.console import live_text
 from threefold.train.callbacks.base import on_terminal
 from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
 from threefold.train.callbacks.step_lines import RunningLines
+from threefold.verify.worker_pool import WorkerPool
 
 
 def record(step: int, loss: float, **more: object) -> StepRecord:

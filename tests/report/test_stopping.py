@@ -14,13 +14,13 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, record, steps_of, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.report.callbacks import EarlyStopping
 from threefold.train.callbacks.base import Callback, RunContext
 from threefold.train.callbacks.metrics_reading import MEASURED, read_metrics
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 from threefold.train.run import RunOptions, train
 from threefold.train.stop import Stopped
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 EVERY_RANK = "all"
 

@@ -12,8 +12,8 @@ from tests.train.support import Run, steps_of
 from threefold.config.loading import config_of
 from threefold.config.schema import check_fault_policies
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.resilience.anomalies import AnomalyPolicy
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 GROUP = "threefold.fault_policies"
 MODULE = """

@@ -11,8 +11,8 @@ from tests.support.parity import Case, make_engine, over, shard_of
 from threefold.comm.layout import Layout
 from threefold.data.loader import Batch, Share
 from threefold.errors import HardwareFault
-from threefold.launch.worker_pool import WorkerPool
 from threefold.resilience.corruption import CorruptionWatch, GradientCheck, Verdict, disagreement
+from threefold.verify.worker_pool import WorkerPool
 
 
 class CaseLoader:

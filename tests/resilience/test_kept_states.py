@@ -7,10 +7,10 @@ from pathlib import Path
 
 from tests.train.support import Run, manifest, train, train_rank
 from threefold.checkpoint.folder import newest, path_of
-from threefold.launch.worker_pool import WorkerPool
 from threefold.resilience.memory_copy import MemoryCopy
 from threefold.train.attempt import Attempt, memory_files
 from threefold.train.stop import Stopped
+from threefold.verify.worker_pool import WorkerPool
 
 Files = tuple[tuple[Path, ...], ...]
 

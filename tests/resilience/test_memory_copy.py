@@ -13,9 +13,9 @@ from torch import Tensor
 from tests.train.support import Run
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.launch.worker_pool import WorkerPool
 from threefold.resilience.memory_copy import KeptStates, MemoryCopy
 from threefold.train.attempt import memory_files
+from threefold.verify.worker_pool import WorkerPool
 
 
 @pytest.fixture

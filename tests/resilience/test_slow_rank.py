@@ -17,7 +17,7 @@ from tests.launch.callback_faults import Slow
 from tests.train.support import Run, train
 from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.rank_state import PAGE_BYTES, read
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 LAYOUTS = ({"dp": 4}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 2})
 

@@ -10,9 +10,9 @@ import torch
 from tests.support.parity import LLAMA, LLAMA_SIZES, Case, make_engine, over, shard_of
 from tests.support.sweep import sweep
 from threefold.errors import DivergenceError, HardwareFault
-from threefold.launch.worker_pool import WorkerPool
 from threefold.resilience.corruption import CorruptionWatch, Watched, watched_tensors
 from threefold.train.step import Engine
+from threefold.verify.worker_pool import WorkerPool
 
 HYBRID = (("parallel.zero", 1), ("parallel.zero_shards", 2))
 LAYOUTS = {

@@ -9,7 +9,7 @@ from tests.support import ready
 from tests.train.support import Run, losses_of, train_rank
 from threefold.checkpoint.folder import complete
 from threefold.errors import HardwareFault
-from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 FAULTY = '''
 from pathlib import Path

@@ -9,7 +9,7 @@ import torch
 
 from tests.support.layouts import laid_out
 from tests.support.parity import Case, Trace, in_layout, make_engine, shard_of, trained
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 EXACT = ("train.exact", True)
 CASE = Case(

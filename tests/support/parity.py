@@ -15,7 +15,6 @@ from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch, Share
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.family import make_model, model_plan
 from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import Weight, offset
@@ -35,6 +34,7 @@ from threefold.verify.compare import (
     coverage,
     relative_error,
 )
+from threefold.verify.worker_pool import WorkerPool
 
 
 @dataclass(frozen=True)

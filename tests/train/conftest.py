@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.exact import exact_run, with_layout
 from tests.support.parity import Case, Trace
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="session")

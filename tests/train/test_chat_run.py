@@ -26,7 +26,7 @@ from threefold.inference.eval_tasks import Perplexity, score
 from threefold.inference.inputs import read_texts
 from threefold.inference.model import Trained
 from threefold.launch.checks import resolve_run
-from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 STYLES = {
     "llama3": "llama",

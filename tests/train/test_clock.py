@@ -12,8 +12,8 @@ import torch.distributed as dist
 from tests.train.support import Run, losses_of, train, train_rank
 from threefold.checkpoint.folder import complete, newest, superfluous
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
 from threefold.train.stop import Requests, RunClock, Stop, Stopped
+from threefold.verify.worker_pool import WorkerPool
 
 
 def steps(run_dir: Path) -> list[int]:

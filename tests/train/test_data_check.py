@@ -14,9 +14,9 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
 from threefold.train import run as entry_point
 from threefold.train.data_checks import DataCheck, agree_on_micro_batch, disagreement
+from threefold.verify.worker_pool import WorkerPool
 
 
 @pytest.mark.parametrize(

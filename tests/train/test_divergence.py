@@ -10,7 +10,7 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, manifest, steps_of, train_rank
 from threefold.checkpoint.folder import complete, newest, path_of
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError, WorkerPool
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 GOOD = 5
 """Steps before the learning rate is spoilt."""

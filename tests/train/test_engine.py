@@ -7,9 +7,9 @@ import torch
 
 from tests.support.parity import Case, make_engine, shard_of
 from tests.support.sweep import sweep
-from threefold.launch.worker_pool import WorkerPool
 from threefold.parallel.parameter import is_split
 from threefold.train.step import Engine
+from threefold.verify.worker_pool import WorkerPool
 
 
 def syncs_of_a_step(case: Case) -> tuple[Counter[tuple[str, str]], int, list[float]]:

@@ -10,9 +10,9 @@ from tensorboard.backend.event_processing.event_file_loader import EventFileLoad
 from tests.train.support import Run, losses_of, same, train, train_rank
 from threefold.errors import UserError
 from threefold.launch import RankInfo, spawn
-from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.train.callbacks.metrics_reading import MEASURED, read_metrics
 from threefold.train.run import check_division
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 STEP_LINE = re.compile(
     r"global step \d+, epoch: \d+, batch: \d+, loss: \d+\.\d{9}, avg_reader_cost: \d+\.\d{5} sec, "

@@ -14,7 +14,7 @@ from threefold.config.loading import config_of
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 from threefold.launch.training_run import prepare_training
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 
 def config(**train: Any) -> Config:

@@ -16,12 +16,12 @@ from threefold.data.dataset import open_dataset
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.packed import PackedSamples
 from threefold.data.samples import document_runs
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.parameter import draw_
 from threefold.train.loop import evaluate
 from threefold.train.run import open_loader, open_samples
+from threefold.verify.worker_pool import WorkerPool
 
 
 def offline(run: Run, batches: int) -> tuple[float, int]:

@@ -20,7 +20,7 @@ from tests.support.pairwise import Row, every_value, pairwise
 from tests.support.parity import Case, Trace
 from tests.support.sweep import sweep
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 QUICK = [
     ("gpt", "pp2 zbv"),

@@ -11,7 +11,7 @@ from tests.support.mistakes import Patch, with_mistake
 from tests.support.parity import Case
 from tests.support.sweep import sweep
 from threefold.exact.products import PRODUCTS
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 SP: dict[str, Any] = {"parallel__sequence_parallel": True}
 GPT = replace(CASE, layers=1, steps=2)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.train.support import Run, manifest, steps_of, train_rank
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 Settings = tuple[tuple[str, Any], ...]
 Layout = tuple[int, int, int, Settings]

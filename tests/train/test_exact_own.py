@@ -15,10 +15,10 @@ from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
 from threefold.exact.arithmetic import check_grain
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.loss_terms import CountedLoss, LossTerm
 from threefold.models.plan import Plan
 from threefold.models.sharding import Column, Replicated, Row, Sharded, Vocab
+from threefold.verify.worker_pool import WorkerPool
 
 WORDS, WIDTH, LENGTH, INNER, HEADS, SAMPLES = 40, 24, 9, 40, 4, 16
 

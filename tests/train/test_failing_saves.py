@@ -16,9 +16,9 @@ import pytest
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train, train_rank
 from threefold.checkpoint.folder import complete
-from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.base import Callback
 from threefold.train.callbacks.records import StepRecord
+from threefold.verify.worker_pool import WorkerPool
 
 _GET_FLAGS, _SET_FLAGS, _IMMUTABLE = 0x80086601, 0x40086602, 0x10  # <linux/fs.h>
 

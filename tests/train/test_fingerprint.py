@@ -12,10 +12,10 @@ from torch import Tensor
 from tests.support.parity import Case, make_engine
 from tests.train.support import Run, manifest, steps_of, train_rank
 from threefold.checkpoint.manifest import read_manifest, write_manifest
-from threefold.launch.worker_pool import WorkerPool
 from threefold.random.tensor_hash import PartHash
 from threefold.report.checkpoints import summarize_checkpoint
 from threefold.train.fingerprint import TensorHashes
+from threefold.verify.worker_pool import WorkerPool
 
 EXACT = ("train.exact", True)
 SIZES = {"layers": 2, "heads": 8, "head_dim": 4, "ffn": 64, "vocab": 88, "sequence": 16, "batch": 8}

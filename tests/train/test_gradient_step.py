@@ -24,7 +24,6 @@ from tests.support.parity import MOE, Case, make_engine, shard_of, whole_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError
 from threefold.models.loss_terms import CountedLoss, LossSums, LossTerm
 from threefold.models.sharding import Column, ModelPlan, Normal, Replicated, Row
 from threefold.parallel.parallelize import TrainingSettings
@@ -33,6 +32,7 @@ from threefold.random.rng import fill_normal_, stream_key
 from threefold.train.step import GradientStep
 from threefold.train.update_rule import LossScale
 from threefold.verify.compare import relative_error
+from threefold.verify.worker_pool import WorkerError
 
 
 class Flat(nn.Module):

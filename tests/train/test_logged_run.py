@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models
 from tests.train.support import steps_of, train, write_ids
 from threefold.config import Config, resolve
 from threefold.launch import RankInfo, spawn
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 VOCAB, SEQUENCE, STEPS = 51200, 1024, 10
 PRINTED_RATES = [

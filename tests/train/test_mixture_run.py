@@ -15,11 +15,11 @@ from tests.train.support import Run, evaluated, losses_of, manifest, same, steps
 from threefold.checkpoint.resume import find_resumption
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.parameter import draw_
 from threefold.train.callbacks.metrics_reading import read_metrics
+from threefold.verify.worker_pool import WorkerPool
 
 WEIGHTS = (5, 3, 2)
 

@@ -11,7 +11,7 @@ from threefold.checkpoint.resume import find_resumption
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.errors import UserError
 from threefold.inference.generate import GenerationRequest, generate
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 
 @pytest.fixture(scope="module")

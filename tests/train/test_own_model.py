@@ -15,7 +15,7 @@ from threefold.checkpoint.code import remembered_model
 from threefold.checkpoint.folder import OWN_MODEL, newest
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError
+from threefold.verify.worker_pool import WorkerError
 
 FILE = Path(own_token_model.__file__)
 

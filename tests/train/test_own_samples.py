@@ -19,9 +19,9 @@ from threefold.data.formats.own_data import NestedSamples
 from threefold.data.loader import Loader, Share
 from threefold.data.map_dataset import DistributedDataLoader
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.plugins import import_file
 from threefold.train.data_checks import DataCheck
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 WHOLE = Share(4)
 FILE = Path(__file__).parents[2] / "examples" / "two_tower.py"

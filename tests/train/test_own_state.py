@@ -16,10 +16,10 @@ from threefold.checkpoint.folder import newest
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError
 from threefold.parallel.parallelize import TrainingSettings
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.train.step import GradientStep
+from threefold.verify.worker_pool import WorkerError
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:

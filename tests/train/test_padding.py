@@ -12,7 +12,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Loader, Share
 from threefold.data.tokenizer import END_OF_DOCUMENT
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 
 def test_what_padding_is(small_run: Run, tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.comm.rank_state import PAGE_BYTES, read
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.block import model_flops_per_token
 from threefold.report.console import Summary
 from threefold.train.callbacks.records import MeanRates, Performance, step_values
 from threefold.train.callbacks.step_lines import step_line
 from threefold.train.loop import PerformanceMeter
+from threefold.verify.worker_pool import WorkerPool
 
 USED = Performance(2e12, 0.25, 3_000_000_000, 5_000_000_000, 6, 0.125, 61.25)
 

@@ -15,10 +15,10 @@ from threefold.config import Config, resolve
 from threefold.config.schema import section_settings
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.source import ConfigSource, FileSource
 from threefold.train.run import open_samples
 from threefold.train.terms import NOT_COMPARED, agree_on_terms, code, data_of, settings_of
+from threefold.verify.worker_pool import WorkerPool
 
 TEXTS = [f"Sentence {number} of a text that is long enough for a sample or two of it." for number in range(40)]
 MODEL = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 2}

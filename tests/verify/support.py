@@ -7,11 +7,11 @@ from typing import Any
 from tests.support.mistakes import Patch, with_mistake
 from threefold.comm.layout import LayoutSpec, parse
 from threefold.config import Config
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.verify.batches import RandomBatches
 from threefold.verify.layouts import prepare, shrink
 from threefold.verify.verifier import LayoutResult, Verification, Verifier
+from threefold.verify.worker_pool import WorkerPool
 
 LAYOUTS = ("dp2", "tp2", "pp2", "dp2·tp2·pp2")
 

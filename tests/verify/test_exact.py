@@ -15,13 +15,13 @@ from tests.verify.support import MistakenPool, config
 from threefold.comm.layout import parse
 from threefold.config import Config
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
 from threefold.train.step import Engine
 from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import GRADIENT, INITIAL, NORM, WEIGHT
 from threefold.verify.exact import ExactResult, ExactVerifier
 from threefold.verify.layouts import by_validity, prepare_exact, select_exact, shrink_exact
 from threefold.verify.verifier import DEPARTS, EQUAL, Verification
+from threefold.verify.worker_pool import WorkerPool
 
 LAYOUTS = ("dp2 full accumulation4", "dp2·tp2 sp", "pp2 zbv", "tp8")
 NAME = "blocks.1.mlp.up.weight"

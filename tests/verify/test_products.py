@@ -17,11 +17,11 @@ from tests.verify.support import MistakenPool, config
 from threefold.config import Config
 from threefold.exact.experts import computed_rows
 from threefold.exact.products import PRODUCTS, Products
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.source import ConfigSource
 from threefold.verify import exact
 from threefold.verify.layouts import prepare_exact
 from threefold.verify.products import ProductsTried, try_products
+from threefold.verify.worker_pool import WorkerPool
 
 SMALL = {"num_layers": 2, "hidden_size": 48, "num_attention_heads": 8, "vocab_size": 72}
 MIXTURE = config(

@@ -15,11 +15,11 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, micro_batches, run_of, train
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError
 from threefold.verify import rank_worker
 from threefold.verify import self_check as self_check_module
 from threefold.verify.rank_worker import RankReport
 from threefold.verify.self_check import FILE, find_hidden_state, self_check
+from threefold.verify.worker_pool import WorkerError
 
 ALONE = micro_batches(1)
 

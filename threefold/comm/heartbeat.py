@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from threefold.comm.rank_state import (
     AXES_PER_OPERATION,
@@ -21,10 +20,8 @@ from threefold.comm.rank_state import (
     RankState,
     RunSection,
     Slot,
-    Wait,
     read,
     text_of_ranks,
-    wait_of,
 )
 
 
@@ -202,39 +199,3 @@ class Heartbeat:
 def wait_code(operation: str, axis: int) -> int:
     """Encode one of `OPERATIONS` on an axis, given its number from `Heartbeat.axis`, for `Heartbeat.wait`."""
     return 1 + axis + AXES_PER_OPERATION * OPERATIONS.index(operation)
-
-
-class ObservedHeartbeat(Heartbeat):
-    """Heartbeat that replaces another one, writes to its page, and notifies an observer in the writing thread.
-
-    A separate class, so that heartbeats without an observer are not slowed down. The observer has the methods
-    `section(section, step)`, `activity(activity, stage, micro_batch, name)`, `wait(operation, axis)` and `resume()`;
-    each of the first three ends what the last call of it began, and a section ends the current activity.
-    """
-
-    def __init__(self, heartbeat: Heartbeat, observer: Any) -> None:
-        vars(self).update(vars(heartbeat))
-        self._observer, self._waits = observer, False
-        self._known: dict[int, Wait] = {}
-
-    def section(self, section: RunSection, step: int = 0) -> None:
-        super().section(section, step)
-        self._observer.section(section, step)
-
-    def activity(self, activity: Activity, stage: int = 0, micro_batch: int = 0) -> None:
-        super().activity(activity, stage, micro_batch)
-        name = self._names[stage] if activity is Activity.CALLBACK else ""
-        self._observer.activity(activity, stage, micro_batch, name)
-
-    def wait(self, code: int) -> None:
-        super().wait(code)
-        if code not in self._known:
-            self._known[code] = wait_of(code, self._axes)
-        self._waits = True
-        self._observer.wait(self._known[code].operation, self._known[code].axis)
-
-    def resume(self) -> None:
-        super().resume()
-        if self._waits:
-            self._waits = False
-            self._observer.resume()

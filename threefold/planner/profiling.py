@@ -11,8 +11,8 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from threefold.comm.heartbeat import Heartbeat, ObservedHeartbeat
-from threefold.comm.rank_state import Activity, RunSection
+from threefold.comm.heartbeat import Heartbeat
+from threefold.comm.rank_state import Activity, RunSection, Wait, wait_of
 from threefold.errors import UserError
 from threefold.foreign import own_file, own_folder, write_own
 from threefold.planner.pictures import draw_run_timeline
@@ -141,6 +141,42 @@ FOLDER: Final = "profile"
 SPANS_FILE: Final = "spans.json"
 WARM_UP: Final = 2  # steps before the profiled ones, as the first steps allocate memory and choose kernels
 _COMPRESSED_FROM: Final = 64  # number of ranks at and above which traces are compressed, as they may take gigabytes
+
+
+class ObservedHeartbeat(Heartbeat):
+    """Heartbeat that replaces another one, writes to its page, and notifies an observer in the writing thread.
+
+    A separate class, so that heartbeats without an observer are not slowed down. The observer has the methods
+    `section(section, step)`, `activity(activity, stage, micro_batch, name)`, `wait(operation, axis)` and `resume()`;
+    each of the first three ends what the last call of it began, and a section ends the current activity.
+    """
+
+    def __init__(self, heartbeat: Heartbeat, observer: SpanRecorder) -> None:
+        vars(self).update(vars(heartbeat))
+        self._observer, self._waits = observer, False
+        self._known: dict[int, Wait] = {}
+
+    def section(self, section: RunSection, step: int = 0) -> None:
+        super().section(section, step)
+        self._observer.section(section, step)
+
+    def activity(self, activity: Activity, stage: int = 0, micro_batch: int = 0) -> None:
+        super().activity(activity, stage, micro_batch)
+        name = self._names[stage] if activity is Activity.CALLBACK else ""
+        self._observer.activity(activity, stage, micro_batch, name)
+
+    def wait(self, code: int) -> None:
+        super().wait(code)
+        if code not in self._known:
+            self._known[code] = wait_of(code, self._axes)
+        self._waits = True
+        self._observer.wait(self._known[code].operation, self._known[code].axis)
+
+    def resume(self) -> None:
+        super().resume()
+        if self._waits:
+            self._waits = False
+            self._observer.resume()
 
 
 class StepProfiler(Profiler):

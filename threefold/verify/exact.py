@@ -17,7 +17,6 @@ from torch import Tensor
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.models.source import ModelSource
 from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import offset
@@ -31,6 +30,7 @@ from threefold.verify.products import ProductsTried, try_products
 from threefold.verify.rank_worker import CHUNKS, make_engine, master_weights, tiny_mesh
 from threefold.verify.reference import CLIP_SHARE, Trace
 from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, Verdict, Verification, told, user_errors, workers
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 FINGERPRINT: Final = "fingerprint"
 ORDER: Final = (INITIAL, GRADIENT, LOSS, NORM, WEIGHT, FINGERPRINT)

@@ -16,7 +16,6 @@ from threefold.config import Config
 from threefold.data.dataset import names_data, open_dataset
 from threefold.errors import UserError
 from threefold.host import scratch_folder
-from threefold.launch.worker_pool import WorkerError, WorkerPool
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.parallel.plan_check import check_source
@@ -26,6 +25,7 @@ from threefold.verify.compare import Error
 from threefold.verify.layouts import Selection, compose, with_further_features
 from threefold.verify.rank_worker import CHECKS, RankReport, SecondRun, run_rank, write_second_trace
 from threefold.verify.reference import RATE, READ, SAMPLES, TOKENS, Trace, write_trace
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 EQUAL: Final = "equal"
 DEPARTS: Final = "departs"

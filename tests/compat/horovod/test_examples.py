@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from tests.support.sweep import sweep
-from threefold.launch.worker_pool import WorkerError
+from threefold.verify.worker_pool import WorkerError
 
 SCRIPTS = Path(__file__).parent / "scripts"
 IMPORT, SWAPPED = "import horovod.torch as hvd", "import threefold.compat.horovod as hvd"

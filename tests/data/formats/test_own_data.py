@@ -10,7 +10,7 @@ from tests.train.support import Run, losses_of, same, train_rank
 from threefold.config.loading import config_of
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 FILE = '''
 import torch

@@ -11,9 +11,9 @@ from tests.support.parity import Case, make_engine, over, shard_of
 from threefold.comm.mesh import Event
 from threefold.config import Config
 from threefold.config.resolve import resolve
-from threefold.launch.worker_pool import WorkerPool
 from threefold.models.layers.decoder import SampleInfo
 from threefold.models.layers.experts import MixtureOfExperts, Routing, grouped_linear
+from threefold.verify.worker_pool import WorkerPool
 
 HIDDEN, EXPERTS, PER_TOKEN = 10, 5, 2
 

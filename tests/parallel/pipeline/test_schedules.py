@@ -17,13 +17,13 @@ from tests.support.parity import Case, check, in_layout, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.config.schedules import SCHEDULES as ROWS
 from threefold.config.schedules import Action
-from threefold.launch.worker_pool import WorkerError
 from threefold.parallel.pipeline import runner
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
 from threefold.parallel.pipeline.schedules import DeferredGradients, actions
 from threefold.planner.schedule import simulate
 from threefold.verify.compare import relative_error
+from threefold.verify.worker_pool import WorkerError
 
 SINGLE = ["1f1b", "gpipe"]
 SCHEDULES = ["interleaved", "looped-bfs", "zero-bubble", "zbv", "dualpipev"]

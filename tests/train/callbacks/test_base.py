@@ -11,7 +11,6 @@ import pytest
 
 from tests.train.support import Run, engine_of, record
 from threefold.data.dataset import open_dataset
-from threefold.launch.worker_pool import WorkerPool
 from threefold.report.console import Summary
 from threefold.report.loss_curve import smoothed
 from threefold.train.callbacks.base import Callback, CallbackFailed, RunContext, clock
@@ -23,6 +22,7 @@ from threefold.train.callbacks.step_lines import step_line
 from threefold.train.loop import TrainingLoop, is_due
 from threefold.train.run import open_loader, open_samples
 from threefold.train.saving import SafeSaving
+from threefold.verify.worker_pool import WorkerPool
 
 
 class Recorder(Callback):

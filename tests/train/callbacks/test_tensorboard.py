@@ -9,9 +9,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.train.support import Run, losses_of, train_rank
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
 from threefold.train.callbacks.registry import check_names
 from threefold.train.callbacks.tensorboard import TensorBoard, import_writer
+from threefold.verify.worker_pool import WorkerPool
 
 
 def _scalars(folder: Path, tag: str) -> dict[int, float]:

@@ -13,8 +13,8 @@ from tests.train.support import Run, losses_of, same, steps_of, train
 from threefold.config import Config, resolve
 from threefold.config.optimizer import OptimizerConfig
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerPool
 from threefold.train.optimizers import OwnOptimizer, check_optimizer, update_rule
+from threefold.verify.worker_pool import WorkerPool
 
 FILE = '''
 import torch

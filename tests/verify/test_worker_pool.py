@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.errors import UserError
-from threefold.launch.worker_pool import WorkerError, WorkerPool, _collect, _Worker
+from threefold.verify.worker_pool import WorkerError, WorkerPool, _collect, _Worker
 
 
 def _sum_of_ranks(scale: torch.Tensor) -> torch.Tensor:
