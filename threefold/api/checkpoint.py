@@ -129,8 +129,7 @@ def load(
     path, step, state = from_first(model.mesh.world, find)
     try:
         weights, buffers = _stored(model)
-        found = stored_tensors(path)  # checkpoints of older versions have no buffers
-        load_tensors(weights | {name: each for name, each in buffers.items() if name in found}, path)
+        load_tensors(weights | buffers, path)
         if optimizer is not None:
             _load_states(optimizer, path, state)
     except DamagedCheckpoint as damage:

@@ -1,6 +1,7 @@
 """One-call distribution of a model, its optimizer and its data loader (`prepare`), in the style of `accelerate`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any, Final
 
@@ -27,8 +28,8 @@ from threefold.models.sharding import Column, Patterns, PerHead, Replicated, Row
 from threefold.parallel.context import ShardingContext
 from threefold.parallel.gradients import COMPRESSIONS, Gradients, buckets_by_dtype
 from threefold.parallel.leaf import held, local
-from threefold.parallel.parameter import in_place_of, is_split, longest_shard
-from threefold.parallel.shard_modules import SHARDINGS, has_own_forward, uncut_tensors
+from threefold.parallel.parameter import in_place_of, is_split, longest_shard, set_in
+from threefold.parallel.shard_modules import SHARDINGS, has_own_forward, shard_modules, uncut_tensors
 from threefold.parallel.split_layer import SplitLayer
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
 from threefold.plugins import require_one_of
@@ -92,11 +93,7 @@ def prepare(
             optimizer.zero_grad()
         ```
     """
-    require_one_of("precision", precision, PRECISIONS)
-    require_one_of("compress", compress, COMPRESSIONS)
-    if zero not in (0, 1, 2, 3):
-        raise UserError(f"zero is {zero!r} but must be 0, 1, 2 or 3; use {1 if not isinstance(zero, int) else 3}.")
-    require_whole("accumulate", accumulate)
+    given = Preparation(precision, zero, accumulate, compress, sync_batch_norm, tensor_parallel)
     model = _model_among(objects)
     if isinstance(model, PreparedModule):
         if (precision, zero, accumulate, compress) != ("fp32", 0, 1, "none"):
@@ -118,17 +115,13 @@ def prepare(
         if model is not None and isinstance(each, Optimizer) and not isinstance(each, PreparedOptimizer):
             require_matches(each, before, sharded=zero > 0 or mesh.tp.size > 1)
     if model is not None and not isinstance(model, PreparedModule):
-        arguments = {"precision": precision, "zero": zero, "accumulate": accumulate, "compress": compress}
-        arguments |= {"sync_batch_norm": sync_batch_norm, "tensor_parallel": tensor_parallel}
         shapes = {
             name: (tuple(each.shape), each.dtype, each.requires_grad)
             for name, each in before.items()
             if not isinstance(each, nn.parameter.UninitializedParameter)  # which is refused below
         }
-        require_same_arguments("prepare", {**arguments, "the model": shapes})
-        model = _prepare_model(
-            model, mesh, current, precision, zero, accumulate, compress, sync_batch_norm, tensor_parallel
-        )
+        require_same_arguments("prepare", {**vars(given), "the model": shapes})
+        model = _prepare_model(model, mesh, current, given)
 
     def prepared(each: Any) -> Any:
         if isinstance(each, nn.Module):
@@ -210,17 +203,27 @@ def _model_among(objects: Sequence[Any]) -> nn.Module | None:
     return None
 
 
-def _prepare_model(
-    model: nn.Module,
-    mesh: Mesh,
-    current: CurrentBatch,
-    precision: str,
-    zero: int,
-    accumulate: int,
-    compress: str,
-    sync_batch_norm: bool,
-    tensor_parallel: Mapping[str, Split] | None,
-) -> PreparedModule:
+@dataclass(frozen=True)
+class Preparation:
+    """Arguments of `prepare` that decide what it makes of a model, checked."""
+
+    precision: str
+    zero: int
+    accumulate: int
+    compress: str
+    sync_batch_norm: bool
+    tensor_parallel: Mapping[str, Split] | None
+
+    def __post_init__(self) -> None:
+        require_one_of("precision", self.precision, PRECISIONS)
+        require_one_of("compress", self.compress, COMPRESSIONS)
+        if self.zero not in (0, 1, 2, 3):
+            nearest = 3 if isinstance(self.zero, int) else 1
+            raise UserError(f"zero is {self.zero!r} but must be 0, 1, 2 or 3; use {nearest}.")
+        require_whole("accumulate", self.accumulate)
+
+
+def _prepare_model(model: nn.Module, mesh: Mesh, current: CurrentBatch, given: Preparation) -> PreparedModule:
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.parameter.UninitializedParameter) or parameter.is_meta:
             raise UserError(f"The parameter {name!r} has no values yet; initialise it, or load its weights, first.")
@@ -238,7 +241,7 @@ def _prepare_model(
                 f"{name!r} has sequence_dim, with which whole weights get partial gradients; leave it out, or sum them "
                 "in a loop of your own, with threefold.parallel.sum_over_shares_."
             )
-    if tensor_parallel is None and mesh.tp.size > 1 and not split:
+    if given.tensor_parallel is None and mesh.tp.size > 1 and not split:
         raise UserError(
             f"The mesh has tp {mesh.tp.size} but tensor_parallel names no modules of the model; pass a table such as "
             '{"**.up": Column(), "**.down": Row()}, or use tp=1.'
@@ -248,7 +251,8 @@ def _prepare_model(
         for tensor in (*model.parameters(), *model.buffers()):
             (mesh.dp if is_split(tensor) else mesh.world).broadcast_(held(tensor), 0)
     hooked = {name: each for name, each in model.named_parameters() if has_gradient_hooks(each)}
-    partial = [] if tensor_parallel is None else shard_by_patterns(model, tensor_parallel, mesh)
+    patterns, zero = given.tensor_parallel, given.zero
+    partial = [] if patterns is None else shard_by_patterns(model, patterns, mesh)
     left = set() if zero and mesh.dp.size > 1 else set(model.parameters())
     lost = next((name for name, each in hooked.items() if each not in left or is_split(each)), None)
     if lost is not None:
@@ -258,37 +262,35 @@ def _prepare_model(
             "gradients in the optimizer, or the computation in forward."
         )
     norms = [module for module in model.modules() if isinstance(module, _NORMS)]
-    if sync_batch_norm and mesh.dp.size > 1 and norms:
+    if given.sync_batch_norm and mesh.dp.size > 1 and norms:
         # A separate process group, because gradient sums may be in flight over dp.
         axis = mesh.new_axis("batch norm", mesh.layout.groups("dp"))
         assert axis is not None  # each rank is in one of them
-        for name, norm in model.named_modules():
-            if isinstance(norm, _NORMS) and (has_module_hooks(norm) or type(norm).forward is not _NORMS[0].forward):
+        made = {norm: GlobalBatchNorm(norm, axis, current) for norm in norms}
+        for name, norm in list(model.named_modules(remove_duplicate=False)):
+            if norm in made and (has_module_hooks(norm) or type(norm).forward is not _NORMS[0].forward):
                 own = "a hook" if has_module_hooks(norm) else "a forward of its own"
                 raise UserError(
                     f"{name!r} is a {type(norm).__name__} with {own}, which batch normalization over the global batch "
                     "would not have; use sync_batch_norm=False."
                 )
-        made = {norm: GlobalBatchNorm(norm, axis, current) for norm in norms}
-        if model in made:
-            model = made[model]
-        for module in list(model.modules()):
-            for name, child in list(module.named_children()):
-                if child in made:
-                    setattr(module, name, made[child])
-    buffers = [] if sync_batch_norm else [buffer for module in norms for buffer in module.buffers()]
+            if norm in made and name:
+                set_in(model, name, made[norm])
+        model = made.get(model, model)
+    buffers = [] if given.sync_batch_norm else [buffer for module in norms for buffer in module.buffers()]
+    wire, precision = DTYPES.get(given.compress), given.precision
     sharding = make_zero_sharding(mesh, zero, mesh.dp.size) if mesh.dp.size > 1 else None
     if sharding is not None:
-        shard_values(model, sharding, DTYPES.get(compress), mesh.tp)
+        shard_values(model, sharding, wire, mesh.tp)
         gradients: Gradients = ShardedGradients([model], sharding)
     else:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         longest = {local(parameter): longest_shard(parameter) for parameter in trained}
-        gradients = buckets_by_dtype(longest, mesh.dp, DTYPES.get(compress), longest, mesh.tp)
+        gradients = buckets_by_dtype(longest, mesh.dp, wire, longest, mesh.tp)
     # The window of `torch.amp.GradScaler`, whose loop this replaces.
     scale = LossScale.of(PrecisionConfig(dtype="fp16", loss_scale_window=2000)) if precision == "fp16" else None
     parameters, sharded = dict(model.named_parameters()), None if sharding is None else model
-    sync = GradSync(parameters, partial, gradients, mesh, accumulate, scale, current, sharded, buffers)
+    sync = GradSync(parameters, partial, gradients, mesh, given.accumulate, scale, current, sharded, buffers)
     return PreparedModule(model, sync, mesh, None if precision == "fp32" else DTYPES[precision])
 
 
@@ -335,25 +337,13 @@ def shard_by_patterns(model: nn.Module, table: Mapping[str, Split], mesh: Mesh) 
             raise UserError(
                 f"tensor_parallel has a rule for {one!r}, the same weight as {others}; give their modules one rule."
             )
-    context = ShardingContext(mesh.tp, mesh.cp, mesh.ep)
-    made: dict[nn.Module, nn.Module] = {}
-    partial: list[str] = []
-    for name, rule in rules.items():
-        module = modules[name]
-        if isinstance(rule, PerHead):
-            partial += [f"{name}.{each}" for each, _ in module.named_parameters()]
-        if isinstance(rule, PerHead | Replicated):
-            continue
-        if module not in made:
-            made[module] = SHARDINGS[type(rule)].make(rule, module, context)
-        parent, _, attribute = name.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, made[module])
+    own = {name: Replicated() for name, _ in model.named_parameters(recurse=False)}
+    shard_modules([model], {"**": Replicated(), **rules}, ShardingContext(mesh.tp, mesh.cp, mesh.ep), own)
     for first, *others_of in ties:
-        owner, _, attribute = first.rpartition(".")
         for user in others_of:
-            parent, _, own = user.rpartition(".")
-            setattr(model.get_submodule(parent), own, getattr(model.get_submodule(owner), attribute))
-    return partial
+            set_in(model, user, model.get_parameter(first))
+    per_head = [name for name, rule in rules.items() if isinstance(rule, PerHead)]
+    return [f"{name}.{each}" for name in per_head for each, _ in modules[name].named_parameters()]
 
 
 def _check_rule(name: str, modules: Mapping[str, nn.Module], rule: Split, ranks: int) -> None:

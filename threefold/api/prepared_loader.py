@@ -21,15 +21,14 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield every tensor of a nested value (tuples, lists, mappings and dataclasses), in order."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for each in value.values():
-            yield from tensors_in(each)
-    elif isinstance(value, list | tuple):
-        for each in value:
-            yield from tensors_in(each)
+        return
+    parts: Iterable[Any] = value if isinstance(value, list | tuple) else ()
+    if isinstance(value, Mapping):
+        parts = value.values()
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            yield from tensors_in(getattr(value, field.name))
+        parts = (getattr(value, field.name) for field in fields(value))
+    for each in parts:
+        yield from tensors_in(each)
 
 
 def map_tensors(value: Any, make: Callable[[Tensor], Tensor]) -> Any:

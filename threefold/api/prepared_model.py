@@ -391,10 +391,7 @@ class PreparedModule(nn.Module):
         own = self.module.state_dict()
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
         missing = [name for name in own if name not in state_dict]
-        unexpected = [name for name in state_dict if name not in own]
-        if strict and (missing or unexpected):
-            what = f"lacks {missing[0]!r}" if missing else f"has {unexpected[0]!r}, which the model does not have"
-            raise UserError(f"The state {what}; pass that of the same model, or strict=False.")
+        loaded = LoadedKeys.checked(missing, [name for name in state_dict if name not in own], strict)
         self.sync.gradients.weights_changed()
         for name in (name for name in own if name in state_dict):
             into = stored(parameters[name]) if name in parameters else own[name]
@@ -405,7 +402,7 @@ class PreparedModule(nn.Module):
                     "of the same model."
                 )
             local(into).detach().copy_(slice_of(into, value))
-        return LoadedKeys(missing, unexpected)
+        return loaded
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -20,6 +20,14 @@ class LoadedKeys(NamedTuple):
     missing_keys: list[str]
     unexpected_keys: list[str]
 
+    @classmethod
+    def checked(cls, missing: list[str], unexpected: list[str], strict: bool) -> "LoadedKeys":
+        """Return the keys; raise UserError if there are any and `strict` is set."""
+        if strict and (missing or unexpected):
+            what = f"lacks {missing[0]!r}" if missing else f"has {unexpected[0]!r}, which the model does not have"
+            raise UserError(f"The state {what}; pass that of the same model, or strict=False.")
+        return cls(missing, unexpected)
+
 
 @torch.no_grad()
 def whole_state(model: TrainableModel) -> dict[str, Tensor]:
@@ -67,17 +75,14 @@ def load_whole_state(model: TrainableModel, state: Mapping[str, Any], strict: bo
             )
         values[stored] = value
     missing = [name for name in model.names if plan.whole_name(name) not in values]
-    unexpected = [name for name in state if name not in model.names]
-    if strict and (missing or unexpected):
-        what = f"lacks {missing[0]!r}" if missing else f"has {unexpected[0]!r}, which the model does not have"
-        raise UserError(f"The state {what}; pass that of the same model, or strict=False.")
+    loaded = LoadedKeys.checked(missing, [name for name in state if name not in model.names], strict)
     for weight in model.weights:
         if weight.name in values:
             weight.master.detach().copy_(slice_of(weight.parameter, values[weight.name]))
     for name, buffer in stored_buffers(model.stages).items():
         if name in values:
             buffer.copy_(values[name])
-    return LoadedKeys(missing, unexpected)
+    return loaded
 
 
 def on_all_stages(output: Any, axis: Axis, source: int, device: torch.device) -> Any:
