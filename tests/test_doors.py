@@ -34,7 +34,7 @@ main()
 
 def alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command of the core, with every attached room taken away."""
-    code = ALONE.format(rooms=[*ROOMS, "compat"], arguments=arguments)
+    code = ALONE.format(rooms=ROOMS, arguments=arguments)
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=600)
 
 

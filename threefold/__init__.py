@@ -26,7 +26,6 @@ _NAMES: Final = {
     "api.prepared_model": "backward",
     "api.trainer": "Trainer",
     "comm.mesh": "Mesh",
-    "compat.paddle": "split",
     "config": "Config load_config",
     "data.map_dataset": "DistributedDataLoader GlobalBatchSampler",
     "errors": "UserError",

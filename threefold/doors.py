@@ -22,6 +22,7 @@ from threefold.errors import UserError
 
 ROOMS: Final = (
     *("exact", "cpu", "verify", "parity", "planner", "resilience", "report", "convert", "huggingface", "inference"),
+    "compat",
 )
 """Attached rooms that add something, in the order in which commands are listed and callbacks are called."""
 
