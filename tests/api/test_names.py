@@ -77,6 +77,7 @@ PARTS = {
         "CurrentBatch",
         "BatchRows",
         "LoadedKeys",
+        "LayerArithmetic",
         "LayoutResult",
         "Performance",
     ),
