@@ -266,7 +266,7 @@ def _prepare_model(model: nn.Module, mesh: Mesh, current: CurrentBatch, given: P
         # A separate process group, because gradient sums may be in flight over dp.
         axis = mesh.new_axis("batch norm", mesh.layout.groups("dp"))
         assert axis is not None  # each rank is in one of them
-        made = {norm: GlobalBatchNorm(norm, axis, current) for norm in norms}
+        made: dict[nn.Module, nn.Module] = {norm: GlobalBatchNorm(norm, axis, current) for norm in norms}
         for name, norm in list(model.named_modules(remove_duplicate=False)):
             if norm in made and (has_module_hooks(norm) or type(norm).forward is not _NORMS[0].forward):
                 own = "a hook" if has_module_hooks(norm) else "a forward of its own"
