@@ -17,7 +17,7 @@ from threefold.data.corpus import (
     TOKENS_FILE,
     dtype_for,
 )
-from threefold.data.formats.threefold_folder import Meta, TokenFiles
+from threefold.data.formats.threefold_folder import Meta, TokenFiles, file_checksums
 
 EOD = 0
 WriteTokenFiles = Callable[..., TokenFiles]
@@ -40,7 +40,9 @@ def write_token_files(tmp_path: Path) -> WriteTokenFiles:
         )
         (folder / TOKENIZER_FILE).write_bytes(tokenizer)
         sha256 = hashlib.sha256(tokenizer).hexdigest()
-        Meta(dtype, vocab_size, EOD, int(starts[-1]), len(documents), 1, sha256, ()).write(folder / META_FILE)
+        Meta(dtype, vocab_size, EOD, int(starts[-1]), len(documents), 1, sha256, (), file_checksums(folder)).write(
+            folder / META_FILE
+        )
         return TokenFiles.open(folder)
 
     return write

@@ -108,15 +108,6 @@ def trained_on(trained: Trained, **facts: Any) -> Trained:
     return Trained(replace(trained.checkpoint, facts=seen), trained.config)
 
 
-def test_a_checkpoint_that_knows_no_rule_had_texts_without_beginning(trained: Trained) -> None:
-    """Which read no special tokens in text either: so it was before checkpoints said how."""
-    before, imported = trained_on(trained).documents().text, trained.documents().text
-    assert before.rule.beginning == ()
-    assert imported.rule.beginning == (1,)
-    assert before.encode("If") == imported.encode("If")[1:]
-    assert (2 in imported.encode("a</s>"), 2 in before.encode("a</s>")) == (True, False)
-
-
 def test_a_trained_model_reads_as_its_data_was(trained: Trained) -> None:
     for special_tokens in ("parse", "text"):
         model = trained_on(trained, special_tokens=special_tokens, beginning=(1,))

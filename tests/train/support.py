@@ -28,7 +28,7 @@ from threefold.data.corpus import (
     dtype_for,
 )
 from threefold.data.dataset import open_dataset
-from threefold.data.formats.threefold_folder import Meta
+from threefold.data.formats.threefold_folder import Meta, file_checksums
 from threefold.data.tokenizer import END_OF_DOCUMENT, train_tokenizer
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
@@ -65,7 +65,9 @@ def write_ids(folder: Path, documents: Sequence[Sequence[int]], tokenizer: Token
     text = tokenizer.to_str()
     (folder / TOKENIZER_FILE).write_text(text, encoding="utf-8")
     sha256 = hashlib.sha256(text.encode()).hexdigest()
-    Meta(dtype, vocab_size, eod, int(starts[-1]), len(documents), 1, sha256, ()).write(folder / META_FILE)
+    Meta(dtype, vocab_size, eod, int(starts[-1]), len(documents), 1, sha256, (), file_checksums(folder)).write(
+        folder / META_FILE
+    )
     return folder
 
 

@@ -225,9 +225,7 @@ def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None
     expected = {plan.whole_name(name): tuple(weight.shape) for name, weight in made.named_parameters()}
     for prefix, module in made.named_modules():
         for name, buffer in persistent_buffers(module):
-            whole = plan.whole_name(f"{prefix}.{name}" if prefix else name)
-            if whole in weights:  # checkpoints of older versions have none
-                expected[whole] = tuple(buffer.shape)
+            expected[plan.whole_name(f"{prefix}.{name}" if prefix else name)] = tuple(buffer.shape)
     for name in [*expected, *sorted(weights.keys() - expected.keys())]:
         reason = None
         if name not in weights:

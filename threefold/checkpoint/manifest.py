@@ -1,7 +1,6 @@
 """Records in a checkpoint: its manifest, checkpoint.json, and the record of its writer, writer.json.
 
-The second is a separate file because earlier releases refuse a manifest with unknown fields. Older checkpoints lack
-it; their layout is read from `config.yaml`.
+An imported checkpoint has no writer; its layout is read from `config.yaml`.
 """
 
 import dataclasses
@@ -24,7 +23,7 @@ from threefold.checksums import FileRecord, checksum, checksum_of_file, is_intac
 from threefold.comm.layout import AXES, Layout
 from threefold.config.schema import ParallelConfig
 from threefold.data.corpus import Content
-from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
+from threefold.data.tokenizer import SpecialTokens, TextRule
 from threefold.errors import UserError
 from threefold.files import STRICT, WrongFact, parse_facts, parse_json, shown
 from threefold.foreign import FORMAT, MANIFEST, FolderFiles, is_plain_name
@@ -33,7 +32,7 @@ from threefold.output import sync, write_durably
 PARTIAL: Final = ".partial"  # suffix of the folder of an incomplete checkpoint
 REPLACED: Final = ".replaced"
 """Suffix of a complete checkpoint being replaced; it counts until the new one has its name."""
-VERSION: Final = 2
+VERSION: Final = 1
 
 Whole = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -68,8 +67,8 @@ class Facts:
     loss_scale: Annotated[float, Field(gt=0)] | None = None
     good_steps: Whole = 0  # finite steps since the loss scale changed last
     corpora: tuple[tuple[Whole, Whole], ...] = ()  # tokens and documents of each corpus of the data
-    contents: tuple[Content, ...] = ()  # of the corpora; empty in checkpoints of older versions
-    # Text rule of the data; None in older checkpoints and in imports, which have seen no data.
+    contents: tuple[Content, ...] = ()  # of the corpora
+    # Text rule of the data; None in imports, which have seen no data.
     special_tokens: SpecialTokens | None = None
     beginning: tuple[Whole, ...] | None = None
     anomalies: AnomalyFacts | None = None
@@ -81,10 +80,8 @@ class Facts:
     @property
     def rule(self) -> TextRule | None:
         """Rule that turned the text of the data into tokens; None for an import."""
-        if not self.documents:
-            return None
         if self.beginning is None:
-            return BEFORE_RULES
+            return None
         return TextRule(self.special_tokens or "parse", self.beginning, self.special_tokens is None)
 
 
@@ -128,7 +125,7 @@ class Checkpoint:
 
 
 def read_manifest(folder: Path) -> Checkpoint:
-    """Read checkpoint.json and no other file; UserError if a later version of Threefold wrote it."""
+    """Read checkpoint.json and no other file; UserError if it is of another version of the format."""
     try:
         text = FolderFiles(folder).text(MANIFEST)
         document = parse_json(text, MANIFEST)
@@ -137,16 +134,12 @@ def read_manifest(folder: Path) -> Checkpoint:
     if not isinstance(document, dict) or document.pop("format", None) != FORMAT:
         raise DamagedCheckpoint(folder, f"its {MANIFEST} is not that of a checkpoint")
     version = document.pop("version", None)
-    if version == 1 and type(version) is int:  # written by development versions, without a checksum
-        raise DamagedCheckpoint(
-            folder, f"its {MANIFEST} is of version 1 of the format, which is unknown: this Threefold reads {VERSION}"
-        )
     if not is_intact(text):
         raise DamagedCheckpoint(folder, f"its {MANIFEST} {CHANGED}")
-    if type(version) is int and version > VERSION:
+    if type(version) is int and version > 0 and version != VERSION:
         raise UserError(
-            f"{folder} has version {version} of the format and this Threefold reads version {VERSION}; use a later "
-            "Threefold."
+            f"{folder} has version {version} of the format and this Threefold reads version {VERSION}; use the "
+            "Threefold that wrote it."
         )
     if type(version) is not int or version != VERSION:
         raise DamagedCheckpoint(folder, f"its {MANIFEST} has no usable version")
@@ -176,11 +169,7 @@ def write_manifest(folder: Path, facts: Facts) -> None:
         if path.name != MANIFEST:
             found = known[path.name].checksum if path.name in known else checksum(path)
             files[path.name] = {"bytes": path.stat().st_size, "checksum": found}
-    stored = dataclasses.asdict(facts)
-    for name in ("anomalies", "evaluation_missed", "fingerprint"):
-        if not stored[name]:  # so that earlier versions can read the manifest
-            del stored[name]
-    manifest = {"format": FORMAT, "version": VERSION, **stored, "files": files}
+    manifest = {"format": FORMAT, "version": VERSION, **dataclasses.asdict(facts), "files": files}
     write_durably(folder / MANIFEST, seal_text(json.dumps(manifest, indent=2)))
     sync(folder)
 
@@ -242,7 +231,7 @@ def record_of(layout: ParallelConfig | Layout) -> WriterRecord:
 
 
 def read_writer(folder: Path) -> WriterRecord:
-    """Return the record of a checkpoint's writer, for older checkpoints from the config; unreadable facts are None."""
+    """Return the record of a checkpoint's writer, for an imported one from the config; unreadable facts are None."""
     document, files = None, FolderFiles(folder)
     with suppress(UserError):
         document = files.json(WRITER)

@@ -135,7 +135,6 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
         for key, before, now in changes
     ]
     warnings += _changed_model(checkpoint, config)
-    # Older versions stored derived settings as if the user had given them.
     decay, last = config.optimizer.decay_steps, config.train.max_steps
     if decay == choice.config.train.max_steps < last and config.optimizer.decay != "constant":
         warnings.append(

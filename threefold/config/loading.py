@@ -106,7 +106,7 @@ def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
 
 
 def load_stored_config(path: Path, overrides: Overrides = ()) -> Config:
-    """Read the config that a run has stored, as `load_config`, where earlier versions may have kept a secret."""
+    """Read the config that a run has stored, as `load_config`, without secrets that somebody may have put there."""
     return _load(path, overrides, _document(_stored_text(path), path))
 
 

@@ -489,7 +489,7 @@ def _check_hyper_parameters(config: Config) -> None:
     for key in HYPER_PARAMETERS:
         default = type(optimizer).model_fields[key].default
         if key in read or getattr(optimizer, key) == default or (optimizer.name == "sgd" and key in ("betas", "eps")):
-            continue  # configs of earlier versions may have betas and eps for sgd, which ignores them
+            continue  # a config of Adam's is tried with optimizer.name=sgd, which ignores them
         if own:
             rule = f"optimizer.name is {optimizer.name}; give its arguments in optimizer.arguments instead"
             raise problem(config, f"optimizer.{key}", rule)

@@ -38,9 +38,6 @@ class TextRule:
         return cls(special_tokens or "parse", beginning_of(tokenizer))
 
 
-BEFORE_RULES: Final = TextRule("text", ())  # rule of token files, caches and checkpoints that record none
-
-
 _TEXT: Final = (1 << 32) - 1
 """Id of the only token of the text that a post-processor is asked about; no vocabulary is large enough to have it."""
 

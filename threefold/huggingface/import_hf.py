@@ -34,7 +34,7 @@ from threefold.huggingface.files import (
     texts_of,
 )
 from threefold.huggingface.mapping import HuggingFaceType, SourceRows, WeightMap
-from threefold.huggingface.source import list_imported, read_json
+from threefold.huggingface.source import read_json
 from threefold.models.family import make_model, model_plan
 from threefold.models.sharding import ModelPlan
 from threefold.output import Progress, check_replaceable, staged_directory, write_durably
@@ -68,7 +68,7 @@ class Imported:
 def import_model(request: Import, progress: Progress) -> Imported:
     """Create a run whose checkpoint of step 0 has the weights of a Hugging Face model, a piece at a time in memory."""
     return_freed_memory()
-    check_replaceable(request.out, [request.source], request.overwrite, listing=list_imported)
+    check_replaceable(request.out, [request.source], request.overwrite)
     values = read_json(request.source, THEIR_CONFIG)
     kind, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)
     files = TensorFiles(request.source, kind.prefix)
@@ -97,9 +97,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
     tensors = _streamed(weights, model_plan(config.model, 1), files, progress)
     total = sum(tensor.nbytes for tensor in tensors.values())
     progress.phase("Importing", total)
-    with staged_directory(
-        request.out, inputs=[request.source], overwrite=request.overwrite, listing=list_imported
-    ) as partial:
+    with staged_directory(request.out, inputs=[request.source], overwrite=request.overwrite) as partial:
         folder = path_of(partial, 0)
         folder.mkdir(parents=True)
         files.not_finite()  # discard the counts of what the checks above have read

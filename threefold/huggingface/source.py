@@ -1,25 +1,21 @@
 """Checks of an import and an export before torch is imported: the folders, and a model on the Hugging Face hub."""
 
 import re
-from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.checkpoint.folder import CONFIG as RUN_CONFIG
 from threefold.checkpoint.folder import (
-    TOKENIZER,
     Damaged,
     SelectedCheckpoint,
     newest,
-    path_of,
     require_outside_checkpoints,
     select_checkpoint,
 )
 from threefold.errors import UserError
 from threefold.files import require_local, shown
-from threefold.foreign import FORMAT, MANIFEST, FolderFiles
-from threefold.output import check_replaceable, list_marked
+from threefold.foreign import FolderFiles
+from threefold.output import check_replaceable
 
 CONFIG: Final = "config.json"
 _HUB_ID: Final = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
@@ -32,7 +28,7 @@ def check_import(name: str, out: Path, overwrite: bool) -> Path:
         raise UserError(f"{shown(name)} is a page of the Hugging Face hub; give the model's id, {page[1]}.")
     require_local(name, "The model's folder")
     folder = Path(name)
-    check_replaceable(out, [folder], overwrite, listing=list_imported)
+    check_replaceable(out, [folder], overwrite)
     if not folder.exists() and _HUB_ID.fullmatch(name):
         folder = _fetched(name)
     read_json(folder, CONFIG)
@@ -61,21 +57,6 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{folder / name} holds no JSON object; fetch it again.")
     return value
-
-
-def list_imported(run: Path) -> Collection[str] | None:
-    """Return the files of an imported run: those in its marker or, in older runs, in its only checkpoint's manifest."""
-    if (marked := list_marked(run)) is not None:
-        return marked
-    folder = path_of(Path(), 0)
-    try:
-        manifest = FolderFiles(run / folder).json(MANIFEST)
-    except UserError:
-        return None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or manifest.get("step") != 0:
-        return None
-    names = [str(name) for name in manifest.get("files", ())]
-    return {RUN_CONFIG, TOKENIZER, *((folder / name).as_posix() for name in (*names, MANIFEST))}
 
 
 def _fetched(name: str) -> Path:

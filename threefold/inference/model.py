@@ -17,7 +17,7 @@ from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
 from threefold.checkpoint.folder import PREFIX, TOKENIZER, Damaged, from_first
 from threefold.checkpoint.index import require_match
 from threefold.checkpoint.manifest import Checkpoint
-from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.axis import local_part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -138,9 +138,7 @@ class Trained:
         how = Parallelism(mesh, stages, TrainingSettings(seed=self.config.train.seed, dtype=DTYPES[dtype]))
         (stage,) = apply_parallelism(lambda: make_model(config), plan, how, trains=False).stages
         weights: dict[str, Tensor] = {MODEL + name: parameter for name, parameter in whole_parameters([stage])}
-        names = stored_tensors(self.checkpoint.path)
-        buffers = {MODEL + name: buffer for name, buffer in stored_buffers([stage]).items()}
-        weights |= {name: buffer for name, buffer in buffers.items() if name in names}  # older checkpoints have none
+        weights |= {MODEL + name: buffer for name, buffer in stored_buffers([stage]).items()}
         load_tensors(weights, self.checkpoint.path, alone=mesh.is_alone)
         return Model(self, stage.eval().requires_grad_(False), mesh, DTYPES[dtype])
 

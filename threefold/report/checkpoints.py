@@ -120,7 +120,7 @@ class ListedCheckpoint:
     state: State
     reason: str  # the damage, as a clause; empty in other states
     bytes: int
-    saved: datetime | None  # for older checkpoints, when the manifest last changed
+    saved: datetime | None  # for an imported one, when the manifest last changed
     facts: Facts | None  # None if unreadable
     writer: WriterRecord
 
@@ -158,7 +158,7 @@ def listed(path: Path) -> ListedCheckpoint:
             state = "diverged"
     except DamagedCheckpoint as damage:
         state, reason = "damaged", damage.reason
-    except UserError as error:  # a later version of the format
+    except UserError as error:  # another version of the format
         state, reason = "damaged", str(error).removesuffix(".")
     if path.name.endswith(PARTIAL):
         state, reason = "partial", ""
@@ -171,7 +171,7 @@ def listed(path: Path) -> ListedCheckpoint:
 
 
 def saved_at(path: Path, writer: WriterRecord) -> datetime | None:
-    """Return when a checkpoint was saved; for older ones, when its manifest or its folder last changed."""
+    """Return when a checkpoint was saved; for an imported one, when its manifest or folder last changed."""
     if writer.saved is not None:
         return writer.saved
     for each in (path / MANIFEST, path):

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 
 from threefold.checksums import checksum
-from threefold.data.corpus import META_FILE, TOKENS_FILE, StoredTokens, damaged
+from threefold.data.corpus import META_FILE, StoredTokens, damaged
 from threefold.data.formats.jsonl import CACHE_ENDING, FACTS, entry_checksums, is_entry, is_stamp, read_stamp
 from threefold.data.formats.registry import holds_tokens, is_own, read_stored
 from threefold.data.formats.threefold_folder import TokenFiles
@@ -118,27 +118,8 @@ def _audit_folder(folder: Path, progress: Progress) -> Iterator[Audit]:
             raise
         yield Audit(folder, None, "", str(error))
         return
-    known = files.meta.checksums
-    yield Audit(meta_file, require_file(meta_file), "as written" if known else "fits the other files")
-    if known:
-        yield from _compare(folder, dict(known), "prepare the data again with `threefold data prepare`", progress)
-        return
-    try:
-        summary = summarize(files.stored(), progress)
-        if summary.highest >= files.vocab_size:
-            raise files.outside(summary.highest, summary.highest_place)
-        unended = files.tokens[np.asarray(files.documents[1:]) - 1] != files.eod
-        if unended.any():
-            raise UserError(
-                f"{shown(folder / TOKENS_FILE)} has document {int(np.argmax(unended)):,}, which does not end with "
-                f"token {files.eod}; {files.remedy}"
-            )
-        found, problem = "no checksum; tokens in the vocabulary, documents ended", ""
-    except UserError as error:
-        found, problem = "", str(error)
-    yield Audit(folder / TOKENS_FILE, files.tokens.nbytes, found, problem)
-    yield Audit(files.files[1], require_file(files.files[1]), "no checksum; fits tokens.bin")
-    yield Audit(files.tokenizer_file, require_file(files.tokenizer_file), "as written (SHA-256)")
+    yield Audit(meta_file, require_file(meta_file), "as written")
+    yield from _compare(folder, files.meta.checksums, "prepare the data again with `threefold data prepare`", progress)
 
 
 def _compare(folder: Path, known: dict[str, str], remedy: str, progress: Progress) -> Iterator[Audit]:

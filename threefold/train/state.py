@@ -179,7 +179,7 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
             engine's state is undefined then.
         UserError: on every rank, if the checkpoint cannot be read.
     """
-    _load(engine, engine_tensors(engine), checkpoint.path)
+    load_tensors(engine_tensors(engine), checkpoint.path, engine.mesh.world)
     fingerprints, written = engine.fingerprints, checkpoint.facts.fingerprint
     if fingerprints is not None and written is not None:
         found = fingerprints.take(checkpoint.step).fingerprint
@@ -224,12 +224,5 @@ def restore_random_states(engine: Engine, states: Mapping[str, Tensor]) -> None:
 
 def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
     """Warm-start from another run's weights, each rank reading its shards; raises like `restore_engine`."""
-    _load(engine, model_tensors(engine), checkpoint.path)
+    load_tensors(model_tensors(engine), checkpoint.path, engine.mesh.world)
     engine.optimizer.restored()
-
-
-def _load(engine: Engine, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Fill tensors; buffers missing from a checkpoint of an older version keep the constructor's values."""
-    lacking = {MODEL + name for name in stored_buffers(engine.stages)} - stored_tensors(path).keys()
-    wanted = {name: tensor for name, tensor in tensors.items() if name not in lacking}
-    load_tensors(wanted, path, engine.mesh.world)

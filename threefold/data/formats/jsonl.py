@@ -135,16 +135,14 @@ class JsonLines:
         """Return the cache folder with the lines as tokens, cut to `longest`; `further` are inputs of the cache key."""
         if self.cache is not None:  # without a look at the home directory, which a container's user may not have
             roots = [self.cache]
-        else:  # to the first that is writable; earlier versions used the last one, ignoring XDG_CACHE_HOME
+        else:  # to the first that is writable
             beside = self.path.with_name(self.path.name + CACHE_ENDING)
-            homes = of_user(lambda: user_cache_path("threefold", appauthor=False)), of_user(_former_cache)
-            roots = list(dict.fromkeys(each for each in (beside, *homes) if each is not None))
+            home = of_user(lambda: user_cache_path("threefold", appauthor=False))
+            roots = [beside] if home is None else [beside, home]
         content = content_hash(self.path, roots)
-        version = 2  # incremented when the same file, tokenizer and length give another cache
+        version = 1  # incremented when the same file, tokenizer and length give another cache
         given = {"key": self.key, "tokenizer": self.tokenizer_sha256, "eod": self.eod}
-        rule: dict[str, Any] = {"special_tokens": self.special_tokens}
-        if self.rule.beginning:  # entries of tokenizers without one keep the names that earlier versions gave them
-            rule["beginning"] = self.rule.beginning
+        rule = {"special_tokens": self.special_tokens, "beginning": self.rule.beginning}
         facts = {"version": version, "content": content, **given, **rule, **further}
         name = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
         return cached(roots, name, partial(self._encode, content, longest, progress))
@@ -191,10 +189,6 @@ class EncodedLines(Corpus):
         rest = "".join(f"{name} {known[name]}\n" for name in sorted(known))
         dtype: Any = self.tokens.dtype.name
         return Content(dtype, checksum_of(rest.encode()) if known else "", tokens)
-
-
-def _former_cache() -> Path:
-    return Path.home() / ".cache" / "threefold"
 
 
 CACHE_ENDING: Final = ".cache"  # suffix of a file's name for the folder with its cache

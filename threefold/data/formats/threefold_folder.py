@@ -13,7 +13,7 @@ import dataclasses
 import json
 import os
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
@@ -37,13 +37,12 @@ from threefold.data.corpus import (
     damaged,
     load_column,
 )
-from threefold.data.tokenizer import BEFORE_RULES, SpecialTokens, TextRule
+from threefold.data.tokenizer import SpecialTokens, TextRule
 from threefold.errors import UserError
 from threefold.files import STRICT, WrongFact, parse_facts, read_json, require_file, shown
 
 FORMAT: Final = "threefold-tokens"
-VERSION: Final = 2
-_WITHOUT_CHECKSUMS: Final = 1
+VERSION: Final = 1
 _PREPARE_AGAIN: Final = "prepare the data again"
 
 Count = Annotated[int, Field(ge=0, lt=1 << 60)]
@@ -78,19 +77,14 @@ class Meta:
     text_bytes: Count  # of the documents' text as UTF-8; 0 if unknown
     tokenizer_sha256: str
     sources: tuple[SourceFile, ...]
-    special_tokens: SpecialTokens = BEFORE_RULES.special_tokens
-    beginning: tuple[Count, ...] = BEFORE_RULES.beginning
+    checksums: dict[str, str]  # of each other file
+    special_tokens: SpecialTokens = "text"
+    beginning: tuple[Count, ...] = ()
     loss_mask: bool = False
-    checksums: dict[str, str] = field(default_factory=dict)  # of each other file; empty in folders of version 1
     __pydantic_config__: ClassVar[Any] = STRICT
 
     def write(self, path: Path) -> None:
-        version = VERSION if self.checksums else _WITHOUT_CHECKSUMS
-        facts = {"format": FORMAT, "version": version, **dataclasses.asdict(self)}
-        if self.checksums:
-            facts = seal(facts)
-        else:
-            del facts["checksums"]
+        facts = seal({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)})
         path.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
@@ -115,22 +109,19 @@ class Meta:
         if not isinstance(facts, dict) or facts.pop("format", None) != FORMAT:
             raise UserError(f"{shown(path)} describes no token files; give a folder made by `threefold data prepare`")
         version = facts.pop("version", None)
-        if type(version) is not int or not _WITHOUT_CHECKSUMS <= version <= VERSION:
+        if type(version) is not int or version != VERSION:
             raise UserError(
-                f"{shown(path)} has version {shown(repr(version))} of the format and this Threefold reads versions "
-                f"{_WITHOUT_CHECKSUMS} and {VERSION}"
+                f"{shown(path)} has version {shown(repr(version))} of the format and this Threefold reads version "
+                f"{VERSION}; {_PREPARE_AGAIN}"
             )
-        if version == VERSION:
-            if unseal({"format": FORMAT, "version": version, **facts}) is None:
-                raise UserError(damaged(path, _PREPARE_AGAIN))
-            del facts["checksum"]
+        if unseal({"format": FORMAT, "version": version, **facts}) is None:
+            raise UserError(damaged(path, _PREPARE_AGAIN))
+        del facts["checksum"]
         try:
-            if (version == VERSION) != ("checksums" in facts):
-                raise WrongFact("checksums", facts, "missing" if version == VERSION else "unexpected_keyword_argument")
             meta = parse_facts(cls, facts)
             if any(token >= meta.vocab_size for token in meta.beginning):
                 raise WrongFact("beginning", facts)
-            if version == VERSION and not CHECKED <= meta.checksums.keys() <= CHECKED | CHAT_FILES:
+            if not CHECKED <= meta.checksums.keys() <= CHECKED | CHAT_FILES:
                 raise WrongFact("checksums", facts)
         except WrongFact as wrong:
             raise UserError(f"{shown(path)} is damaged ({wrong}); {_PREPARE_AGAIN}") from None
@@ -189,8 +180,7 @@ class TokenFiles(Corpus):
             checksums=meta.checksums,
         )
         for file in (documents_file, mask_file) if files.holds_chat else (documents_file,):
-            expected = meta.checksums.get(file.name)
-            if expected is not None and checksum(file) != expected:
+            if checksum(file) != meta.checksums.get(file.name):
                 raise UserError(damaged(file, _AGAIN))
         starts = files.documents
         if starts[0] != 0 or starts[-1] != meta.tokens or not np.all(np.diff(starts) > 0):

@@ -146,8 +146,7 @@ def drop_lines_after(path: Path, last: int) -> None:
 def _object(content: bytes) -> dict[str, Any] | None:
     """Parse a line; None unless it is a valid step, evaluation or goodput."""
     try:
-        # older versions wrote NaN for a loss that was not finite
-        line = load_json(content.decode("utf-8"), lambda _: None)
+        line = load_json(content.decode("utf-8"))
     except ValueError:
         return None
     if not isinstance(line, dict) or type(line.get("step")) is not int or line["step"] < 0:

@@ -1,4 +1,4 @@
-"""Runs and checkpoints of version 2 that an earlier commit wrote resume and generate as they did with that commit.
+"""Runs and checkpoints that an earlier commit wrote resume and generate as they did with that commit.
 
 The archive holds the runs after two steps; its expected.json holds the losses of the same runs continued to step five,
 and texts generated greedily from step two.
@@ -19,7 +19,7 @@ from threefold.data.dataset import open_dataset
 from threefold.inference.generate import GenerationRequest, Sampling, generate
 from threefold.verify.worker_pool import WorkerPool
 
-ARCHIVE = Path(__file__).parent / "data" / "version2.tar.xz"
+ARCHIVE = Path(__file__).parent / "data" / "recorded.tar.xz"
 STEP = Path("checkpoints/step_00000002")
 TOLERANCE = {"gpt": 1e-6, "llama": 1e-12, "mixture": 1e-2}
 """By the dtype of the run: fp32 on tp 2 with sequence parallelism, fp64 on dp 2 with ZeRO 3, bf16 on dp 2 · pp 2 with
@@ -29,7 +29,7 @@ ep 2, ZeRO 1 and two stages on each rank."""
 @pytest.fixture(scope="module")
 def old(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The extracted archive; a test that writes there writes into a copy."""
-    folder = tmp_path_factory.mktemp("version2")
+    folder = tmp_path_factory.mktemp("recorded")
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
     return folder
