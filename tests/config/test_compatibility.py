@@ -19,12 +19,14 @@ from threefold.config import Config
 from threefold.config.rules import RULES
 from threefold.errors import UserError
 from threefold.models.source import ConfigSource
-from threefold.planner.reference import FEATURES, SIXTEEN_BIT, Feature, answers, config_with, features_named
+from threefold.planner.reference import FEATURES, Feature, answers, config_with, features_named
 from threefold.verify.batches import RandomBatches
 from threefold.verify.compare import GRADIENT, LOSS, Error
 from threefold.verify.rank_worker import RankReport, run_rank
 from threefold.verify.reference import write_trace
 
+SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "fp8", "compressed")
+"""Features that compute or sum in at most 16 bits, with results close to those of fp64 but not equal up to rounding."""
 CELLS = list(cells())
 REFUSALS = refusals(CELLS)
 WORKING = [cell for cell in CELLS if cell.works]

@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from tests.support import ready
+from tests.support.metrics import MEASURED
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, record, steps_of, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.errors import UserError
 from threefold.report.callbacks import EarlyStopping
 from threefold.train.callbacks.base import Callback, RunContext
-from threefold.train.callbacks.metrics_reading import MEASURED, read_metrics
+from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 from threefold.train.run import RunOptions, train
 from threefold.train.stop import Stopped

@@ -241,9 +241,6 @@ def _feature(group: str, name: str, title: str, settings: str, needs: str = "", 
 
 
 FEATURES: tuple[Feature, ...] = tuple(_feature(*row) for row in _ROWS)
-SIXTEEN_BIT = ("bf16", "fp16", "pure-bf16", "fp8", "compressed")
-"""Features that compute or sum in at most 16 bits, with results close to those of fp64 but not equal up to rounding."""
-
 _BASE: dict[str, Settings] = {
     "data": {"path": "tokens", "sequence_length": 8},
     "model": {

@@ -12,18 +12,6 @@ from threefold.foreign import FolderFiles, lines_of, open_own
 from threefold.output import sync
 from threefold.train.callbacks.base import say
 
-MEASURED = (  # keys of a step that measure time and hardware; all others are the same whenever the step is made
-    "tokens_per_second",
-    "seconds",
-    "phases",
-    "tflops",
-    "mfu",
-    "memory",
-    "largest_memory",
-    "largest_rank",
-    "waited",
-    "wall_clock",
-)
 _BEGINNING = b'{"step": '
 _KINDS = ("loss", "valid_loss", "goodput")
 """Distinctive key of each kind of line, in the order of the lines of one step."""
