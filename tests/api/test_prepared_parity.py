@@ -28,6 +28,7 @@ CASES = [
     (4, Script("encoder", "sgd", "float64", accumulate=2, options=ZERO[2])),
     (2, Script("encoder", "adamw", "float64", accumulate=2, clip=0.3, options=ZERO[3])),
     (4, Script("encoder", "adamw", "float64", rows=9, batch=4)),  # the last batch has one row: three replicas none
+    (4, Script("conv", "sgd", "float64", rows=9, batch=4, epochs=1)),
     (3, Script("stack", "sgd", workers=2)),
     (1, Script("conv", "adamw", "float64", accumulate=2, clip=0.3)),
 ]
