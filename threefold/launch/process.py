@@ -1,4 +1,4 @@
-"""Processes of a run: forking, ending with the parent, limits, state in the operating system, and stop signals."""
+"""Processes of a run: forking, ending with the parent, limits, and stop signals."""
 
 import ctypes
 import gc
