@@ -23,7 +23,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_the_table(threefold, config: Path) -> None:
-    status, output, error = threefold("show", config, "--compare", "dp4·tp2")
+    status, output, error = threefold("show", config, "--compare", "dp4,tp2")
     assert (status, error) == (0, "")
     lines = output.splitlines()
     assert lines[0] == "GPT, 29,184 parameters: dp 2 · tp 2 · pp 2, 8 ranks, fp32."

@@ -132,7 +132,7 @@ def test_values_of_overrides(text: str, value: object) -> None:
         ("data: {path: x}\nparallel: {dp: 0}\n", "run.yaml, line 2: parallel.dp is 0 but must be at least 1."),
         ("data: {path: x}\noptimizer: {lr: .inf}\n", "run.yaml, line 2: optimizer.lr is inf but must be a finite number."),
         ("data: {path: x}\noptimizer: {betas: [1]}\n", "run.yaml, line 2: optimizer.betas is [1] but must be a list of two numbers."),
-        ("data: {path: x}\nparallel: {fallbacks: dp2}\n", "run.yaml, line 2: parallel.fallbacks is 'dp2' but must be a list of layouts, such as [dp2·tp2, dp2]."),
+        ("data: {path: x}\nparallel: {fallbacks: dp2}\n", 'run.yaml, line 2: parallel.fallbacks is \'dp2\' but must be a list of layouts, such as ["dp2,tp2", dp2].'),
         ("data: {path: x, key: ''}\n", "run.yaml, line 1: data.key is '' but must be the name of a key, such as text."),
         ("data: {path: x}\nprecision: {dtype: bf6}\n", "run.yaml, line 2: precision.dtype is 'bf6' but must be one of fp32, bf16, fp16, fp64; the nearest is bf16."),
         ("data: {path: x}\nmodel: {tie_embeddings: 1}\n", "run.yaml, line 2: model.tie_embeddings is 1 but must be true or false."),

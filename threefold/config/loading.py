@@ -248,7 +248,7 @@ _OF_SEVERAL_KINDS = {
     "optimizer.betas": "a list of two numbers",
     "data.key": "the name of a key, such as text",
     "data.split": 'weights of the training, validation and test parts, such as "949,50,1"',
-    "parallel.fallbacks": "a list of layouts, such as [dp2·tp2, dp2]",
+    "parallel.fallbacks": 'a list of layouts, such as ["dp2,tp2", dp2]',
     "train.callbacks": "a list of names, import paths such as my_file.py:MyClass, or mappings such as {name: csv_log}",
     "parallel.partition": (
         "cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers such as [3, 6]"

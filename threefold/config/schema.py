@@ -115,7 +115,7 @@ class ParallelConfig(Section):
     through the CPU, which is slow but lets several ranks share a GPU for debugging; NCCL refuses that."""
 
     fallbacks: tuple[str, ...] = derived(strict=False)
-    """Layouts to fall back to after losing ranks, such as `[dp2·tp2, dp2]`: under torchrun, the first with exactly as
+    """Layouts to fall back to after losing ranks, such as `["dp2,tp2", dp2]`: under torchrun, the first with exactly as
     many ranks as the world; otherwise, the first with fewer ranks than before. Each is written as for `threefold verify
     --layout`; settings among `schedule`, `stage_chunks`, `zero`, `zero_shards`, `sequence_parallel` and `cp_method`
     that it does not name take their defaults. The global batch stays the same. Default: none."""

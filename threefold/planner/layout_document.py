@@ -295,7 +295,7 @@ def moves(before: Config, after: Config) -> dict[str, Any]:
         both = ("×".join(map(str, each[differing])) if differing in each else "none" for each in (shapes, others))
         raise UserError(
             f"The two layouts are of different models: {differing[0]} is {' and '.join(both)}; compare layouts of one "
-            "model, such as --compare dp4·tp2."
+            "model, such as --compare dp4,tp2."
         )
     ranks = {rank: [0, 0, 0] for rank in shown_ranks(new.layout)}
     tensors = []

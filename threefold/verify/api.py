@@ -75,7 +75,7 @@ def verify_model(
             in a module or the script, where processes look them up. A custom optimizer keeps its `eps`: with 1e-8 Adam
             amplifies gradients that are pure rounding, such as a key bias's, which then differ; use for example
             `functools.partial(torch.optim.NAdam, eps=1e-5)`.
-        layouts: layouts such as `["dp2·tp2", "pp2 zero1"]`; None for a selection that covers all kinds of parallelism.
+        layouts: layouts such as `["dp2,tp2", "pp2 zero1"]`; None for a selection that covers all kinds of parallelism.
         ranks: number of ranks of the selected layouts.
         steps: optimizer steps to compare.
         dtype: precision; the tolerance is 1e-12 for fp64, 1e-5 for fp32.
@@ -89,7 +89,7 @@ def verify_model(
         UserError: an argument is wrong, the model does not fit its plan, or the data cannot be read.
 
     Example:
-        >>> verified = threefold.verify_model(config, ["dp2·tp2"], model=MyModel, loss=loss, dataset=MyData)
+        >>> verified = threefold.verify_model(config, ["dp2,tp2"], model=MyModel, loss=loss, dataset=MyData)
         >>> assert verified.all_equal, verified
     """
     if dtype not in ("fp64", "fp32"):

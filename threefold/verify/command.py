@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def command(
     config: ConfigFile,
     named: list[str] | None = Argument(
-        None, metavar="[LAYOUT]...", help="Layout such as dp2·tp2·pp2 or tp4,pp2:zbv.", show_default="a selection"
+        None, metavar="[LAYOUT]...", help="Layout such as dp2,tp2,pp2 or tp4,pp2:zbv.", show_default="a selection"
     ),
     layouts: list[str] | None = Option(
         None, "--layouts", "--layout", metavar="LAYOUT", help="Another way to give layouts, separated by `;`."
@@ -77,7 +77,7 @@ def command(
 
     Examples:
       threefold verify run.yaml
-      threefold verify run.yaml dp2·tp2·pp2 tp4,pp2:zbv
+      threefold verify run.yaml dp2,tp2,pp2 tp4,pp2:zbv
       threefold verify run.yaml --all --ranks 4
     """
     from threefold.comm.layout import parse_layouts

@@ -33,7 +33,7 @@ def command(
     compare: str | None = Option(
         None,
         metavar="OTHER",
-        help="Also show what moves to another layout, given as a config or in words such as dp4·tp2.",
+        help="Also show what moves to another layout, given as a config or in words such as dp4,tp2.",
     ),
     verify: Path | None = Option(
         None,
@@ -53,7 +53,7 @@ def command(
 
     Examples:
       threefold show run.yaml --html layout.html --hardware h100
-      threefold show run.yaml --compare dp4·tp2
+      threefold show run.yaml --compare dp4,tp2
     """
     if html is not None:
         if html.suffix.lower() != ".html":
