@@ -73,6 +73,7 @@ class Adapter:
         self.models: list[nn.Module] = []
         self.optimizer: Any = None
         self._copy = 0
+        self._norm: float | None = None  # of the gradients of an update, as the framework reports it
 
     def bind(self, models: list[nn.Module], optimizer: Any) -> None:
         """Bind the adapter to the models and the optimizer of the recorder."""
@@ -149,7 +150,7 @@ class Adapter:
 
     def numbers(self) -> Mapping[str, float]:
         """Return numbers that the framework itself reports for an update, such as its "gradient norm"."""
-        return {}
+        return {} if self._norm is None else {"gradient norm": self._norm}
 
     def weight(self, name: str, parameter: nn.Parameter) -> Placed:
         placed = None if self.place is None else self.place("parameter", name, parameter.detach())
@@ -251,7 +252,6 @@ class ClippingAdapter(Adapter):
 
     def __init__(self, place: Place | None = None) -> None:
         super().__init__(place)
-        self._norm: float | None = None
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def watch(self, before: Callable[[], None], after: Callable[[], None]) -> list[Any]:
@@ -268,9 +268,6 @@ class ClippingAdapter(Adapter):
         """Restore PyTorch's functions."""
         for name, function in self._functions.items():
             setattr(torch.nn.utils, name, function)
-
-    def numbers(self) -> Mapping[str, float]:
-        return {} if self._norm is None else {"gradient norm": self._norm}
 
     def _around(self, function: Callable[..., Any], known: set[int], before: Callable[[], None]) -> Callable[..., Any]:
         @functools.wraps(function)

@@ -19,7 +19,6 @@ from threefold_parity.adapters import (
     WHOLE,
     Adapter,
     AroundCall,
-    Place,
     Placed,
     buffers_of,
     clean_name,
@@ -46,10 +45,6 @@ class MegatronAdapter(Adapter):
     batch_dim = 1
     clips_before_update = False
     converts = False
-
-    def __init__(self, place: Place | None = None) -> None:
-        super().__init__(place)
-        self._norm: float | None = None
 
     def bind(self, models: list[nn.Module], optimizer: Any) -> None:
         if not hasattr(optimizer, "get_loss_scale"):
@@ -189,9 +184,6 @@ class MegatronAdapter(Adapter):
             if group.get("step") is not None:
                 found.setdefault("updates", float(group["step"]))
         return found
-
-    def numbers(self) -> Mapping[str, float]:
-        return {} if self._norm is None else {"gradient norm": self._norm}
 
     def load(self, name: str, parameter: nn.Parameter, read: Callable[[str], Tensor]) -> None:
         fill(parameter.detach(), self._of_parameter(name, parameter), read(name), name)
