@@ -3,7 +3,8 @@
     python benchmarks/bloom.py [--steps 100]
 
 A GPT of 473,728 parameters with dropout, in fp32, on tokens from this Python's own documentation, is trained in one
-process for 100 steps, in micro-batches of one sample; the README shows the row. No idle machine is needed: nothing is timed.
+process for 100 steps, in micro-batches of one sample; the README shows the row.
+Nothing is timed, so no idle machine is needed.
 """
 
 import argparse
