@@ -85,7 +85,7 @@ def test_saved_entry_is_found_by_name(own_folder: Path) -> None:
     ("before", "after", "sentence"),
     [
         ("like: a100-80", "like: a100", r"like is 'a100' but must be one of .*nearest is a100-40"),
-        ("like: a100-80", "like: lab", r"like is 'lab' but must be one of v100, .*mi300x; the nearest"),
+        ("like: a100-80", "like: lab", r"like is 'lab' but must be one of v100, .*mi300x; use v100"),
         ("gpus_per_node: 4", "achievable: {matrix: 3}", "matrix is 3 but must be a share of at most 1; use 1"),
         ("gpus_per_node: 4", "uncertainty: 30", "uncertainty is 30 but must be a share of at most 1"),
         ("like: a100-80", "device: cuda", "matrix_rates is missing"),
