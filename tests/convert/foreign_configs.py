@@ -12,3 +12,5 @@ MEGATRON_SCRIPTS = {path.stem: path.read_text() for path in (_DATA / "megatron")
 """Short scripts in each form that Megatron-LM's examples have, by name."""
 MEGATRON_EXPECTED: dict[str, dict[str, Any]] = json.loads((_DATA / "megatron" / "expected.json").read_text())
 """By script: settings that the config must have, and flags that change the training and have no counterpart."""
+EXPECTED: dict[str, dict[str, Any]] = json.loads((_DATA / "expected.json").read_text())
+"""By file: settings that the config must have, and what is noted of the others."""

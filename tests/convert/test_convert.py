@@ -6,7 +6,16 @@ from typing import Any
 
 import pytest
 
-from tests.convert.foreign_configs import COLOSSAL, FLEET, FLEET_BASE, LLAMA, MEGATRON
+from tests.convert.foreign_configs import (
+    COLOSSAL,
+    EXPECTED,
+    FLEET,
+    FLEET_BASE,
+    FLEET_FLAGS,
+    LLAMA,
+    LOGGED_RUN,
+    MEGATRON,
+)
 from threefold.config import Config, load_config, resolve
 from threefold.convert.conversion import Converted, convert
 from threefold.convert.key_mapping import KeyMapping, count, number, switch, whole
@@ -30,72 +39,18 @@ def _reasons(found: Converted) -> dict[str, str]:
     return {note.key: note.reason for note in found.notes}
 
 
-def test_fleet(tmp_path: Path) -> None:
+WORLDS = {"gpt2.py": 8}
+TEXTS = dict(zip(EXPECTED, (FLEET, COLOSSAL, MEGATRON, LLAMA, FLEET_FLAGS, LOGGED_RUN), strict=True))
+
+
+@pytest.mark.parametrize("name", EXPECTED)
+def test_a_file_becomes_these_settings_and_the_rest_is_noted(tmp_path: Path, name: str) -> None:
     (tmp_path / "base.yaml").write_text(FLEET_BASE)
-    found = _convert(tmp_path, "fleet.yaml", FLEET)
-    assert (found.kind, found.invalid) == ("fleet", "")
-    assert (
-        _settings(found, tmp_path).items()
-        >= {
-            "model.vocab_size": 50304,
-            "model.hidden_size": 4096,
-            "model.num_layers": 32,
-            "model.num_attention_heads": 32,
-            "model.ffn_hidden_size": 16384,
-            "model.hidden_dropout": 0.1,
-            "model.attention_dropout": 0.2,
-            "model.max_position_embeddings": 1024,
-            "model.initializer_range": 0.01,
-            "data.path": "./data/",
-            "data.split": "949,50,1",
-            "data.sequence_length": 1024,
-            "data.eod": 50256,
-            "parallel.dp": 16,
-            "parallel.tp": 2,
-            "parallel.zero": 2,
-            "parallel.zero_shards": 16,
-            "train.global_batch_size": 128,
-            "train.micro_batch_size": 4,
-            "train.gradient_accumulation_steps": 2,
-            "train.max_steps": 500000,
-            "train.seed": 1024,
-            "train.eval_every": 500,
-            "train.recompute": "selective",
-            "precision.dtype": "fp16",
-            "precision.loss_scale": 32768.0,
-            "optimizer.lr": 5e-5,
-            "optimizer.min_lr": 1e-5,
-            "optimizer.warmup_steps": 3600,
-            "optimizer.decay_steps": 360000,
-            "optimizer.decay": "cosine",
-            "optimizer.betas": [0.9, 0.999],
-            "optimizer.weight_decay": 0.01,
-            "optimizer.clip_grad_norm": 1.0,
-            "checkpoint.every": 1000,
-            "log.every": 1,
-        }.items()
-    )
-    assert set(_reasons(found)) == {
-        "Global.device",
-        "Global.local_batch_size",
-        "Engine.num_train_epochs",
-        "Engine.mix_precision.custom_black_list",
-        "Engine.save_load.save_epoch",
-        "Engine.save_load.output_dir",
-        "Model.fused_linear",
-        "Model.type_vocab_size",
-        "Model.frobnicate",
-        "Data.Train.sampler.name",
-        "Data.Train.sampler.shuffle",
-        "Data.Train.sampler.drop_last",
-        "Data.Train.loader.num_workers",
-        "Data.Train.loader.return_list",
-        "Data.Train.loader.collate_fn",
-        "Distributed.sharding.reduce_overlap",
-        "Profiler.scheduler",
-    }
-    assert "128 = 8 · dp 16" in _reasons(found)["Global.local_batch_size"]
-    assert "unknown" in _reasons(found)["Model.frobnicate"]
+    found, expected = _convert(tmp_path, name, TEXTS[name], world_size=WORLDS.get(name)), EXPECTED[name]
+    assert (found.kind, found.invalid) == (expected["kind"], "")
+    assert _settings(found, tmp_path).items() >= expected["settings"].items()
+    assert _reasons(found) == expected["noted"]
+    assert [note.key for note in found.unsupported] == expected["unsupported"]
 
 
 def test_fleet_of_the_first_versions(tmp_path: Path) -> None:
@@ -115,153 +70,12 @@ def test_fleet_of_the_first_versions(tmp_path: Path) -> None:
     assert found.invalid == ""  # Fleet's own example, whose rate rises after the warm-up
 
 
-def test_colossal(tmp_path: Path) -> None:
-    found = _convert(tmp_path, "gpt2.py", COLOSSAL, world_size=8)
-    assert (found.kind, found.invalid) == ("colossal", "")
-    assert (
-        _settings(found, tmp_path).items()
-        >= {
-            "model.num_layers": 12,
-            "model.hidden_size": 768,
-            "model.num_attention_heads": 12,
-            "model.max_position_embeddings": 1024,
-            "data.sequence_length": 1024,
-            "parallel.dp": 2,
-            "parallel.tp": 2,
-            "parallel.pp": 2,
-            "parallel.zero": 3,
-            "train.global_batch_size": 48,
-            "train.micro_batch_size": 2,
-            "train.gradient_accumulation_steps": 12,
-            "train.recompute": "full",
-            "precision.dtype": "fp16",
-            "precision.loss_scale": 2048.0,
-            "optimizer.name": "adamw",
-            "optimizer.lr": 0.00015,
-            "optimizer.weight_decay": 0.01,
-            "optimizer.betas": [0.9, 0.999],
-            "optimizer.clip_grad_norm": 1.0,
-            "optimizer.decay": "constant",
-            "train.epochs": 60,
-        }.items()
-    )
-    assert set(_reasons(found)) == {
-        "model.type",
-        "VOCAB_SIZE",
-        "BATCH_SIZE",
-        "lr_scheduler",
-        "TENSOR_SHAPE",
-        "LOG_PATH",
-        "FROBNICATE",
-        "zero.model_config.tensor_placement_policy",
-        "zero.model_config.shard_strategy",
-        "zero.optimizer_config",
-        "data",
-    }
-
-
 def test_nothing_of_a_python_file_is_run(tmp_path: Path) -> None:
     marker = tmp_path / "run"
     code = f"open({str(marker)!r}, 'w')\nX = __import__('pathlib').Path({str(marker)!r}).touch()\nBATCH_SIZE = 4\n"
     found = _convert(tmp_path, "evil.py", code)
     assert not marker.exists()
     assert {"line 1", "X"} <= set(_reasons(found))
-
-
-def test_megatron(tmp_path: Path) -> None:
-    found = _convert(tmp_path, "pretrain_gpt.sh", MEGATRON)
-    assert (found.kind, found.invalid) == ("megatron", "")
-    assert (
-        _settings(found, tmp_path).items()
-        >= {
-            "model.architecture": "gpt",
-            "model.num_layers": 24,
-            "model.hidden_size": 1024,
-            "model.num_attention_heads": 16,
-            "model.vocab_size": 50257,
-            "model.max_position_embeddings": 2048,
-            "model.hidden_dropout": 0.1,
-            "model.attention_dropout": 0.1,
-            "model.position_embedding": "learned",
-            "model.tie_embeddings": True,
-            "data.mixture": {"corpora/books": 0.3, "corpora/code": 0.7},
-            "data.sequence_length": 1024,
-            "data.split": "900,90,10",
-            "data.eod": 50256,
-            "parallel.dp": 4,
-            "parallel.tp": 2,
-            "parallel.pp": 2,
-            "parallel.schedule": "interleaved",
-            "parallel.stage_chunks": 3,
-            "parallel.sequence_parallel": True,
-            "parallel.zero": 1,
-            "train.max_steps": 500000,
-            "train.global_batch_size": 128,
-            "train.micro_batch_size": 4,
-            "train.seed": 42,
-            "train.eval_every": 1000,
-            "train.eval_batches": 10,
-            "train.recompute": "selective",
-            "precision.dtype": "bf16",
-            "optimizer.lr": 0.00015,
-            "optimizer.min_lr": 1e-5,
-            "optimizer.decay": "cosine",
-            "optimizer.decay_steps": 320000,
-            "optimizer.warmup_steps": 3200,
-            "optimizer.betas": [0.9, 0.95],
-            "optimizer.weight_decay": 0.01,
-            "optimizer.clip_grad_norm": 0.5,
-            "checkpoint.every": 10000,
-            "log.every": 100,
-        }.items()
-    )
-    assert set(_reasons(found)) == {
-        "launcher",
-        "tokenizer-type",
-        "eod-mask-loss",
-        "save",
-        "vocab-file",
-        "merge-file",
-        "data-impl",
-        "frobnicate",
-    }
-
-
-def test_megatron_of_llama(tmp_path: Path) -> None:
-    found = _convert(tmp_path, "flags.txt", LLAMA)
-    assert found.invalid == ""
-    assert (
-        _settings(found, tmp_path).items()
-        >= {
-            "model.architecture": "llama",
-            "model.num_key_value_heads": 8,
-            "model.ffn_hidden_size": 10880,
-            "model.rope_theta": 1e6,
-            "model.norm_eps": 1e-6,
-            "model.tie_embeddings": False,
-            "model.hidden_dropout": 0.0,
-            "model.num_experts": 8,
-            "model.experts_per_token": 1,
-            "model.router_aux_loss": 0.02,
-            "model.router_z_loss": 0.001,
-            "model.expert_capacity_factor": 1.5,
-            "data.split": "969,30,1",
-            "parallel.dp": 8,
-            "parallel.ep": 4,
-            "parallel.cp": 2,
-            "parallel.cp_method": "ring",
-            "train.max_steps": 100,
-            "train.recompute": "full",
-            "optimizer.decay": "linear",
-            "optimizer.min_lr": 0.0,
-            "optimizer.warmup_steps": 7,
-            "optimizer.betas": [0.9, 0.999],
-            "checkpoint.every": 0,
-        }.items()
-    )
-    reasons = _reasons(found)
-    assert {"tokenizer-type", "tokenizer-model", "recompute-method", "train-samples"} <= set(reasons)
-    assert not any("not convertible" in reason for reason in reasons.values())
 
 
 @pytest.mark.parametrize(

@@ -76,37 +76,6 @@ def test_colossal_settings_that_cannot_be_read_are_unsupported(tmp_path: Path) -
     assert {note.key for note in found.unsupported} == {"line 3", "FROB"}
 
 
-def test_fleet_flags(tmp_path: Path) -> None:
-    found = _convert(tmp_path, "run.sh", FLEET_FLAGS)
-    assert (found.kind, found.invalid, found.unsupported) == ("fleet", "", [])
-    expected = {
-        "parallel.dp": 2,
-        "parallel.tp": 2,
-        "parallel.pp": 2,
-        "train.global_batch_size": 16,
-        "train.micro_batch_size": 2,
-        "train.max_steps": 500000,
-        "train.eval_every": 1000,
-        "train.recompute": "full",
-        "checkpoint.every": 100000,
-        "model.num_layers": 4,
-        "model.hidden_size": 1024,
-        "model.vocab_size": 50304,
-        "precision.dtype": "fp16",
-        "precision.loss_scale": 32768.0,
-        "optimizer.lr": 1e-4,
-        "optimizer.min_lr": 1e-5,
-        "optimizer.decay_steps": 320000,
-        "optimizer.warmup_steps": 3200,
-        "optimizer.weight_decay": 0.01,
-        "optimizer.clip_grad_norm": 1.0,
-        "data.path": "./data",
-        "data.sequence_length": 1024,
-    }
-    assert _settings(found, tmp_path).items() >= expected.items()
-    assert {"output_dir", "device", "model_name_or_path", "launcher"} == {note.key for note in found.notes}
-
-
 def test_fleet_flags_that_share_and_that_are_not_known(tmp_path: Path) -> None:
     text = FLEET_FLAGS.replace("--sharding_degree 1 --sharding_stage 1", "--sharding_degree 2 --sharding_stage 2")
     found = _convert(
@@ -132,29 +101,6 @@ def test_fleet_script_that_sets_keys_of_a_yaml(tmp_path: Path) -> None:
     assert {note.key for note in found.unsupported} == {"Model.frob"}
     with pytest.raises(UserError, match=r"starts a training with \./configs/other\.yaml, which does not exist"):
         _convert(tmp_path, "run.sh", script.replace("gpt.yaml", "other.yaml"))
-
-
-def test_fleet_logged_run(tmp_path: Path) -> None:
-    """The run whose losses and rates are known converts to the very settings."""
-    found = _convert(tmp_path, "gpt.yaml", LOGGED_RUN)
-    assert (found.kind, found.invalid) == ("fleet", "")
-    expected = {
-        "model.vocab_size": 51200,
-        "model.hidden_size": 1024,
-        "model.num_layers": 4,
-        "model.num_attention_heads": 2,
-        "parallel.dp": 2,
-        "parallel.tp": 2,
-        "parallel.pp": 2,
-        "train.global_batch_size": 8,
-        "train.micro_batch_size": 1,
-        "train.recompute": "full",
-        "precision.dtype": "fp16",
-        "optimizer.lr": 1e-5,
-        "optimizer.warmup_steps": 3600,
-    }
-    assert _settings(found, tmp_path).items() >= expected.items()
-    assert found.unsupported == []
 
 
 @pytest.mark.parametrize(
