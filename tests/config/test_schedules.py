@@ -60,7 +60,9 @@ def test_a_schedule_travels_with_its_config(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", ["zbw", "Schedule", "PipelineScheduleMulti", "3", "own.cvs"])
 def test_a_wrong_name_lists_what_there_is(given: str) -> None:
-    with pytest.raises(ValueError, match=r"\.csv file of actions, or one of 1f1b, gpipe, .* (the nearest is|use 1f1b)") as caught:
+    with pytest.raises(
+        ValueError, match=r"\.csv file of actions, or one of 1f1b, gpipe, .* (the nearest is|use 1f1b)"
+    ) as caught:
         schedule_name(given)
     for row in SCHEDULES.values():
         assert row.name in str(caught.value)
