@@ -135,18 +135,18 @@ class TensorPiece:
 
 
 class PiecedTensor(PiecewiseTensor):
-    """A tensor in pieces, each stored as a chunk, in torch.distributed.checkpoint's protocol for sharded tensors."""
+    """A tensor stored in chunks, in torch.distributed.checkpoint's protocol for sharded tensors."""
 
     _whole: torch.Size
     _pieces: dict[torch.Size, TensorPiece]
 
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[TensorPiece], memory: Tensor | None = None
+        cls, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[TensorPiece], memory: Tensor | None = None
     ) -> Self:
-        """Make a tensor from pieces that do not overlap, on the `memory` of a shard or on none."""
+        """Make a tensor from chunks that do not overlap, on the `memory` of a shard or on none."""
         memory = torch.empty(tuple(shape), dtype=dtype, device="meta") if memory is None else memory
         self = memory.as_subclass(cls)
-        self._whole, self._pieces = torch.Size(shape), {torch.Size(piece.offsets): piece for piece in pieces}
+        self._whole, self._pieces = torch.Size(shape), {torch.Size(chunk.offsets): chunk for chunk in chunks}
         return self
 
     def size(self, dim: int | None = None) -> Any:

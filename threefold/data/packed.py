@@ -130,17 +130,17 @@ class PackedConversations(Samples):
     first, each into the fullest sample that has room for it (best-fit decreasing; Ding et al., arXiv 2404.10830). The
     rest of a sample is padding, with ignored labels. No label crosses from one document to the next.
 
-    A document of more than S + 1 tokens is cut into pieces of S + 1, each beginning with the last token of the previous
-    one. So every token of the loss mask is a label exactly once, other than one after an end of document; a piece
+    A document of more than S + 1 tokens is cut into segments of S + 1, each beginning with the last token of the one
+    before. So every token of the loss mask is a label exactly once, other than one after an end of document; a segment
     without any is left out.
     """
 
     corpus: Corpus
     sequence_length: int  # S, in tokens
     counts_all: bool  # all tokens have labels, instead of only those of the loss mask
-    starts: Int64Array  # [pieces], position of each in the tokens; ordered by sample
-    lengths: Int64Array  # [pieces]
-    samples: Int64Array  # [samples + 1], first piece of each
+    starts: Int64Array  # [segments], position of each in the tokens; ordered by sample
+    lengths: Int64Array  # [segments]
+    samples: Int64Array  # [samples + 1], first segment of each
     documents_read: int
     longer: int  # documents longer than a sample
 
@@ -153,26 +153,26 @@ class PackedConversations(Samples):
         if not len(numbers):
             raise UserError(f'data.split "{split}" gives the {name} split no conversations; give it a weight above 0')
         starts, ends = corpus.documents[numbers], corpus.documents[numbers + 1]
-        pieces = np.maximum(1, -(-(ends - starts - 1) // sequence_length))
-        place = np.arange(pieces.sum()) - np.repeat(np.cumsum(pieces) - pieces, pieces)
-        piece_starts = np.repeat(starts, pieces) + place * sequence_length
-        lengths = np.minimum(np.repeat(ends, pieces) - piece_starts, sequence_length + 1)
-        cut = np.flatnonzero(np.repeat(pieces > 1, pieces))
+        segments = np.maximum(1, -(-(ends - starts - 1) // sequence_length))
+        place = np.arange(segments.sum()) - np.repeat(np.cumsum(segments) - segments, segments)
+        segment_starts = np.repeat(starts, segments) + place * sequence_length
+        lengths = np.minimum(np.repeat(ends, segments) - segment_starts, sequence_length + 1)
+        cut = np.flatnonzero(np.repeat(segments > 1, segments))
         kept = lengths > 1
         if corpus.loss_mask is not None and not counts_all:
-            for piece in cut.tolist():
-                first, last = int(piece_starts[piece]), int(piece_starts[piece] + lengths[piece]) - 1
+            for segment in cut.tolist():
+                first, last = int(segment_starts[segment]), int(segment_starts[segment] + lengths[segment]) - 1
                 has_label = ~ends_document(corpus.tokens[first:last], corpus.eod)
-                kept[piece] = corpus.loss_mask[first + 1 : last + 1][has_label].any()
+                kept[segment] = corpus.loss_mask[first + 1 : last + 1][has_label].any()
         if not kept.any():
             raise UserError(f"{corpus.path} has no token that counts in its {name} split; give other data.")
-        piece_starts, lengths = piece_starts[kept], lengths[kept]
+        segment_starts, lengths = segment_starts[kept], lengths[kept]
         chosen = pack(lengths, sequence_length + 1)
         order = np.argsort(chosen, kind="stable")
         samples = np.searchsorted(chosen[order], np.arange(int(chosen.max()) + 2))
-        longer = int((pieces > 1).sum())
+        longer = int((segments > 1).sum())
         return cls(
-            corpus, sequence_length, counts_all, piece_starts[order], lengths[order], samples, len(numbers), longer
+            corpus, sequence_length, counts_all, segment_starts[order], lengths[order], samples, len(numbers), longer
         )
 
     def __len__(self) -> int:
@@ -196,7 +196,7 @@ class PackedConversations(Samples):
         windows, counted = np.full(shape, self.corpus.eod or 0, np.int64), np.zeros(shape, np.bool_)
         for row, index in enumerate(indices.tolist()):
             end = 0
-            for start, length in self._pieces(index):
+            for start, length in self._segments(index):
                 here = slice(end, end + length)
                 windows[row, here] = tokens = self.corpus.tokens[start : start + length]
                 self.corpus.check_tokens(tokens, start)
@@ -211,10 +211,10 @@ class PackedConversations(Samples):
         return tokens, np.where(has_label, windows[:, 1:], IGNORE_INDEX)
 
     def documents(self, indices: Int64Array) -> Int64Array:
-        """Return the index of each input token's piece in its sample; padding has the next index."""
+        """Return the index of each input token's segment in its sample; padding has the next index."""
         found = np.zeros((len(indices), self.sequence_length), np.int64)
         for row, index in enumerate(indices.tolist()):
-            ends = np.cumsum([length for _, length in self._pieces(index)])
+            ends = np.cumsum([length for _, length in self._segments(index)])
             found[row] = np.searchsorted(ends, np.arange(self.sequence_length), side="right")
         return found
 
@@ -224,16 +224,16 @@ class PackedConversations(Samples):
         return places - np.maximum.accumulate(np.where(begins, places, 0), axis=1)
 
     def padding(self, indices: Int64Array) -> Int64Array:
-        held = [sum(length for _, length in self._pieces(index)) for index in indices.tolist()]
+        held = [sum(length for _, length in self._segments(index)) for index in indices.tolist()]
         return np.maximum(0, self.sequence_length - np.array(held, np.int64))
 
-    def _pieces(self, sample: int) -> list[tuple[int, int]]:
+    def _segments(self, sample: int) -> list[tuple[int, int]]:
         here = slice(self.samples[sample], self.samples[sample + 1])
         return list(zip(self.starts[here].tolist(), self.lengths[here].tolist(), strict=True))
 
 
 def pack(lengths: Int64Array, room: int) -> Int64Array:
-    """Assign each piece to a bin by best-fit decreasing: int64 [pieces], bin numbers from 0 without gaps.
+    """Assign each segment to a bin by best-fit decreasing: int64 [segments], bin numbers from 0 without gaps.
 
     No length exceeds `room`. The bits of one integer mark which amounts of free room occur among the bins, so the best
     fit is found at once.
@@ -241,8 +241,8 @@ def pack(lengths: Int64Array, room: int) -> Int64Array:
     bins = np.empty(len(lengths), np.int64)
     by_room: dict[int, list[int]] = {}
     rooms = count = 0
-    for piece in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[piece])
+    for segment in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[segment])
         if fitting := rooms >> length:
             free = length + (fitting & -fitting).bit_length() - 1
             chosen = by_room[free].pop()
@@ -250,7 +250,7 @@ def pack(lengths: Int64Array, room: int) -> Int64Array:
                 rooms &= ~(1 << free)
         else:
             free, chosen, count = room, count, count + 1
-        bins[piece] = chosen
+        bins[segment] = chosen
         if left := free - length:
             by_room.setdefault(left, []).append(chosen)
             rooms |= 1 << left
