@@ -25,6 +25,7 @@ from threefold.files import (
     shown,
 )
 from threefold.foreign import FolderFiles, write_own
+from threefold.report.checkpoints import group_of, listed
 from threefold.report.record import SAMPLES_FILE, SUMS, RunRecord, number
 from threefold.train.callbacks.base import Callback, RunContext, clock, reason_of, say
 from threefold.train.callbacks.console import REPORT_FILE
@@ -259,7 +260,6 @@ def _checkpoints(folder: Path) -> tuple[dict[str, Any], int]:
     from threefold.checkpoint.folder import checkpoint_folders
     from threefold.checkpoint.index import read_index  # imports torch
     from threefold.checkpoint.manifest import MANIFEST
-    from threefold.report.checkpoints import group_of, listed
 
     parameters, kept, paths, newest = 0, [], list[Path](), None
     with suppress(UserError):
