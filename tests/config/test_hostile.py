@@ -100,7 +100,7 @@ YAML = {
     "section of a scalar": (DATA + "model: 3", "model is 3 but must be a section"),
     "byte order mark": ("\ufeff" + DATA, None),
     "long key": (DATA + "? " + "x" * 50_000 + "\n: 3", "is not a setting"),
-    "long value": (DATA + "model: {preset: " + "x" * 50_000 + "}", "the nearest is"),
+    "long value": (DATA + "model: {preset: " + "x" * 50_000 + "}", "; use gpt2-124m"),
     "long path": (f"data: {{path: {'x' * 5000}}}", "must be a path: at most 4095 bytes, at most 255 in each name"),
     "deep path": (DATA + f"train: {{init_from: {'a/' * 3000}}}", "must be a path: at most 4095 bytes"),
     "long name in a mixture": (f"data: {{mixture: {{{'x' * 300}: 1}}}}", "data.mixture is"),

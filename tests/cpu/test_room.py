@@ -5,6 +5,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from threefold import doors
 from threefold.comm import mesh
 from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
@@ -32,7 +33,7 @@ def test_the_mesh_needs_no_room(pool) -> None:
 
 
 def test_gloo_between_gpus_needs_the_room() -> None:
-    with patch.object(worker, "hook", lambda name: None), pytest.raises(UserError) as caught:
+    with patch.object(doors, "hook", lambda name: None), pytest.raises(UserError) as caught:
         worker.staged_backend()
     assert str(caught.value) == (
         "parallel.backend gloo on GPUs needs threefold.cpu, which is not installed; install it, or leave that out."
