@@ -16,8 +16,9 @@ FEW_STEPS = "--set train.max_steps=2 --set train.eval_every=0"
 @pytest.mark.slow
 def test_the_commands_after_the_demo_work_when_pasted(tmp_path: Path) -> None:
     """In a copy of the files that it needs, whose environment is the one of the tests."""
-    for name in ("Makefile", "pyproject.toml"):
-        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "parity").mkdir()
+    for name in ("Makefile", "pyproject.toml", "parity/pyproject.toml"):
+        shutil.copy(ROOT / name, tmp_path / name)
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv" / "bin").symlink_to(Path(sys.executable).parent)
