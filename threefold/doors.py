@@ -4,12 +4,13 @@ The core is what trains. An attached room is a subpackage that a run can do with
 `door` declares, as import paths, what it adds, so that nothing of a room is imported before it is used:
 
     COMMANDS = {"plan": ("Plan", "threefold.planner.commands.plan:command")}
-    CALLBACKS = {"stragglers": "threefold.resilience.stragglers:StragglerReport"}  # of every run; FIRST_CALLBACKS
+    CALLBACKS = {"stragglers": "threefold.resilience.stragglers:StragglerReport"}  # of every run
+    FIRST_CALLBACKS = {"live_line": "threefold.report.console:LiveLine"}  # of every run, before those of the core
     CHOSEN_CALLBACKS = {"csv_log": "threefold.report.callbacks:CSVLog"}  # of a run that names them
     TOKEN_FORMATS = {"megatron": "threefold.convert.megatron_tokens:MEGATRON"}
     ATTACHMENTS = {"resilience": "threefold.resilience.attachment:FaultResponse"}  # `threefold.train.attachment`
     NAMES = {"verify_model": "threefold.verify.api:verify_model"}  # of `threefold`; TYPES, of `threefold.types`
-    HOOKS = {"peak_rate": "threefold.planner.hardware:peak_rate"}  # functions that the core calls where they are
+    HOOKS = {"peak_rate": "threefold.planner.hardware:peak_rate"}  # functions that the core calls if the room is there
 
 A room that is not there adds nothing. Other packages add names through entry points (`plugins.Registry`).
 """
@@ -24,7 +25,7 @@ ROOMS: Final = (
     *("exact", "cpu", "verify", "parity", "planner", "resilience", "report", "convert", "huggingface", "inference"),
     "compat",
 )
-"""Attached rooms that add something, in the order in which commands are listed and callbacks are called."""
+"""Attached rooms that add something, in the order in which their callbacks are called."""
 
 
 @cache

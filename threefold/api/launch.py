@@ -13,7 +13,7 @@ from threefold.launch.environment import LaunchedRank, find_launched_rank, meet,
 from threefold.launch.failure import RankFailed, cause
 from threefold.launch.launcher import run_in_process
 from threefold.launch.local import StartMethod, collect_local
-from threefold.launch.process import has_group, lasting_imports, prepare_fork, require_room
+from threefold.launch.process import group_error, lasting_imports, prepare_fork, require_room
 from threefold.launch.worker import Device, Job, RankInfo, join, stay_on_loopback
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def run(
     if launched is None:  # the only rank, whose process group and thread count do not outlast the call
         chosen = device_of(device, 1)
         if dist.is_initialized():
-            raise has_group()
+            raise group_error()
         threads = torch.get_num_threads()
         try:
             return [run_in_process(lambda _, fn, args: fn(*args), (fn, args), 1, device=chosen)]

@@ -18,7 +18,7 @@ class Mirror(Protocol):
         """Local folders that are still to be read."""
 
     def add(self, step: int, folder: Path, is_last: bool = False, if_missing: bool = False) -> None:
-        """Queue a checkpoint, unless it may be there already and is; `is_last` if no other will follow."""
+        """Queue a checkpoint: with `is_last` no other follows, with `if_missing` one that is there is not copied."""
 
     def remove(self, step: int, progress: Callable[[], None]) -> None:
         """Delete the copy of a step; `progress` is called while that takes its time."""

@@ -61,7 +61,7 @@ DIVERGED: Final = ".diverged"
 
 _NAME = re.compile(rf"step_(\d{{8,}})({re.escape(REPLACED)})?")
 NAMED: Final = re.compile(r"step_(\d{8,})([.].*)?")
-"""Names like those of checkpoints, in any state."""
+"""Pattern of names that look like a checkpoint's, whatever follows the step."""
 _ANY = re.compile(rf"step_(\d{{8,}})(\.old)?({'|'.join(map(re.escape, (PARTIAL, REPLACED, DIVERGED)))})?")
 
 
@@ -186,7 +186,7 @@ def remove(path: Path) -> None:
 
 
 def superfluous(steps: Sequence[int], keep: int, keep_every: int | None = None) -> list[int]:
-    """Return those of a run's `steps`, in order, but the `keep` newest (0: all) and multiples of `keep_every`."""
+    """Return, in order, the `steps` not to keep: none of the `keep` newest (0: all), no multiple of `keep_every`."""
     return [step for step in steps[:-keep] if keep_every is None or step % keep_every] if keep else []
 
 

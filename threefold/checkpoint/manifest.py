@@ -91,7 +91,7 @@ class Checkpoint:
 
     path: Path
     facts: Facts
-    files: Mapping[str, FileRecord] = field(default_factory=dict)  # empty where ranks exchange it: one per rank
+    files: Mapping[str, FileRecord] = field(default_factory=dict)  # empty where ranks exchange it: a file of each rank
 
     @property
     def step(self) -> int:

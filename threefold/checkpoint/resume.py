@@ -49,7 +49,7 @@ _FREE_KEYS = frozenset(
 )
 _ROUNDING = "parallel.gradient_compression"  # setting under `_FREE` that changes rounding, and so the results slightly
 _WHOLE_RUN = ("model.initializer_range", "train.init_from", "train.max_steps", "train.epochs")
-"""Settings under `_FREE_KEYS` that a resumed run may change, and that make another run from the start."""
+"""Settings under `_FREE_KEYS` that a resumed run may change, but that give other results from the start of a run."""
 _REPORTS = "train.callbacks"
 """Setting whose change is reported at a resume, and that does not decide a run's results."""
 SHAPES = frozenset(
@@ -74,7 +74,7 @@ def continues(run_dir: Path, resume: Resume) -> bool:
 
 
 def has_all_steps(run_dir: Path, steps: int) -> bool:
-    """Return whether a run's newest checkpoint is that of its last step, with every byte intact."""
+    """Return whether a run's newest checkpoint is of its last step, with every byte intact."""
     with suppress(DamagedCheckpoint):
         if (saved := newest(run_dir)) is not None and saved.step == steps:
             check_whole(saved)

@@ -167,8 +167,8 @@ class BackgroundSaver:
         self._world: Axis | None = None
         self._thread = WorkThread("threefold-saving")
         self._written: Written | None = None
-        self._share: tuple[SavePlan, Metadata] | None = None
-        self._shared: list[tuple[str, torch.Size, torch.dtype]] = []
+        self._planned: tuple[SavePlan, Metadata] | None = None
+        self._planned_for: list[tuple[str, torch.Size, torch.dtype]] = []  # this rank's tensors
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def save(self, run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Path:
@@ -183,7 +183,7 @@ class BackgroundSaver:
             failure, begun = None, time.monotonic()
             try:
                 write_checkpoint(
-                    run_dir, facts, texts, world, lambda folder: _write_share(plan, metadata, copies, folder, world)
+                    run_dir, facts, texts, world, lambda folder: _write_parts(plan, metadata, copies, folder, world)
                 )
             except UserError as error:
                 failure = error
@@ -197,15 +197,15 @@ class BackgroundSaver:
     def _plan(self, tensors: dict[str, Tensor]) -> tuple[SavePlan, Metadata]:
         """Return this rank's parts and the metadata, planned anew when a rank's tensors change. Collective."""
         world, now = self._mesh.world, [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        if self._share is None or any(world.gather_objects(now != self._shared)):
+        if self._planned is None or any(world.gather_objects(now != self._planned_for)):
             planner = _planner_of(tensors, world.is_first)
             # Every rank computes the same global plan, so no part of it has to be sent.
             plans, metadata = planner.create_global_plan(world.gather_objects(planner.create_local_plan()))
-            self._share = Writer(Path(), Heartbeat()).prepare_global_plan(plans)[world.index], metadata
-            self._shared = now
-        return self._share
+            self._planned = Writer(Path(), Heartbeat()).prepare_global_plan(plans)[world.index], metadata
+            self._planned_for = now
+        return self._planned
 
-    def _copied(self, plan: SavePlan, tensors: dict[str, Tensor]) -> "_Copies":
+    def _copied(self, plan: SavePlan, tensors: dict[str, Tensor]) -> "_CopiedParts":
         """Copy this rank's parts into host memory, which is allocated once and overwritten by the next copy."""
         planner, parts = _planner_of(tensors, False), dict[MetadataIndex, Tensor]()
         for item in plan.items:
@@ -230,7 +230,7 @@ class BackgroundSaver:
                     places[index].copy_(part, non_blocking=True)
         if len(on_host) < len(parts):
             torch.cuda.synchronize()
-        return _Copies(places)
+        return _CopiedParts(places)
 
     @property
     def is_done(self) -> bool:
@@ -260,8 +260,8 @@ class BackgroundSaver:
         return done
 
 
-class _Copies(DefaultSavePlanner):
-    """Save planner that takes the tensors of a share from host memory, by the index of their part."""
+class _CopiedParts(DefaultSavePlanner):
+    """Save planner whose parts are copies in host memory."""
 
     def __init__(self, tensors: Mapping[MetadataIndex, Tensor]) -> None:
         super().__init__()
@@ -277,8 +277,8 @@ def _planner_of(tensors: dict[str, Tensor], is_first: bool) -> DefaultSavePlanne
     return planner
 
 
-def _write_share(plan: SavePlan, metadata: Metadata, copies: _Copies, folder: Path, world: Axis) -> None:
-    """Write each rank's share of the tensors, durably; OSError on every rank if one cannot. Collective over `world`."""
+def _write_parts(plan: SavePlan, metadata: Metadata, copies: _CopiedParts, folder: Path, world: Axis) -> None:
+    """Write each rank's parts of the tensors, durably; OSError on every rank if one cannot. Collective over `world`."""
     writer = Writer(folder, world.heartbeat)
     written: list[WriteResult] | str
     try:

@@ -64,8 +64,8 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis) -> No
     """Write tensors to an empty `folder`, shared by all ranks, durably. Collective over the world.
 
     A tensor is a `DTensor` if sharded, and the same plain tensor on every rank if replicated. A rank passes only the
-    tensors that it holds. Of equal parts, as replicas have them, `dcp` writes one. OSError on every rank, if a rank
-    cannot write.
+    tensors that it holds. A part that several ranks hold, as replicas do, is written by one of them. OSError on every
+    rank, if a rank cannot write.
     """
     try:
         with _quiet(world):
@@ -135,18 +135,18 @@ class TensorPiece:
 
 
 class PiecedTensor(PiecewiseTensor):
-    """A tensor stored in chunks, in torch.distributed.checkpoint's protocol for sharded tensors."""
+    """A tensor made of pieces, in torch.distributed.checkpoint's protocol for sharded tensors."""
 
     _whole: torch.Size
     _pieces: dict[torch.Size, TensorPiece]
 
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[TensorPiece], memory: Tensor | None = None
+        cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[TensorPiece], memory: Tensor | None = None
     ) -> Self:
-        """Make a tensor from chunks that do not overlap, on the `memory` of a shard or on none."""
+        """Make a tensor from pieces that do not overlap, on the `memory` of a shard or on none."""
         memory = torch.empty(tuple(shape), dtype=dtype, device="meta") if memory is None else memory
         self = memory.as_subclass(cls)
-        self._whole, self._pieces = torch.Size(shape), {torch.Size(chunk.offsets): chunk for chunk in chunks}
+        self._whole, self._pieces = torch.Size(shape), {torch.Size(piece.offsets): piece for piece in pieces}
         return self
 
     def size(self, dim: int | None = None) -> Any:

@@ -20,7 +20,7 @@ from threefold.terminal import Bars, ConfigFile, ModelFile, Overrides, TrustCode
 
 _NUMBER: Final = re.compile(r"[+-]?\d+")
 _PROFILE_STEPS: Final = 3
-_WATCH: Final = "Look inside"
+_LOOK_INSIDE: Final = "Look inside"
 _MOST_PROFILED: Final = 100
 """Limit on `--profile`; longer traces do not open in a browser."""
 
@@ -61,21 +61,21 @@ def command(
         "0",
         metavar="RANKS",
         help="Ranks whose output is shown, such as 0,3; RUN/logs has the output of all ranks.",
-        rich_help_panel=_WATCH,
+        rich_help_panel=_LOOK_INSIDE,
     ),
     profile: str | None = Option(
         None,
         metavar="[STEPS]",
         help=f"Profile STEPS steps ({_PROFILE_STEPS} if not given) after two warm-up steps. RUN/profile has a "
         "Perfetto trace of each rank, and a picture of the timeline of the stages.",
-        rich_help_panel=_WATCH,
+        rich_help_panel=_LOOK_INSIDE,
         show_default=False,
     ),
     debug_rank: int | None = Option(
         None,
         metavar="RANK",
         help="Attach the terminal to this rank, for breakpoint(); the others wait for it without a time limit.",
-        rich_help_panel=_WATCH,
+        rich_help_panel=_LOOK_INSIDE,
         show_default=False,
     ),
 ) -> None:
@@ -127,8 +127,8 @@ def command(
                         "start the run on one machine without a launcher."
                     )
             with Bars() as bars:  # the bar's thread must end before the workers are forked
-                again: bool | Literal["auto"] = "auto" if resume == "auto" else resume == "yes"
-                run = prepare_training(given, folder, resume=again, progress=bars, profile_steps=int(steps), say=_say)
+                resumes: bool | Literal["auto"] = "auto" if resume == "auto" else resume == "yes"
+                run = prepare_training(given, folder, resume=resumes, progress=bars, profile_steps=int(steps), say=_say)
             if run.finished:
                 made = run.config.train.max_steps
                 _say(f"{folder} has completed all its {made:,} steps; there is nothing left to do.")

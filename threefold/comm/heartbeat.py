@@ -28,7 +28,7 @@ from threefold.comm.rank_state import (
 class Heartbeat:
     """Writer of this rank's state into its page, by default into private memory, which nobody reads.
 
-    Only the training thread calls its methods, except `beat` and `answer`, which belong to the heartbeat thread.
+    Only the training thread calls the methods that write, except those listed for the heartbeat thread.
     `everyone` reads the pages of all ranks, by rank (None for an unknown one); by default this rank's alone is known.
     """
 
@@ -46,6 +46,11 @@ class Heartbeat:
         self._saves = False
 
     # -- written by the training thread ----------------------------------------------------------------------------
+
+    def identify(self, process: str) -> None:
+        """Publish an identifier of this process."""
+        self._process = process
+        self._write_text()
 
     def section(self, section: RunSection, step: int = 0) -> None:
         """Begin a part of the run; the first step is 1."""
@@ -148,11 +153,6 @@ class Heartbeat:
         self._numbers[Slot.WORKED] = int(worked * 1e9)
         self._numbers[Slot.BEATS] += 1
 
-    def identify(self, process: str) -> None:
-        """Publish an identifier of this process."""
-        self._process = process
-        self._write_text()
-
     @property
     def is_asked(self) -> bool:
         """Whether a reader of the page has requested work of the heartbeat thread that is not done yet."""
@@ -162,12 +162,12 @@ class Heartbeat:
         """Report that the requested work is done."""
         self._numbers[Slot.ANSWERED] = 1
 
+    # -- reading ---------------------------------------------------------------------------------------------------
+
     @property
     def waited(self) -> float:
         """Seconds that this rank has waited in collectives, excluding the current one."""
         return float(self._numbers[Slot.WAITED]) / 1e9
-
-    # -- reading ---------------------------------------------------------------------------------------------------
 
     def place(self) -> RankState:
         """Read this rank's own state."""

@@ -47,7 +47,7 @@ class _Message(NamedTuple):
 
 
 class SharedMailbox:
-    """Sends and receives between the ranks of a process group on one host (see `parallel.pipeline.Mailbox`).
+    """Sends and receives between the ranks of a process group on one host (see `scheduled_stage.Mailbox`).
 
     `shared` has `SLOTS` slots of memory per rank, and pipes: inboxes of all ranks, then pipes that return slots.
     """

@@ -30,7 +30,7 @@ REMEDY: Final = (
 
 
 def pass_key(seed: int, epoch: int) -> int:
-    """Return the key of all samples of an epoch, from which and its number that of each sample follows."""
+    """Return the key of an epoch; the key of a sample follows from it and the sample's number."""
     return stream_key("samples", seed, epoch)
 
 

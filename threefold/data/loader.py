@@ -85,7 +85,7 @@ class Loader:
         return isinstance(self.train, NestedSamples)
 
     def batch(self, step: int, following: int | None = None) -> Any:
-        """Return the training batch of `step` (from 0), and prefetch that of `following`, by default the next."""
+        """Return the training batch of `step` (from 0), and prefetch the batch of `following`, by default the next."""
         following = step + 1 if following is None else following
         ahead = self._ahead.pop(step, None)
         batch = self._now(partial(self._read_train, step)) if ahead is None else ahead()

@@ -266,7 +266,7 @@ def meet(launched: LaunchedRank, timeout: float = 0.0) -> "Store":
     arrive, or `LONGEST_WAIT` if that is 0; then a `UserError` is raised.
     """
     wait = _Wait(launched, timeout)
-    found: Any = _come(wait)
+    found: Any = _connected(wait)
     found.set_timeout(timedelta(seconds=LONGEST_WAIT))
     store = _store_of(launched, found)
     if launched.world_size > 1:
@@ -335,8 +335,8 @@ class _Wait:
         )
 
 
-def _come(wait: _Wait) -> "Store":
-    """Start the store on the rank that hosts it; connect to it on the others.
+def _connected(wait: _Wait) -> "Store":
+    """Return the store of the rendezvous: start it on the rank that hosts it, connect to it on the others.
 
     Runs in a thread, because native code may wait forever for an answer.
     """

@@ -102,13 +102,13 @@ def explain_limit(error: BaseException) -> str:
     """Return a clause on an error by a limit of this host on memory, processes or threads; empty for another error."""
     if explained := _explain_allocation(error):
         return explained
-    if not _is_of_tasks(error):
+    if not _is_task_limit(error):
         return ""
     # A thread needs address space for its stack.
     return small_address_space() if _space() is not None and not task_limits() else no_more_tasks()
 
 
-def _is_of_tasks(error: BaseException) -> bool:
+def _is_task_limit(error: BaseException) -> bool:
     """Return whether an error came from starting a process or a thread beyond a limit."""
     if isinstance(error, RuntimeError):  # of threading and of native code
         return re.search(r"can't start new thread|^Resource temporarily unavailable", str(error)) is not None

@@ -38,8 +38,8 @@ def run(
 
     Under torchrun or Slurm's srun this process is one rank; otherwise the ranks are started here.
 
-    The arguments are those of `spawn`; a `UserError` of `own` is raised for all ranks. Without `signals`, signals end
-    the processes.
+    The arguments are as in `spawn`, but a launcher restarts its ranks itself, without `again`. A `UserError` of `own`
+    is raised for all ranks. Without `signals`, signals end the processes.
 
     Returns:
         the worker's result on the rank of this process, or on rank 0 if the ranks are started here.
@@ -164,10 +164,10 @@ def run_in_process(
                 os.environ[_INTERFACE] = before
 
 
-def _info(place: LaunchedRank, job: Job, signals: StopSignals | None) -> RankInfo:
+def _info(rank: LaunchedRank, job: Job, signals: StopSignals | None) -> RankInfo:
     asked = partial(getattr, signals, "received") if signals else never
-    ranks = (place.rank, place.world_size, place.local_rank, place.local_world_size)
-    return RankInfo(*ranks, job.device, asked, backend=job.backend)
+    place = (rank.rank, rank.world_size, rank.local_rank, rank.local_world_size)
+    return RankInfo(*place, job.device, asked, backend=job.backend)
 
 
 def _entered(stack: ExitStack, own: Ownership, rank: int, shared: Callable[[str], str]) -> str:

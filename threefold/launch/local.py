@@ -25,11 +25,19 @@ from threefold.comm.rank_state import RunSection
 from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.foreign import open_own
-from threefold.launch import process as processes
 from threefold.launch.device import require_gpus
 from threefold.launch.failure import Failure, cause, formatted, from_exception, from_exit_code
 from threefold.launch.output import log_file
-from threefold.launch.process import NUMBERS, StopSignals, raise_on_second, require_room
+from threefold.launch.process import (
+    NUMBERS,
+    StopSignals,
+    die_with_parent,
+    note_signals,
+    raise_on_second,
+    require_room,
+    shared_objects,
+    signals_blocked,
+)
 from threefold.launch.worker import Job, RankInfo, Worker, listen_on_loopback, never, stay_on_loopback, work
 from threefold.train.callbacks.base import CallbackFailed
 
@@ -42,7 +50,7 @@ number of ranks of the next attempt, or None to end without an error, or raises 
 
 LOOK: Final = 0.25
 """Seconds between two calls of a watch for ranks that hang."""
-OTHER_FAILURES = 0.5
+OTHER_FAILURES: Final = 0.5
 """Seconds to wait after the first failure for failures of other ranks, one of which may be the cause."""
 
 
@@ -139,14 +147,14 @@ def collect_local(
                 with suppress(ProcessLookupError):
                     os.kill(rank.process.pid or 0, signal.SIGTERM)
 
-    with listen_on_loopback() as listener, processes.shared_objects(), _ended() as ranks:
+    with listen_on_loopback() as listener, shared_objects(), _ended() as ranks:
         host, port = listener.getsockname()[:2]
         for number in range(world_size):
             info = RankInfo(number, world_size, number, world_size, job.device, backend=job.backend)
             receiver, sender = context.Pipe(duplex=False)
             main_args = (job, info, (host, port), sender, os.getpid(), watch, signals is not None)
             process = context.Process(target=_main, args=main_args, name=f"rank {number}")
-            with processes.signals_blocked():  # or a signal could come between its start and its entry in the list
+            with signals_blocked():  # or a signal could come between its start and its entry in the list
                 process.start()
                 ranks.append(_Rank(process, receiver))
             sender.close()
@@ -172,13 +180,13 @@ def _main(
 ) -> None:
     """Run the job in a rank's process.
 
-    The store of all ranks is at `place`; the process `parent` has started them. Without `watch`, nobody
-    reads heartbeats. The worker itself ends on a signal if `stops`.
+    The store of all ranks is at `place`, a host and a port; the process `parent` has started them. Without `watch`,
+    nobody reads heartbeats. The worker itself ends on a signal if `stops`.
     """
-    processes.die_with_parent(parent)
+    die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends all ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    asked = processes.note_signals() if stops else never
+    asked = note_signals() if stops else never
     heartbeat = Heartbeat() if watch is None else watch.heartbeat(info.rank)
     beats = nullcontext() if watch is None else watch.beating(info.rank, heartbeat)
     heartbeat.section(RunSection.START)

@@ -121,7 +121,7 @@ def _tasks_of_user() -> int:
     return found
 
 
-def has_group() -> UserError:
+def group_error() -> UserError:
     """Return the error for a process that cannot start ranks because it is a rank already."""
     return UserError(
         "torch.distributed is initialised in this process, so it cannot start ranks of its own; call init_mesh in "
@@ -140,7 +140,7 @@ def prepare_fork() -> bool:
     from threefold.torch_private.runtime import end_openmp_threads
 
     if dist.is_initialized():
-        raise has_group()
+        raise group_error()
     if torch.cuda.is_initialized():
         raise UserError(
             "CUDA is initialised in this process, so its forks could not use it; start the ranks before anything uses "

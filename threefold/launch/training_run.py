@@ -67,16 +67,16 @@ def train_as_rank(
     find_peak = hook("peak_rate")
     peak = find_peak and find_peak(config.precision.dtype, info.device, info.local_world_size, gpu)
     options = RunOptions(
-        info.asked,
-        info.local_rank == 0,
-        callbacks,
-        source or ConfigSource(),
-        began,
-        info.heartbeat,
-        attempt,
-        peak,
-        profiler,
-        check,
+        asked=info.asked,
+        reads=info.local_rank == 0,
+        callbacks=callbacks,
+        source=source or ConfigSource(),
+        began=began,
+        heartbeat=info.heartbeat,
+        attempt=attempt,
+        peak_rate=peak,
+        profiler=profiler,
+        verify=check,
     )
     return train(config, run_dir, resume, options)
 
@@ -178,6 +178,7 @@ class TrainingRun:
         return cast("Stopped | None", ended)
 
     def _end(self, failure: Failure) -> NoReturn:
+        """End the run as `spawn` does without `again`; with one, a signal during the start reaches the ranks."""
         raise failure.exception(self.run_dir)
 
     def _own_folder(self) -> AbstractContextManager[None]:
@@ -241,7 +242,7 @@ def prepare_training(
         if copies is not None and is_first and (copied := copies.copy_newest()):
             say(f"{copied} was not at {shown(resolved.checkpoint.remote)} yet; it has been copied there.")
         return TrainingRun(resolved, run_dir, resume, finished=True)
-    if continues(run_dir, resume):
+    if continues(run_dir, resume):  # only for the errors: `Start` in train/state.py chooses the checkpoint
         find_resumption(run_dir, resolved)
     else:
         require_no_checkpoints(run_dir)

@@ -1,1 +1,1 @@
-"""Faults of a run: bad steps, silent corruption, slow and lost ranks; each response is a callback of the run."""
+"""Responses to faults of a run: bad steps, silent corruption, slow and lost ranks; copies of state and checkpoints."""

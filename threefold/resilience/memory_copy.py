@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.checkpoint.resume import find_warm_start
+from threefold.checkpoint.tensors import ALIGNMENT
 from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.comm.axis import Axis
 from threefold.config import Config
@@ -43,7 +44,6 @@ from threefold.train.state import (
 )
 from threefold.train.step import Engine
 
-ALIGNMENT: Final = 64
 _RECORD: Final = struct.Struct("<qqq48s")
 _START: Final = mmap.PAGESIZE
 _INVALID: Final = -1

@@ -29,7 +29,7 @@ _RETRIES: Final = (1.0, 4.0, 15.0)
 
 
 def claim_address(address: str, run: Claimant) -> tuple[RemoteCheckpoints, list[str]]:
-    """Take an address for a run, and return what stands for it, and lines about the owner before, if elsewhere."""
+    """Take an address for a run; return the checkpoints there, and a line about an owner so far that is elsewhere."""
     remote = RemoteCheckpoints(address)
     before, now = remote.claim(run)
     if before is None or (before.run, before.host, before.folder) == (now.run, now.host, now.folder):

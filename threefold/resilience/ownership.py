@@ -1,9 +1,9 @@
 """Owner of a remote address: the run whose checkpoints are copied there, which no other run replaces or continues.
 
 The record `owner.json` stands at the address and, with the same run id, in the run's folder. A run may use an address
-that has no owner, and its own: the folder's id is that of the owner, and the folder is where it was. A folder without
-checkpoints of its own, or one that was moved, may continue the owner's run if it resumes with everything that decides
-the run's results alike (`terms_of`); it takes the address over. Each start writes a new `claim`, from which a process
+that has no owner, and its own: the run id in its folder is the owner's, and the folder is where it was. A folder
+without checkpoints, or one that was moved, may continue the owner's run if everything that decides the run's results is
+the same when it resumes (`terms_of`); it takes the address over. Each start writes a new `claim`, from which a process
 that is still running notices that another one has taken over.
 """
 
@@ -135,7 +135,7 @@ class Claimant:
         return claimed
 
     def adopt(self, owner: Owner) -> None:
-        """Write the owner's record into the folder, whose run is that of the owner from here on."""
+        """Write the owner's record into the folder, whose run then continues the owner's."""
         own = Owner.of_folder(self.run_dir)
         if own is None or own.run != owner.run:
             self._write(owner)

@@ -128,6 +128,9 @@ _CLAIM, _VERDICT = "hang/claim", "hang/verdict"
 class StoreWatch:
     """Find the rank that does not answer, from every rank over the launcher's store.
 
+    Every rank sends its page to the store. Up to three ranks, the judges, read all pages. The first of them that finds
+    a hang claims it, reports it and publishes the verdict, which all ranks look for.
+
     Args:
         store: store of the rendezvous, used over separate connections.
         timeout: seconds without progress after which a rank counts as hung.
@@ -154,7 +157,7 @@ class StoreWatch:
         self._interval = max(BEAT, ranks / 2000)  # the store takes and gives so many pages a second
         self._watch = HangWatch(ranks, timeout, self._state, self._worked, delayed=True)
         self._lost = LostStore(rank, timeout)
-        self._exchanges, self._judges = 0, False
+        self._exchanges, self._has_claimed = 0, False
         self._over = threading.Event()
         self._ending = threading.Lock()
 
@@ -222,9 +225,9 @@ class StoreWatch:
                 pages = store.multi_get(keys)
                 self._places[:] = [None if page == _NOTHING.encode() else read(page) for page in pages]
                 hang = self._watch.observe(self._places, stopwatch.passed())
-                if hang and not self._judges:
-                    self._judges = int(store.add(_CLAIM, 1)) == 1
-                if hang and self._judges:  # otherwise the other judge's verdict follows
+                if hang and not self._has_claimed:
+                    self._has_claimed = int(store.add(_CLAIM, 1)) == 1
+                if hang and self._has_claimed:  # otherwise the other judge's verdict follows
                     if is_first_to_report(store):  # otherwise another failure has been reported
                         self._tell(Failure(hang.ranks[0], hang.error, time.monotonic(), silent=True), True)
                     processes = [place.process for rank in hang.ranks if (place := self._places[rank])]

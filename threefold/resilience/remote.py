@@ -107,9 +107,9 @@ class RemoteCheckpoints:
         return owner
 
     def claim(self, by: Claimant) -> tuple[Owner | None, Owner]:
-        """Make the address that of a run, in whose name this object acts from here on.
+        """Make a run the owner of the address; from then on, what this object writes there is the run's.
 
-        Returns the owner before, or None, and the owner now.
+        Returns the owner so far, None if there was none, and the new one.
         """
         before = self.require_usable(by)
         self._owner = owner = by.claimed(before)
@@ -392,7 +392,7 @@ def look_at_remote(address: str, run: Claimant, writes: bool = True, last: int |
     """Check a remote address before a run; when resuming, download its newest good copy if newer than the run's.
 
     If several processes share the folder, only one of them copies. The run's own checkpoints count if they are good as
-    far as can be seen without reading their tensors, which are read of that of step `last`.
+    far as can be seen without reading their tensors; only those of the checkpoint of step `last` are read.
 
     Raises:
         UserError: all copies are damaged, a new run would mix its checkpoints with those at the address, the address is

@@ -119,7 +119,7 @@ def _composed(config: Config, spec: LayoutSpec, batch: int) -> Config:
 
 
 class Restarts:
-    """Callback after a failed attempt: prepares the next attempt, or raises the error that ends the run.
+    """What `spawn` calls after a failed attempt (`Again`): prepares the next, or raises the error that ends the run.
 
     The configs are resolved. `began` is `time.time()` at the start of the run; `make` returns the rank arguments of an
     attempt, from its config and itself.
@@ -140,7 +140,7 @@ class Restarts:
         self._before: tuple[int, str, int] | None = None  # rank, error and last step, compared with the next failure's
 
     def args(self) -> tuple[Any, ...]:
-        """Return the rank arguments of the current attempt, at first of the first."""
+        """Return the rank arguments of the current attempt, which is at first the first one."""
         return self._make(self._config, self._attempt)
 
     def __call__(self, failure: Failure) -> tuple[tuple[Any, ...], int] | None:

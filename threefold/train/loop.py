@@ -166,7 +166,7 @@ class TrainingLoop:
             self._finish_step(StepRecord(**vars(passed_over) | self._place(step), reader_cost=0.0, seconds=seconds))
             return step
         self.heartbeat.activity(Activity.DATA)
-        # The second argument is the next step that no guard skips, whose batch is prefetched.
+        # The second argument counts the updates before the next step that no guard skips, whose batch is prefetched.
         batch = self.loader.batch(done, self._next_step(step + 1) - 1)
         read = time.perf_counter()
         self._notify("before_step", step, batch, step=step)

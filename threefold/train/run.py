@@ -62,9 +62,12 @@ class RunOptions:
         asked: returns the number of the signal that ends the run, 0 for none.
         reads: whether this rank checks the token files of its host in the background.
         callbacks: further callbacks, called after the built-in ones and those of `train.callbacks`.
+        source: where the model comes from, by default the config.
         began: start of the run in `time.time` seconds; None for now.
         heartbeat: where this rank reports its activity; None if nobody reads it.
+        attempt: start of the ranks that this is, see `Attempt`.
         peak_rate: peak FLOP/s of a rank, see `RunContext`.
+        profiler: callback of `--profile`; None without it.
         verify: check called before the model is made, in the first attempt only.
     """
 

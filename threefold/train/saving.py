@@ -58,7 +58,7 @@ class SafeSaving:
         self.store, self._is_proved = store, is_proved
         self.awaits_good_step = True
         self._awaiting: int | None = None  # step of the last checkpoint, until a good step has followed
-        self._tried: Path | None = None
+        self._tried: Path | None = None  # checkpoint that the last rollback loaded, until a good step follows
         self._good: int | None = None  # step of a checkpoint that a good step followed, while older ones are kept
         self._has_good_steps = False
 
@@ -201,7 +201,7 @@ class Checkpoints:
         self._sizes = dataset.sizes()
         self._texts = self._sidecar_texts(start.carried) if first else {}
         held = sum(tensor.numel() * tensor.itemsize for tensor in engine_tensors(engine).values())
-        clock.begin(held * engine.mesh.pp.size)
+        clock.begin(held * engine.mesh.pp.size)  # of one stage, whole; the others hold about as much
 
     def save(self, step: int, last: bool = False, evaluation_missed: bool = False) -> Path | None:
         """Save a checkpoint after `step` updates, in the background if configured; return its folder.

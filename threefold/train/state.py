@@ -74,7 +74,7 @@ class Start:
     def __init__(self, run: RunContext, resume: Resume, held: HeldStates | None, remote: Copies | None) -> None:
         self._run, self._resume, self._held, self._remote = run, resume, held, remote
         self._damaged: dict[Path, str] = {}
-        self._copies: set[Path] = set()  # damaged checkpoints that a copy has replaced
+        self._replaced: set[Path] = set()  # damaged checkpoints that a copy has replaced
         self._in_memory, saved = None if held is None else held.newest(run.mesh.world), -1
         if self._in_memory is not None:
             saved = from_first(run.mesh.world, lambda: found.step if (found := newest(run.run_dir)) else -1)
@@ -126,12 +126,12 @@ class Start:
 
     def _ask_remote(self) -> tuple[str, ...]:
         """Have a copy at `checkpoint.remote` replace a checkpoint that loading found damaged; return lines about it."""
-        if self._remote is None or not self._damaged.keys() - self._copies:
+        if self._remote is None or not self._damaged.keys() - self._replaced:
             return ()
         copy, lines = self._remote.replace_damaged(self._damaged)
-        if copy is not None and copy not in self._copies:
+        if copy is not None and copy not in self._replaced:
             self._damaged.pop(copy, None)
-            self._copies.add(copy)
+            self._replaced.add(copy)
         return lines
 
 
