@@ -14,6 +14,7 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 import threefold
+from threefold import parallel
 from threefold.doors import added, imported
 
 
@@ -26,6 +27,8 @@ def test_every_public_name_is_found_where_the_tables_say() -> None:
         assert getattr(threefold, name) is imported(path)
     for name, path in added("TYPES").items():
         assert getattr(threefold.types, name) is imported(path)
+    for name in parallel.__all__:
+        assert getattr(parallel, name) is getattr(import_module(f"threefold.{parallel._MODULES[name]}"), name)
 
 
 def test_the_list_of_public_names_is_the_tables_and_sorted() -> None:

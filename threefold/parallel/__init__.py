@@ -1,7 +1,7 @@
 """Parallelism of a model over a mesh: tensor, sequence, context, expert, data and pipeline, applied by `parallelize`.
 
-The parallel layers named here also work in your own models. Names are imported at first use, since
-`threefold.comm.layout` alone needs no torch, which takes seconds to import.
+The parallel layers named here also work in your own models. Names are imported at first use, since modules such as
+`threefold.parallel.pipeline.partition` need no torch, which takes seconds to import.
 """
 
 from importlib import import_module
@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 _MODULES: Final = {
     name: module
     for module, names in {
-        "comm.axis": "Axis copy_to gather_from gather_shares reduce_from reduce_to_shares scatter_to",
+        "comm.axis": "Axis",
+        "comm.differentiable": "copy_to gather_from gather_shares reduce_from reduce_to_shares scatter_to",
         "comm.layout": "Layout",
         "comm.mesh": "Mesh",
         "compat.paddle": "Splitter",  # where it has moved to
