@@ -75,7 +75,7 @@ def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis) -> No
 
 
 def save_tensors_alone(tensors: Mapping[str, Tensor], folder: Path, writer: StorageWriter | None = None) -> None:
-    """Write tensors to an empty `folder` outside any process group; OSError or, from a piece, UserError."""
+    """Write tensors to an empty `folder` outside any process group; raise OSError, or the UserError of a `read`."""
     try:
         with _quiet():
             dcp.save(dict(tensors), storage_writer=writer or Writer(folder, Heartbeat()), no_dist=True)

@@ -30,17 +30,17 @@ from threefold.torch_private.tensors import foreach_copy_
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-_Group = TypeVar("_Group", bound="Axis")
-_Method = Callable[Concatenate[_Group, _P], _T]
+_Axis = TypeVar("_Axis", bound="Axis")
+_Method = Callable[Concatenate[_Axis, _P], _T]
 
 
-def waits(operation: str) -> Callable[[_Method[_Group, _P, _T]], _Method[_Group, _P, _T]]:
+def waits(operation: str) -> Callable[[_Method[_Axis, _P, _T]], _Method[_Axis, _P, _T]]:
     """Note in the heartbeat that this rank waits for the others of the axis while the decorated method runs."""
     first_code = wait_code(operation, 0)
 
-    def decorate(method: _Method[_Group, _P, _T]) -> _Method[_Group, _P, _T]:
+    def decorate(method: _Method[_Axis, _P, _T]) -> _Method[_Axis, _P, _T]:
         @wraps(method)
-        def waiting(self: _Group, *args: _P.args, **options: _P.kwargs) -> _T:
+        def waiting(self: _Axis, *args: _P.args, **options: _P.kwargs) -> _T:
             if len(self.ranks) == 1:
                 return method(self, *args, **options)
             self.heartbeat.wait(first_code + self.number)
@@ -56,10 +56,10 @@ def waits(operation: str) -> Callable[[_Method[_Group, _P, _T]], _Method[_Group,
 
 @dataclass(frozen=True)
 class Event:
-    """One recorded collective: the axis's name, the operation (one of `OPERATIONS` that sends), and its bytes.
+    """One recorded collective: the axis's name, the operation, and its bytes.
 
-    These are of the unsharded tensor: the input of an all-reduce or a reduce-scatter, the output of an all-gather, the
-    rows that this rank sends in an all-to-all.
+    The operation is one of `comm.rank_state.OPERATIONS` that sends. The bytes are of the unsharded tensor: the input of
+    an all-reduce or a reduce-scatter, the output of an all-gather, the rows that this rank sends in an all-to-all.
     """
 
     axis: str
@@ -125,7 +125,7 @@ class Axis:
     """Group of ranks that differ from this one along one axis only, with its collectives.
 
     Attributes:
-        name: `dp`, `pp`, `cp`, `tp`, `world`, or the name given to `Mesh.new_axis`.
+        name: `dp`, `pp`, `cp`, `tp`, `ep`, `world`, or the name of a further group, such as `dp·cp` or `tie`.
         ranks: global ranks of the group, in the order of the axis.
         index: this rank's index in `ranks`.
         group: process group of the ranks, for `torch.distributed`, and a `HostGroup` if they share memory; None in a
@@ -206,7 +206,7 @@ class Axis:
     def all_reduce_(self, tensor: Tensor) -> Tensor:
         """Sum `tensor` over the axis, in place; the result is bitwise equal on every rank.
 
-        Of a `DTensor`, such as the gradient of a parallel layer, this rank's shard is summed.
+        If it is a `DTensor`, such as the gradient of a parallel layer, this rank's shard is summed.
         """
         if self.size == 1:
             return tensor

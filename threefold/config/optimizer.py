@@ -1,8 +1,8 @@
 """The `optimizer` section, and the tables of the optimizers and learning-rate schedules that it can name.
 
-An optimizer is a class in `train/optimizers.py` with a row of `BUILT_IN`. A learning-rate schedule is a function in
-`train/optim.py` with a row of `LR_SCHEDULES`. Other packages add theirs through entry points. docs/developing.md lists
-the other steps.
+An optimizer is a class in `train/optimizers.py`, or for AdamW and Adam in `train/optim.py`, with a row of `BUILT_IN`. A
+learning-rate schedule is a function in `train/optim.py` with a row of `LR_SCHEDULES`. Other packages add theirs through
+entry points. docs/developing.md lists the other steps.
 """
 
 from collections.abc import Callable, Mapping

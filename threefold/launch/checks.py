@@ -56,7 +56,11 @@ class CheckedConfig:
     Attributes:
         given: config as loaded, plus values that follow from the data alone.
         resolved: config with the default micro-batch size of a CPU.
+        vocab_size: vocabulary size of the data.
+        samples: number of training samples.
+        local_world_size: ranks of this host.
         layout: layout of the config if it is one of the fallbacks; otherwise empty.
+        fallbacks: layouts with which the ranks can continue, each with its checked config.
     """
 
     given: Config
@@ -88,6 +92,7 @@ class CheckedConfig:
 
 
 def checked(config: Config, progress: Progress) -> CheckedConfig:
+    """Check a config as loaded, and its fallbacks; `progress` shows the encoding of text, where that is needed."""
     from threefold.train.callbacks.registry import check_names
 
     if os.environ.get(PARITY_WIDE):

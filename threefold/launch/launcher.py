@@ -1,4 +1,4 @@
-"""Run a function or a trained model on all ranks: processes of this host, ranks of torchrun or Slurm, or here."""
+"""Run a function on all ranks: on new processes of this host, as a rank of torchrun or Slurm, or in this process."""
 
 import os
 import sys

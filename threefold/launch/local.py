@@ -172,7 +172,7 @@ def collect_local(
 def _main(
     job: Job,
     info: RankInfo,
-    place: tuple[str, int],
+    address: tuple[str, int],
     report: Connection,
     parent: int,
     watch: RankWatch | None,
@@ -180,7 +180,7 @@ def _main(
 ) -> None:
     """Run the job in a rank's process.
 
-    The store of all ranks is at `place`, a host and a port; the process `parent` has started them. Without `watch`,
+    The store of all ranks is at `address`, a host and a port; the process `parent` has started them. Without `watch`,
     nobody reads heartbeats. The worker itself ends on a signal if `stops`.
     """
     die_with_parent(parent)
@@ -200,7 +200,7 @@ def _main(
             # Each rank looks up the address when it connects to the store. Without a network that takes 10 s, and of 64
             # ranks at once some wait 5 s for a lost answer. torch 2.13 cannot skip the look-up, so only this helps.
             os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:2")
-            store = dist.TCPStore(*place, is_master=False, wait_for_workers=False)
+            store = dist.TCPStore(*address, is_master=False, wait_for_workers=False)
             result = work(job, replace(info, asked=asked, heartbeat=heartbeat), store)
         report.send(result)
     except BaseException as raised:

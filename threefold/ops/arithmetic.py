@@ -1,7 +1,8 @@
 """How layers compute: products, biases, look-ups and sums, which a run's arithmetic may replace.
 
-Every layer has an arithmetic. `LayerArithmetic` itself leaves all to torch and to `ops.kernels`; a subclass computes
-otherwise, such as in float8 (below), or in sums whose order no layout decides (the room `exact`).
+Linear layers and those that parallelism splits have an arithmetic, and so has an optimizer that multiplies matrices.
+`LayerArithmetic` itself leaves all to torch and to `ops.kernels`; a subclass computes otherwise, such as in float8
+(below), or in sums whose order no layout decides (the room `exact`). `parallel/arithmetic.py` chooses the one of a run.
 """
 
 from collections.abc import Callable
@@ -102,7 +103,7 @@ class PassContext:
         return nullcontext()
 
     def ended(self, key: int, outputs: Any) -> None:
-        """Take note of the outputs of a pass; `key` is that of the stage, or of its loss."""
+        """Take note of the outputs of a pass; `key` identifies the stage, or its loss."""
 
 
 PLAIN_PASS: Final = PassContext()

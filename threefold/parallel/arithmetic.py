@@ -1,8 +1,9 @@
 """A run's arithmetic: how its layers compute, and in which order gradients, losses and norms are added up.
 
-`Arithmetic` is what a config decides, before there are ranks; `RankArithmetic` is its part on a rank, which layers,
-gradients and the training step ask. Both leave everything to torch; the arithmetic of exact runs, in an attached room,
-replaces the methods that a layout would show in. So a run has no other branch on its arithmetic.
+`Arithmetic` is what a config decides, before there are ranks. It makes `RankArithmetic`, its part on a rank, which
+gradients and the training step ask; and the `layers` of that, a `LayerArithmetic` (`ops/arithmetic.py`), are what the
+layers multiply and add with. All leave everything to torch; the arithmetic of exact runs, in an attached room, replaces
+the methods whose results would depend on the layout. Beyond that, a run asks only whether its arithmetic `is_bitwise`.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -112,7 +112,7 @@ def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
     """All-reduce gradients of weights that each rank of `axis` holds whole but used on its own positions only.
 
     The gradients, of one dtype and in the same order on every rank, are replaced by their sums. For training steps of
-    your own; the training step of a run sums them itself (`train.step`).
+    your own; the training step of a run sums them itself (`train.gradient_update`).
     """
     axis.all_reduce_together_(gradients)
 

@@ -189,8 +189,9 @@ class Parallelism:
     @property
     def context(self) -> ShardingContext:
         """Axes and settings that parallel layers are made with."""
-        mesh, given, layers = self.mesh, self.settings, self.arithmetic.layers
-        return ShardingContext(mesh.tp, mesh.cp, mesh.ep, given.sequence_parallel, given.cp_method, arithmetic=layers)
+        mesh, settings = self.mesh, self.settings
+        shards_sequence, method = settings.sequence_parallel, settings.cp_method
+        return ShardingContext(mesh.tp, mesh.cp, mesh.ep, shards_sequence, method, arithmetic=self.arithmetic.layers)
 
     def context_for(self, plan: ModelPlan) -> ShardingContext:
         """Return `context` with the groups of tensor ranks that share a unit of the plan. Collective over the world."""
@@ -262,20 +263,20 @@ def apply_parallelism(
 
     Raises a `UserError` if the plan does not fit the model.
     """
-    training, mesh = how.settings, how.mesh
-    model = skeleton(make_model, training.seed)
+    settings, mesh = how.settings, how.mesh
+    model = skeleton(make_model, settings.seed)
     check_plan(model, plan)
     check_tensor_axis(plan, mesh.tp.size)
     check_cut_modules(model, plan, mesh.tp.size)
     check_sharded_parameters(model, 0 if how.zero is None else how.zero.stage)
     names = tuple(name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor))
-    in_float8 = float8_layers(model, plan) if trains and training.fp8 else []
+    in_float8 = float8_layers(model, plan) if trains and settings.fp8 else []
     # Pipeline parallelism: this rank's stages.
     numbers = how.stages.held_by(mesh.pp.index)
     stages = [Stage(model, plan, *how.stages.layers(number), how.arithmetic.passes) for number in numbers]
     separates = trains and how.arithmetic.separates_uses
     if trains:
-        training.arithmetic.check(model, plan, mesh.tp.size)
+        settings.arithmetic.check(model, plan, mesh.tp.size)
     if separates:
         _untie(stages)
     # Tensor, sequence, context and expert parallelism: parallel layers replace single-device ones.
@@ -289,7 +290,7 @@ def apply_parallelism(
             if plan.whole_name(name) in plan.frozen:
                 parameter.requires_grad_(False)
     dropouts = {name: each for stage in stages for name, each in undecided_dropouts(stage, plan).items()}
-    constructed = ConstructedModel(make_model, training.seed)
+    constructed = ConstructedModel(make_model, settings.seed)
     if not trains:
         _allocate(stages, how, constructed)
         for stage in stages:
@@ -298,17 +299,17 @@ def apply_parallelism(
         return ParallelModel(stages, plan, how)
     tied = TiedWeights(plan, how.stages, mesh)
     # Activation checkpointing (recompute), with the random streams of modules inside; chunked losses.
-    streams = RandomStreams(training.seed, mesh.coordinates, mesh.device)
+    streams = RandomStreams(settings.seed, mesh.coordinates, mesh.device)
     give_streams(streams, nn.ModuleList(stages))
     for loss in (each for stage in stages for each in stage.modules() if isinstance(each, LinearCrossEntropy)):
-        loss.chunk_size = 0 if how.arithmetic.keeps_whole_logits else training.loss_chunk_size
-        loss.at_once = 0 if how.arithmetic.keeps_whole_logits else training.chunks.kept_logits_at_once
-        compiled = training.compile and mesh.device.type == "cuda"  # on a CPU, runs that fit the caches are faster
-        loss.cross_entropy.logits_at_once = COMPILED if compiled else training.chunks.logits_at_once
+        loss.chunk_size = 0 if how.arithmetic.keeps_whole_logits else settings.loss_chunk_size
+        loss.at_once = 0 if how.arithmetic.keeps_whole_logits else settings.chunks.kept_logits_at_once
+        compiled = settings.compile and mesh.device.type == "cuda"  # on a CPU, runs that fit the caches are faster
+        loss.cross_entropy.logits_at_once = COMPILED if compiled else settings.chunks.logits_at_once
     use_fp8(stages, in_float8)
-    apply_recompute(stages, training.recompute, training.recompute_every, streams, how.arithmetic.passes)
-    if training.compile:
-        compile_layers(stages, how.deferred is not None, training.fp8)
+    apply_recompute(stages, settings.recompute, settings.recompute_every, streams, how.arithmetic.passes)
+    if settings.compile:
+        compile_layers(stages, how.deferred is not None, settings.fp8)
     # Data parallelism, or ZeRO.
     _allocate(stages, how, constructed)
     further = _further_uses(stages) if separates else []
@@ -316,10 +317,10 @@ def apply_parallelism(
     if how.zero is None:
         for leaf, copy in copies:
             copy.data = leaf.data
-    gradients = _make_gradients(stages, how, training.gradient_compression, training.chunks.bucket_bytes, copies)
+    gradients = _make_gradients(stages, how, settings.gradient_compression, settings.chunks.bucket_bytes, copies)
     how.arithmetic.attach([unwrapped(each) for stage in stages for each in stage.modules()], gradients)
-    weights = make_weights(whole_parameters(stages), training.master_dtype)
-    initialise_(weights, plan, training.seed, gradients, constructed)
+    weights = make_weights(whole_parameters(stages), settings.master_dtype)
+    initialise_(weights, plan, settings.seed, gradients, constructed)
     return TrainableModel(stages, plan, how, tied, streams, gradients, weights, copies, names, dropouts)
 
 
@@ -358,12 +359,12 @@ def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: Constructe
 
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
         # Contiguous, however its constructor made it: optimizer kernels and ZeRO rely on memory order.
-        shard = stored = torch.empty(held(parameter).shape, device=device, dtype=dtype)
+        shard = made = torch.empty(held(parameter).shape, device=device, dtype=dtype)
         if isinstance(parameter, DTensor):  # computed with through its leaf, so never a `SplitTensor`
-            stored = as_stored(shard, parameter.device_mesh, parameter.placements, parameter)
+            made = as_stored(shard, parameter.device_mesh, parameter.placements, parameter)
         if how.zero is not None or how.deferred is None or not parameter.requires_grad:
-            return fresh_parameter(stored, parameter.requires_grad)
-        return stored_as(stored, DeferrableWeight(shard, how.deferred))
+            return fresh_parameter(made, parameter.requires_grad)
+        return stored_as(made, DeferrableWeight(shard, how.deferred))
 
     if how.zero is None:
         device, dtype = how.mesh.device, how.settings.dtype

@@ -44,20 +44,20 @@ def split_parameter(whole: Tensor, *cuts: tuple[Axis, int]) -> nn.Parameter:
 def empty_parameter(shape: tuple[int, ...], axis: Axis, dim: int, device: torch.device | None = None) -> nn.Parameter:
     """Return a parameter of global shape `shape`, with an uninitialised shard along `dim` on this rank."""
     start, end = shard_bounds(shape[dim], axis.size, axis.index)
-    local = torch.empty(*shape[:dim], end - start, *shape[dim + 1 :], device=device)
-    return _as_parameter(local, torch.empty(shape, device="meta"), axis, [dim])
+    shard = torch.empty(*shape[:dim], end - start, *shape[dim + 1 :], device=device)
+    return _as_parameter(shard, torch.empty(shape, device="meta"), axis, [dim])
 
 
 def _as_parameter(
-    local: Tensor, whole: Tensor, axis: Axis, dims: Sequence[int], requires_grad: bool = True
+    shard: Tensor, whole: Tensor, axis: Axis, dims: Sequence[int], requires_grad: bool = True
 ) -> nn.Parameter:
     """Wrap a rank's shard as a parameter of the shape of `whole`, whose `dims` the axes of `axis.device_mesh` shard."""
     if axis.device_mesh is None and axis.size == 1:  # of `Mesh.alone`
-        return fresh_parameter(local, requires_grad)
+        return fresh_parameter(shard, requires_grad)
     if axis.device_mesh is None:
         raise ValueError(f"axis {axis.name!r} is not an axis of the mesh, so no parameter can be split over it")
-    stored = as_stored(local, axis.device_mesh, [Shard(dim) for dim in dims], whole)
-    return fresh_parameter(split_like(SplitTensor, local, stored), requires_grad)
+    stored = as_stored(shard, axis.device_mesh, [Shard(dim) for dim in dims], whole)
+    return fresh_parameter(split_like(SplitTensor, shard, stored), requires_grad)
 
 
 def whole(tensor: Tensor) -> Tensor:

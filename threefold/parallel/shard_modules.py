@@ -32,14 +32,14 @@ def shard_bare(model: nn.Module, rules: Mapping[str, sharding.Split], axis: Axis
     """Shard the bare parameters that rules name, in place; the modules around them read this rank's part."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is split once
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        owner, _, own = name.rpartition(".")
+        owner, _, attribute = name.rpartition(".")
         dim = bare_cut(rules, name, axis)
         if dim is None:
             continue
         if parameter not in made:
             made[parameter] = split_parameter(parameter, (axis, dim))
         set_in(model, name, made[parameter])
-        _read_local(model.get_submodule(owner), own)
+        _read_local(model.get_submodule(owner), attribute)
 
 
 def bare_cut(rules: Mapping[str, sharding.Split], name: str, axis: Axis) -> int | None:
@@ -178,7 +178,7 @@ MakeModule = Callable[[Any, Any, ShardingContext], nn.Module]
 
 
 class Sharding(NamedTuple):
-    """Application of a rule: the modules it is for, and (rule, module, context) → the module for this rank."""
+    """Kinds of modules that a rule is for, and its application to one of them."""
 
     kinds: tuple[type[nn.Module], ...]
     make: MakeModule
@@ -206,8 +206,9 @@ def _column(rule: sharding.Column, module: nn.Linear, context: ShardingContext) 
 
 
 def _row(rule: sharding.Row, module: nn.Linear, context: ShardingContext) -> nn.Module:
-    how, dim = context.arithmetic.of_units(feature_units(rule, module)), context.sequence_dim
-    return RowParallelLinear.from_linear(module, context.tp, input_is_parallel=True, sequence_dim=dim, arithmetic=how)
+    tp, dim = context.tp, context.sequence_dim
+    of_units = context.arithmetic.of_units(feature_units(rule, module))
+    return RowParallelLinear.from_linear(module, tp, input_is_parallel=True, sequence_dim=dim, arithmetic=of_units)
 
 
 def _vocab(rule: sharding.Vocab, module: nn.Embedding | nn.Linear, context: ShardingContext) -> nn.Module:

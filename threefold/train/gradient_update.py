@@ -79,9 +79,9 @@ class GradientUpdate:
         """Factor of the loss in the backward passes: the loss scale, or 1."""
         return 1.0 if self.loss_scale is None else self.loss_scale.value
 
-    def begin(self, passes: int | None) -> None:
-        """Begin a step of `passes` backward passes, or gradients for each weight; None if the number is unknown."""
-        self.gradients.begin(passes)
+    def begin(self, arrivals: int | None) -> None:
+        """Begin a step in which each weight gets `arrivals` gradients, one per backward pass; None if unknown."""
+        self.gradients.begin(arrivals)
         if self._moving is not None and not self._moving.is_idle:
             self._moving.begin()
 

@@ -1,6 +1,6 @@
 """The update of a rank's weights: the global gradient norm, the optimizer, AdamW, and the learning-rate schedules.
 
-An optimizer is one `UpdateRule`: AdamW below, the others in `train/optimizers.py` or in another package. A
+An optimizer is one `UpdateRule`: AdamW and Adam below, the others in `train/optimizers.py` or in another package. A
 learning-rate schedule is one function, below or in another package. `config.optimizer` has a row for each.
 """
 

@@ -1,10 +1,10 @@
-"""Optimizers besides AdamW: SGD, Lion, Muon, and any `torch.optim.Optimizer` that `optimizer.name` gives by path.
+"""SGD, Lion, Muon, and any `torch.optim.Optimizer` that `optimizer.name` gives by path; `optim.py` has AdamW and Adam.
 
 A user's optimizer updates this rank's local shards of the master weights, so it must treat elements independently, as
 Adam and Lion do; its state tensors are then sharded like the weight. A class that needs whole weights, for example to
-divide by a matrix norm, sets `needs_whole_matrices = True` and gets whole weights and gradients (`UpdatedWeights`); of
-experts, those that a rank holds. An optimizer that needs whole weights but lacks the attribute gives different weights
-in another layout, which `threefold verify` detects.
+divide by a matrix norm, sets `needs_whole_matrices = True` and gets whole weights and gradients (`UpdatedWeights`); for
+experts, of those that a rank holds. An optimizer that needs whole weights but lacks the attribute gives different
+weights in another layout, which `threefold verify` detects.
 """
 
 import inspect

@@ -1,4 +1,4 @@
-"""Training on a rank, from top to bottom: join the other ranks, build the engine, restore its state, run the loop."""
+"""Training on a rank, from top to bottom: open the data, make the mesh, build the engine, restore it, run the loop."""
 
 import time
 from collections.abc import Callable, Sequence

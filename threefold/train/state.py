@@ -29,7 +29,9 @@ class StartingPoint:
     """State that a run starts from, once its engine holds it.
 
     Attributes:
+        step: number of updates made.
         consumed: training samples consumed before each step from here on.
+        lines: lines to print about the choice.
         resumed: the run's own checkpoint that it resumes from; None if there is none.
         carried: checkpoint whose sidecar files the run's own checkpoints get; on the first rank alone.
         skipped: folders of damaged checkpoints that were passed over.
@@ -215,7 +217,7 @@ def random_states(engine: Engine) -> dict[str, Tensor]:
 
 
 def restore_random_states(engine: Engine, states: Mapping[str, Tensor]) -> None:
-    """Continue from those of `random_states` that were filled."""
+    """Continue from `states`, which are those of `random_states` that a checkpoint has filled."""
     shape = engine.mesh.layout.shape
     if drawn := {name: state for name, state in states.items() if not is_of_process(name)}:
         engine.streams.load_stored(drawn, shape)  # otherwise this rank's stage never drew

@@ -144,7 +144,7 @@ class GradientStep(GradientUpdate):
             # 2. Forward and backward passes. Buckets of gradients start their sums over the replicas as they fill; CPU
             # ranks that share memory make them in `finish`.
             self.begin(self.runner.arrivals)
-            terms = self.runner.forward_backward(local, self._batch.factor)
+            losses = self.runner.forward_backward(local, self._batch.factor)
             if self._is_first and self.plan.constructed:
                 self._require_unchanged_weights()
             self._is_first = False
@@ -154,7 +154,7 @@ class GradientStep(GradientUpdate):
         for name in self.buffers.means:
             self.arithmetic.note(f"the buffer {name}, a mean over samples")
         self.unscale_(scale)
-        return self.arithmetic.losses(terms) / scale, self._batch.counted
+        return self.arithmetic.losses(losses) / scale, self._batch.counted
 
     @property
     def samples(self) -> int:
@@ -170,11 +170,11 @@ class GradientStep(GradientUpdate):
         outputs: dict[int, Any] | None = None,
     ) -> LossSums:
         """Compute the gradients as `compute_gradients` does; return the loss and its terms, equal on every rank."""
-        term, counted = self.compute_gradients(batch, step, loss, rows, outputs)
+        summands, counted = self.compute_gradients(batch, step, loss, rows, outputs)
         assert self._batch is not None
         if self._batch.sums is not None:
             return self._summed(self._batch.sums, self._batch.samples)
-        (total,) = sum_over_ranks(self._own_summands(term.double().sum().view(1) * counted), self.mesh, self.stop)
+        (total,) = sum_over_ranks(self._own_summands(summands.double().sum().view(1) * counted), self.mesh, self.stop)
         return _loss_of_tokens(total, counted, self._batch.samples)
 
     def eval_batch(

@@ -29,7 +29,7 @@ class BatchFacts(NamedTuple):
         counted, read: valid tokens, and tokens without padding; samples for both if the batch has no tokens.
         factor: factor of a micro-batch's summed loss in the backward pass: one over the valid tokens of the global
             batch, times the loss scale.
-        share: this rank's share of the samples.
+        share: fraction of the global batch's samples that this rank computes, for means over them.
         sums: terms of a user's loss, added up as micro-batches run; None if the last layer computes the loss.
     """
 

@@ -8,7 +8,7 @@ from threefold.models.plan import decoder_plan
 
 
 def gpt_plan(config: ModelConfig, sequence_length: int) -> sharding.ModelPlan:
-    """Return the sharding plan of `models.gpt.GPT`; the tokens of a sample determine the cost of attention."""
+    """Return the sharding plan of `GPT` (`model.py`); the tokens of a sample determine the cost of attention."""
     heads, d = config.num_attention_heads, config.head_dim
     inner = sharding.Unit("ffn_hidden_size", config.ffn_hidden_size)
     learned = config.position_embedding == "learned"

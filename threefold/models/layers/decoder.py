@@ -31,7 +31,7 @@ NOTHING = SampleInfo()  # no dropout, and attention across document boundaries
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` in an arithmetic of this package, such as that of float8."""
+    """`nn.Linear`, computed by an arithmetic of this package, such as `Float8`."""
 
     unit_parts: int = 1  # of the plan's unit of output features, in a layer that replaces this one
     arithmetic: LayerArithmetic = PLAIN

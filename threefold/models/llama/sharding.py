@@ -9,7 +9,7 @@ _GATED = (("gate", 1), ("up", 1))
 
 
 def llama_plan(config: LlamaConfig, sequence_length: int) -> sharding.ModelPlan:
-    """Return the sharding plan of `models.llama.Llama`; the tokens of a sample determine the cost of attention."""
+    """Return the sharding plan of `Llama` (`model.py`); the tokens of a sample determine the cost of attention."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     group = (("query", heads // groups * d), ("key", d), ("value", d))  # the rows of a GQA group
     split: dict[str, sharding.Split] = {

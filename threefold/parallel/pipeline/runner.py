@@ -24,7 +24,7 @@ from threefold.parallel.pipeline.schedules import (
 from threefold.parallel.pipeline.stage import Stage, StepSamples
 from threefold.torch_private.pipelining import PipelineSchedule
 
-_Passes = tuple[list[ScheduledStage], PipelineSchedule, PipelineSchedule]
+_TorchPasses = tuple[list[ScheduledStage], PipelineSchedule, PipelineSchedule]
 """Torch's objects for the batches of one shape: stages and schedule of training, and schedule of evaluation."""
 
 
@@ -118,12 +118,12 @@ class PipelineRunner(Runner):
         self._sends = SendQueue()
         self._mailbox: Mailbox | None = None
         self._log: list[TimedAction] | None = None
-        self._found: dict[Hashable, _Passes] = {}
+        self._found: dict[Hashable, _TorchPasses] = {}
         self.scheduled_stages: list[ScheduledStage] = []
         if activation is not None:
             shape = torch.empty(activation, dtype=parallelism.settings.dtype, device="meta", requires_grad=True)
             numbers = self._placement.held_by(self._mesh.pp.index)
-            self._use(self._make({place: (shape,) for stage in numbers for place in (stage - 1, stage)}))
+            self._use(self._make({stage: (shape,) for number in numbers for stage in (number - 1, number)}))
 
     def knows(self, shapes: Hashable) -> bool:
         return self._declared or shapes in self._found
@@ -132,10 +132,10 @@ class PipelineRunner(Runner):
         micro_batch = batch.split(len(self._numbers))[0]
         self._found[batch.shapes] = self._make(find_activations(self._stages, self._placement, self._mesh, micro_batch))
 
-    def _use(self, passes: _Passes) -> None:
+    def _use(self, passes: _TorchPasses) -> None:
         self.scheduled_stages, self._train, self._eval = passes
 
-    def _make(self, activations: Mapping[int, tuple[Tensor, ...]]) -> _Passes:
+    def _make(self, activations: Mapping[int, tuple[Tensor, ...]]) -> _TorchPasses:
         """Make the schedules for the activations that each stage (of this rank, or before one of them) sends on."""
         pp, count = self._mesh.pp, len(self._numbers)
         # For training; evaluation uses the process group, whose waits keep stages in step.

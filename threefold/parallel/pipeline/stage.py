@@ -54,20 +54,21 @@ class Stage(nn.Module):
         self.layer_signatures = {name: LayerSignature.of(name, model.get_submodule(name)) for name in self.layer_names}
         self._alone = {name for name, each in self.layer_signatures.items() if each.takes_one_tensor}
         for name in self.layer_names:
-            around, _, leaf = name.rpartition(".")
+            around, _, last = name.rpartition(".")
             parent: nn.Module = self
             for part in around.split(".") if around else ():
                 if not hasattr(parent, part):
                     parent.add_module(part, nn.Module())
                 parent = parent.get_submodule(part)
-            parent.add_module(leaf, model.get_submodule(name))
+            parent.add_module(last, model.get_submodule(name))
 
     def forward(self, x: Tensor | LayerInputs, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Any:
         """Run the stage's layers.
 
         From tokens int64 [B, S] on the first stage, activations [B, S, H] on the others, and labels int64 [B, S], it
         computes activations; on the last stage the summed loss, or without labels this tensor rank's columns of the
-        logits. From `LayerInputs`, for a model whose loss is not in its last layer, it computes that layer's output.
+        logits. From `LayerInputs`, for a model whose loss is not in its last layer, it computes the output of the
+        stage's last layer.
         """
         with self._passes():
             out = self._run(x, labels, samples)
