@@ -152,7 +152,7 @@ class Axis:
         object.__setattr__(self, "handle", Handle(self))  # compiled code cannot create it
 
     def __deepcopy__(self, memo: Any) -> "Axis":
-        return self  # the copy of a layer is one of the same ranks
+        return self  # the copy of a layer is on the same ranks
 
     @property
     def size(self) -> int:

@@ -234,7 +234,7 @@ class Corpus:
 
     @cached_property
     def content(self) -> Content:
-        """Checksums that the files keep; that of the document starts is always known."""
+        """Checksums that the files keep; the one of the document starts is always known."""
         documents = self.checksums.get(self.files[-1].name)
         if not documents:
             documents = checksum_of(np.ascontiguousarray(self.documents, dtype=DOCUMENT_DTYPE).data)

@@ -44,8 +44,8 @@ def prepare(
     """Create token files of the text in files and folders at `out` atomically, and open them.
 
     Without a tokenizer, a vocabulary is learned from the text. `eod` is the name of the tokenizer's end-of-document
-    token; None finds a usual one. `key` is that of the text in JSON objects. A `chat_template` of None is found next to
-    the tokenizer.
+    token; None finds a usual one. `key` is the key of the text in JSON objects. A `chat_template` of None is found
+    next to the tokenizer.
 
     With more than one worker the calling script needs the usual `if __name__ == "__main__":`, because workers are
     spawned.

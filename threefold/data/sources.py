@@ -73,8 +73,8 @@ def holds_chat(path: Path, key: str) -> bool:
 class SourceReader:
     """Documents of one input file; counts the `documents` yielded and the `bytes` of the file read so far.
 
-    `key` is that of the text (or the messages) in JSON objects, or the column of a parquet file, and messages say what
-    gave it. `on_read` is called with the number of bytes, as stored, at every read.
+    `key` is the key of the text (or the messages) in JSON objects, or the column of a parquet file; error messages say
+    what gave it (`key_given_by`). `on_read` is called with the number of bytes, as stored, at every read.
     """
 
     def __init__(self, path: Path, key: str, on_read: Callable[[int], None], key_given_by: str = "--key") -> None:

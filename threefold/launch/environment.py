@@ -78,7 +78,7 @@ def chosen_threads(environment: Mapping[str, str] = os.environ, parent: int | No
     """Return the threads of a rank that the user chose by OMP_NUM_THREADS; None if unset, no number or torchrun's own.
 
     torchrun sets it to 1 for several ranks of a host unless the user has set it. Which of them did shows only in the
-    environment in which torchrun was started: that of the nearest parent, from `parent` on, without torchrun's own.
+    environment in which torchrun was started: the nearest ancestor's, from `parent` on, without torchrun's variables.
     """
     found = re.fullmatch(r"\s*0*([1-9][0-9]{0,3})\s*(,.*)?", environment.get("OMP_NUM_THREADS", ""))
     if found is None:

@@ -130,7 +130,7 @@ class Gradients(ABC):
         """Return whether this rank's gradient of `leaf` is in the global norm; False if another rank adds it."""
 
     def weights_changed(self) -> None:  # noqa: B027
-        """Drop gathered copies of the weights, if there are any, which are out of date."""
+        """Drop gathered copies of the weights, which are out of date from now on."""
 
     @abstractmethod
     def scale_(self, factor: float) -> None:

@@ -27,9 +27,9 @@ from threefold.torch_private.tensors import foreach_copy_
 def split_parameter(whole: Tensor, *cuts: tuple[Axis, int]) -> nn.Parameter:
     """Return a parameter stored as this rank's shard of `whole`, whose sizes need not be divisible.
 
-    It is trained if `whole` is, and keeps the attributes that were set on that.
-    Each of `cuts` is an axis and the dim that it shards. Of two axes the outer one comes first; its `device_mesh` has
-    both. `whole` may be on the meta device, for the shape alone.
+    It is trained if `whole` is, and keeps the attributes that were set on `whole`, which may be on the meta device, for
+    the shape alone. Each of `cuts` is an axis and the dim that it shards. Of two axes the outer one comes first; its
+    `device_mesh` has both.
     """
     part = whole.detach()
     for axis, dim in cuts:
@@ -144,7 +144,7 @@ _Replacing = TypeVar("_Replacing", bound=nn.Module)
 
 
 def in_place_of(made: _Replacing, original: nn.Module) -> _Replacing:
-    """Give a module that replaces another the other's mode (`training`) and the attributes that it has not itself."""
+    """Give a module that replaces another the other's mode (`training`) and the attributes that it lacks."""
     made.train(original.training)
     for name, value in vars(original).items():
         if not hasattr(made, name):
@@ -251,7 +251,7 @@ def initialise_(
     gradients: Gradients,
     constructed: ConstructedModel | None = None,
 ) -> None:
-    """Set masters, at their full width, and model to the initial weights of `seed`."""
+    """Set the masters to the initial weights of `seed`, drawn at their full width, and the model to these, rounded."""
     for weight in weights:
         draw_(weight.master, weight.parameter, weight.name, plan, seed, constructed)
     publish_(weights, gradients)

@@ -4,7 +4,7 @@ The stages (Rajbhandari et al., arXiv 1910.02054) differ in how long whole tenso
 gradients from their first micro-batch to the end of the step; with 2, a layer's gradients are reduce-scattered after
 each micro-batch; with 3, its weights are also freed after each forward and each backward pass. With `zero_shards` below
 dp, ranks that hold the same shard sum its gradients once a step (hybrid sharding, Zhao et al., arXiv 2304.11277,
-section 3.2.2). Experts that `ep` replicas share are sharded over those of them that have the same experts.
+section 3.2.2). Experts that `ep` replicas share are sharded over the replicas that have the same experts.
 """
 
 from collections import Counter

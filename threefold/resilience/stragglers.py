@@ -61,7 +61,7 @@ def find_stragglers(
     alike = [group for group in groups if len(group) > 1]
     found: list[tuple[float, Straggler]] = []
     for group in alike or [range(len(busy))]:
-        # The lower one of an even number, so that of two ranks the faster is the measure.
+        # The lower median, so that of two ranks the faster is the measure.
         median = median_low(busy[rank] for rank in group)
         usual = next((waited[rank] / seconds for rank in group if busy[rank] == median), 0.0)
         for rank in group:

@@ -131,14 +131,6 @@ class UninterceptedFunction(torch.autograd.Function):
             return super().apply(*args)
 
 
-def in_backward_pass() -> bool:
-    """Return whether autograd is running a backward pass in this thread.
-
-    Why: a recomputed forward pass is not one of the model's. A public `torch.autograd` function would replace it.
-    """
-    return backward_pass() != -1
-
-
 def backward_pass() -> int:
     """Return the number of the backward pass that autograd is running in this thread, or -1.
 

@@ -18,7 +18,7 @@ class Profiler(Callback):
     """Callback that profiles some steps, whose parts the heartbeat of its rank tells it."""
 
     def observing(self, heartbeat: Heartbeat, device: torch.device) -> Heartbeat:
-        """Return a heartbeat that stands for another and tells this profiler what that one is told."""
+        """Return a heartbeat to use in place of the given one, which tells this profiler what the rank does, too."""
         raise NotImplementedError
 
 

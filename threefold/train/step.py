@@ -133,7 +133,7 @@ class GradientStep(GradientUpdate):
         scale, loss = self.scale, loss or self.loss
         # Common errors of a user's own layers are explained.
         with explaining_passes(self.stages, self.mesh.tp.size) if self.plan.constructed else nullcontext():
-            # 1. Micro-batches: the replicas add up what they count, as the loss is divided by that of the global batch.
+            # 1. Micro-batches: the replicas add up what they count, as the loss is divided by the global batch's count.
             local: LocalBatch | OwnBatch
             if loss is None:
                 local, self._batch = self._batches.of_tokens(batch, step, scale)
