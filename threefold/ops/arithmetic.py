@@ -96,7 +96,7 @@ FLOAT8: Final = Float8()
 
 
 class PassContext:
-    """What surrounds the forward passes of a stage and their recomputations: nothing, unless a subclass says so."""
+    """Context of a stage's forward passes and their recomputations, which does nothing by itself."""
 
     def __call__(self) -> AbstractContextManager[Any]:
         """Return the context of a forward pass."""

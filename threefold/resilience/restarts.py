@@ -119,7 +119,7 @@ def _composed(config: Config, spec: LayoutSpec, batch: int) -> Config:
 
 
 class Restarts:
-    """What `spawn` calls after a failed attempt (`Again`): prepares the next, or raises the error that ends the run.
+    """Preparation of the next attempt after a failed one (`Again` of `spawn`), or the error that ends the run.
 
     The configs are resolved. `began` is `time.time()` at the start of the run; `make` returns the rank arguments of an
     attempt, from its config and itself.

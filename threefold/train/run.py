@@ -56,7 +56,7 @@ SelfCheck = Callable[[Config, Path, ModelSource, Mesh], None]
 
 @dataclass(frozen=True)
 class RunOptions:
-    """What a launcher and a caller give a rank, beside config and folder of the run.
+    """Options that a launcher and a caller give a rank, beside config and folder of the run.
 
     Attributes:
         asked: returns the number of the signal that ends the run, 0 for none.
