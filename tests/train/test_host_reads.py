@@ -167,7 +167,7 @@ ON_A_CPU = (
 """Reads of code that a GPU does not run."""
 OF_EXPERTS = (
     "models/layers/experts.py: through",  # where an expert may be full: how many tokens found room
-    "parallel/experts.py: _run",  # how many tokens each rank sends and receives
+    "parallel/experts.py: run",  # how many tokens each rank sends and receives
 )
 """What the host has to know: sizes of tensors that follow from the router's choice."""
 
