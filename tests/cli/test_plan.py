@@ -167,6 +167,14 @@ def test_the_example_of_what_does_not_fit_has_its_own_memory(run: Run) -> None:
     assert f"the example needs {unfit['bytes'] / 1e9:.1f} GB, of which {name} {size}" in run(*asked).stdout
 
 
+def test_the_answer_comes_before_what_is_left_out(run: Run) -> None:
+    asked = ("--gpus", "16", "--hardware", "a100-40")
+    short, long = (run(*asked, *more).stdout for more in ((), ("--why",)))
+    assert short.index("memory") < short.index("are not valid; --why lists the rules")
+    assert "left out" not in short
+    assert 0 < long.index("memory") < long.index("left out") < long.index("such as", long.index("left out"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

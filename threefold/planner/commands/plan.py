@@ -45,6 +45,7 @@ def command(
     ),
     write: Path | None = Option(None, metavar="FILE", help="Write the config with the best layout."),
     png: Path | None = Option(None, metavar="FILE", help="Draw memory against throughput."),
+    why: bool = Option(False, "--why", help="List the rules by which layouts are left out, with an example of each."),
     as_json: AsJson = False,
     trust_code: TrustCode = False,
     overrides: Overrides = None,
@@ -99,7 +100,7 @@ def command(
     if as_json:
         typer.echo(_as_json(planned))
     else:
-        _print_plan(planned, write, png)
+        _print_plan(planned, write, png, why)
 
 
 _WIDTH_OF_A_FILE: Final = 180
@@ -108,7 +109,7 @@ _IF_ROOM: Final = {"limited by": 100, "MFU": 20, "tokens/s": 20}
 _BETWEEN: Final = 3
 
 
-def _print_plan(planned: "SearchAnswer", written: Path | None, drawn: Path | None) -> None:
+def _print_plan(planned: "SearchAnswer", written: Path | None, drawn: Path | None, why: bool) -> None:
     request, found = planned.request, planned.found
     train, model = request.config.train, request.config.model
     from rich.console import Console
@@ -123,15 +124,19 @@ def _print_plan(planned: "SearchAnswer", written: Path | None, drawn: Path | Non
         f"{found.considered:,} layouts: {found.sound:,} are sound, of which {found.fitting:,} fit into "
         f"{format_bytes(planned.usable_bytes)}; {planned.seconds:.1f} s."
     )
-    dropped = [(f"{each.count:,}", each.sentence, each.example) for each in found.refusals]
+    _print_best(console, found.ranked)
     if (misfit := found.misfit) is not None:
-        reason = f"memory: the example needs {format_bytes(planned.unfit_bytes)}, of which {misfit.part}"
-        dropped.insert(0, (f"{misfit.count:,}", reason, str(misfit.nearest)))
-    if dropped:
-        made = table(("dropped", "why", "such as"), dropped, "rll", pad_edge=False)
+        console.print(
+            f"{misfit.count:,} do not fit, such as {misfit.nearest}: the example needs "
+            f"{format_bytes(planned.unfit_bytes)}, of which {misfit.part}."
+        )
+    if why and found.refusals:
+        refused = [(f"{each.count:,}", each.sentence, each.example) for each in found.refusals]
+        made = table(("left out", "why", "such as"), refused, "rll", pad_edge=False)
         made.columns[1].max_width = 80
         console.print(made)
-    _print_best(console, found.ranked)
+    elif found.refusals:
+        console.print(f"{found.considered - found.sound:,} are not valid; --why lists the rules.")
     budget = planned.budget(planned.best)
     if budget is not None:
         console.print(f"The first: {_told(budget)}.")
