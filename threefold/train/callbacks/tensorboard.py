@@ -1,8 +1,12 @@
 """TensorBoard's event files, and the base of callbacks that send the values of each step to another service."""
 
+import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
+from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
@@ -17,7 +21,7 @@ SECONDS_BETWEEN_FLUSHES = 10
 def import_writer() -> None:
     """Import the event-file writer, if it is installed, once in a launcher that may restart its ranks."""
     if find_spec("tensorboard") is not None:
-        import torch.utils.tensorboard  # noqa: F401
+        import tensorboard.summary.writer.record_writer  # noqa: F401
 
 
 _TAGS: Final = {  # tag in TensorBoard of a value, or of all values whose names begin so
@@ -74,7 +78,8 @@ class Tracker(Callback):
 class TensorBoard(Tracker):
     """Write event files if TensorBoard is installed; in it, repeated steps of a resumed run replace the earlier ones.
 
-    The first failure is reported once, and the run continues without these files.
+    They are written by TensorBoard's record writer: the thread of its `SummaryWriter` would print a traceback on a full
+    disk. The first failure is reported once, and the run continues without these files.
     """
 
     packages = ("tensorboard",)
@@ -89,6 +94,7 @@ class TensorBoard(Tracker):
     def __init__(self, folder: Path) -> None:
         self.folder, self.service = folder, f"{folder} cannot be written"
         self._begins_after: int | None = None  # last step before the values of a file that is to be made
+        self._flushed = 0.0
 
     def before_fit(self, start: int) -> None:
         with self.failures_reported():
@@ -96,9 +102,25 @@ class TensorBoard(Tracker):
             self._begins_after = start
 
     def after_rollback(self, step: int, start: int, reason: str) -> None:
-        if self.connection is not None or self._begins_after is not None:
-            self.close()
-            self._begins_after = start
+        if self.connection is not None:
+            with self.failures_reported():
+                self._begin_after(start)
+
+    def _open(self, start: int) -> None:
+        # A tenth of a second, which is not spent before the first step.
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        begins = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        names = (self.folder / f"{begins}.{number}" for number in count())  # TensorBoard sorts the newest last
+        self.connection = RecordWriter(next(name for name in names if not os.path.lexists(name)).open("xb"))
+        self._add(file_version="brain.Event:2")
+        self._begin_after(start)
+
+    def _begin_after(self, start: int) -> None:
+        """Make TensorBoard drop the values of the steps after `start`."""
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+
+        self._add(step=start + 1, session_log=SessionLog(status=SessionLog.START))
 
     def after_step(self, record: StepRecord) -> None:
         if not record.is_read:
@@ -111,13 +133,10 @@ class TensorBoard(Tracker):
         self.log(record.step, values)
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        if self._begins_after is not None:
-            with self.failures_reported():
-                from torch.utils.tensorboard import SummaryWriter  # a fifth of a second, not before the first step
-
-                purged = self._begins_after + 1  # TensorBoard drops the values of other files from this step on
-                self.connection = SummaryWriter(str(self.folder), purge_step=purged, flush_secs=SECONDS_BETWEEN_FLUSHES)
+        if (start := self._begins_after) is not None:
             self._begins_after = None
+            with self.failures_reported():
+                self._open(start)
         super().log(step, values)
 
     def close(self) -> None:
@@ -127,7 +146,19 @@ class TensorBoard(Tracker):
             self.connection = None
 
     def send(self, step: int, values: dict[str, float]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        summary = Summary()
         for name, value in values.items():
             begins = name[: name.find("/") + 1]
             tag = _TAGS.get(name) or _TAGS.get(begins, begins) + name[len(begins) :]
-            self.connection.add_scalar(tag, value, step)
+            summary.value.append(Summary.Value(tag=tag, simple_value=value))
+        self._add(step=step, summary=summary)
+
+    def _add(self, **fields: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event  # only on the rank that writes
+
+        self.connection.write(Event(wall_time=time.time(), **fields).SerializeToString())
+        if time.monotonic() - self._flushed > SECONDS_BETWEEN_FLUSHES:
+            self.connection.flush()
+            self._flushed = time.monotonic()
