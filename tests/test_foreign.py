@@ -194,7 +194,7 @@ FUNCTIONS: Final = {
         verify/reference.py::Trace.load verify/reference.py::Trace.save
     """,
     "O_EXCL, which follows no link": """
-        launch/failure.py::claims_report
+        launch/failure.py::claims_report train/callbacks/tensorboard.py::TensorBoard._open
     """,
     "whether there is such an entry, which opens nothing": """
         checkpoint/folder.py::remove_partial checkpoint/save.py::put_in_place
