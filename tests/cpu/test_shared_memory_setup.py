@@ -150,7 +150,7 @@ def test_the_next_set_up_deletes_the_folder_of_a_killed_one(moment: str, pool, t
     with pytest.raises(WorkerError, match="killed by SIGKILL"):
         pool.run(2, killed_while_set_up, moment, str(tmp_path / "told"))
     folder = Path((tmp_path / "told").read_text())
-    if folder.exists():  # not yet deleted by another test's set-up
-        assert (folder / "memory").exists() == (moment == "made")  # nothing large is left once all have opened it
+    # Nothing large is left once all have opened it; before that, another test's set-up may be deleting it right now.
+    assert moment == "made" or not (folder / "memory").exists()
     assert pool.run(2, set_up, as_it_is) == [True, True]
     assert not folder.exists()
