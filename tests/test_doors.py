@@ -50,6 +50,7 @@ NEEDED = {
     "train.max_restarts": ("resilience", "--set", "train.max_restarts=1"),
     "parallel.fallbacks": ("resilience", "--set", "parallel.fallbacks=[dp2]"),
     "checkpoint.remote": ("resilience", "--set", "checkpoint.remote=memory://there"),
+    "train.exact": ("exact", "--set", "train.exact=true"),
     "--profile": ("planner", "--profile=2"),
 }
 """Setting or option → the room that follows it, and how it is given."""

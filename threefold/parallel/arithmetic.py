@@ -13,10 +13,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from threefold import doors
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.errors import UserError
+from threefold.doors import needed
 from threefold.models.sharding import ModelPlan, Split
 from threefold.ops.arithmetic import PLAIN, PLAIN_PASS, LayerArithmetic, PassContext
 from threefold.parallel.gradients import Gradients, MakePlace, Place, squared_norm
@@ -125,10 +124,7 @@ def arithmetic_of(config: Config) -> Arithmetic:
     """Return the arithmetic that a resolved config asks for."""
     if not config.train.exact:
         return Arithmetic()
-    exact = doors.hook("exact_arithmetic")
-    if exact is None:
-        raise UserError("train.exact is true but the package threefold.exact is not installed; use false.")
-    found: Arithmetic = exact(config)
+    found: Arithmetic = needed("exact_arithmetic", "train.exact", "exact")(config)
     return found
 
 

@@ -18,10 +18,10 @@ from threefold.checksums import checksum_of_blocks
 from threefold.comm.layout import Layout
 from threefold.data.loader import Batch, Loader
 from threefold.models.own_batch import map_tensors
+from threefold.parallel.gradients import squared_norm
 from threefold.parallel.leaf import local
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.parallel.pipeline.stage import Stage
-from threefold.train.optim import squared_norm
 from threefold.train.step import Engine, GradientStep
 
 _OUTPUT, _WEIGHT = 0, 1
