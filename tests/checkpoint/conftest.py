@@ -35,7 +35,7 @@ def trained(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPathF
     return folder
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")  # one address for all: s3fs keeps its file systems, whose server must not change
 def server() -> Iterator[str]:
     """The address of a server that speaks S3, on this machine."""
     pytest.importorskip("s3fs", reason="s3fs is not installed, so no S3 server is tested")
