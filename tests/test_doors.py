@@ -125,3 +125,53 @@ def test_parity_says_which_package_it_needs(arguments: list[str], tmp_path: Path
         "Error: threefold parity needs the package threefold-parity, which is not installed; use pip install ./parity "
         "in a clone.\n"
     )
+
+
+CUSTOM = """
+import threefold as t3
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    plan = t3.Plan(
+        ["embed", "blocks.*", "head"],
+        {"embed": t3.Vocab(), "blocks.*.up": t3.Column(), "blocks.*.down": t3.Row(), "head.output": t3.Vocab()},
+    )
+
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(vocab_size, 24), Head(vocab_size)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(24, 50), t3.Dropout(0.1, "drop"), nn.Linear(50, 24)
+
+    def forward(self, x, samples=None):
+        return x + self.down(self.drop(F.gelu(self.up(x)), samples.keys))
+
+class Head(nn.Module):
+    def __init__(self, vocab_size):
+        super().__init__()
+        self.output = nn.Linear(24, vocab_size)
+
+    def forward(self, x, labels):
+        return F.cross_entropy(self.output(x).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+"""
+"""Custom model with a dropout of which each rank of the tensor axis has a part, as a trial without values shows."""
+
+
+@pytest.mark.slow
+def test_a_custom_model_needs_no_room(tmp_path: Path, tokens: Path, threefold) -> None:
+    """Without the room that explains mistakes of a custom model, a correct one trains, with the same losses."""
+    config, model = str(write_config(tmp_path, tokens)), tmp_path / "custom.py"
+    model.write_text(CUSTOM)
+    named = ("--model", f"{model}:Model", "--set", "train.max_steps=2")
+    ended = alone(tmp_path, "train", config, "--run-dir", "alone", *named, "--set", "parallel.tp=2")
+    assert ended.returncode == 0, ended.stderr
+    assert threefold("train", config, "--run-dir", str(tmp_path / "all"), *named)[0] == 0
+    ran = [read_metrics_file(tmp_path / name / "metrics.jsonl").lines for name in ("alone", "all")]
+    losses = [[record["loss"] for record in records if "loss" in record] for records in ran]
+    assert len(losses[0]) == 2
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)

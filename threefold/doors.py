@@ -48,6 +48,12 @@ def hook(name: str) -> Any:
     return None if path is None else imported(path)
 
 
+def call_hook(name: str, *arguments: Any) -> Any:
+    """Call a function that a room adds; None if the room is not there, as for a check that only explains a mistake."""
+    found = hook(name)
+    return None if found is None else found(*arguments)
+
+
 def needed(name: str, wanted: str, room: str) -> Any:
     """Return a hook, or raise a `UserError` that `wanted`, such as an option, needs the room that would declare it."""
     if (found := hook(name)) is None:

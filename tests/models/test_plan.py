@@ -20,7 +20,7 @@ from threefold.models.sharding import (
     Vocab,
     check_tensor_axis,
 )
-from threefold.parallel.plan_check import check_plan
+from threefold.verify.plan_check import check_plan
 
 SHARD = Tiny.plan.shard or {}
 

@@ -7,6 +7,7 @@ import pytest
 
 from threefold.errors import UserError
 from threefold.models.block import describe_model
+from threefold.planner.block_shape import block_shapes
 from threefold.planner.cost import block_seconds, cost_block
 from threefold.planner.doctor import (
     DiskSpeed,
@@ -146,7 +147,7 @@ def test_host_work_is_what_kernels_do_not_explain() -> None:
     before, entry = measured_entry(without), measured_entry(with_block)
     assert before is not None
     assert entry is not None
-    block = describe_model(tiny_config().model, tiny_config().data.sequence_length).blocks[0]
+    block = block_shapes(describe_model(tiny_config().model, tiny_config().data.sequence_length))[0]
     system = SYSTEMS["own-cpu"]
     kernels = block_seconds(cost_block(tiny_config(), block, 1, system), before, system).total
     assert before.achievable.block == 0.0 < kernels < 5e-2

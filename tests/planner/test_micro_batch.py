@@ -28,6 +28,7 @@ from threefold.planner.activations import (
     largest_micro_batch,
     step_bytes,
 )
+from threefold.planner.block_shape import block_shapes
 from threefold.planner.model_size import ModelSize, own_attention, rank_block
 from threefold.random.dropout import sample_keys
 from threefold.verify.worker_pool import WorkerPool
@@ -107,7 +108,7 @@ SPREAD = {
 @sweep("name", [*ALONE, *SPREAD], quick=(0, 4, 7, 11, 13, 19, 25, 31), slow=slice(0, None, 3))
 def test_what_is_kept_is_never_more_than_the_formula_says(pool: WorkerPool, name: str) -> None:
     case = {**ALONE, **SPREAD}[name]
-    described = describe_model(case.config.model, case.sequence).blocks[-1]
+    described = block_shapes(describe_model(case.config.model, case.sequence))[-1]
     sizes = rank_block(case.config, described, attention=own_attention(case.config, described, "cpu"))
     block, head = block_bytes(sizes), head_bytes(sizes, case.vocab, 0)
     for found in pool.run(case.world_size, kept, case):

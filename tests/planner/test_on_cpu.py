@@ -6,6 +6,7 @@ import pytest
 
 from tests.planner.ideal import GPT, config, ideal
 from threefold.models.block import describe_model
+from threefold.planner.block_shape import block_shapes
 from threefold.planner.estimate import step_time
 from threefold.planner.hardware import Hardware, Link
 from threefold.planner.model_size import rank_block
@@ -41,7 +42,7 @@ def test_a_cpu_adds_biases_in_passes_of_their_own() -> None:
         step_time(config(GPT), replace(SLOW, name=device, device=device), SYSTEMS["own-cpu"]).compute.memory
         for device in ("cpu", "cuda")
     ]
-    shape = rank_block(config(GPT), describe_model(config(GPT).model, 256).blocks[0])
+    shape = rank_block(config(GPT), block_shapes(describe_model(config(GPT).model, 256))[0])
     outputs = (3 + 1 + 1) * shape.hidden + shape.ffn  # queries, keys and values; what both halves put out; inside
     passes = 3 * shape.tokens * outputs * shape.itemsize  # read and written forward, read backward
     assert memory[0] - memory[1] == pytest.approx(passes * BLOCKS / 1e6)

@@ -13,8 +13,9 @@ from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.errors import UserError
 from threefold.launch.checks import CheckedConfig
-from threefold.models.block import BlockShape, describe_model
+from threefold.models.block import describe_model
 from threefold.models.family import make_model
+from threefold.planner.block_shape import BlockShape, block_shapes
 from threefold.planner.dry_run import dry_run, run_stages
 from threefold.planner.estimate import estimate
 from threefold.planner.hardware import find_hardware
@@ -194,7 +195,7 @@ def test_flops_are_those_of_torchs_counter() -> None:
 
 def test_a_block_of_known_parts_is_planned() -> None:
     given = config("plain")
-    assert set(describe_model(given.model, LENGTH).blocks) == {
+    assert set(block_shapes(describe_model(given.model, LENGTH))) == {
         BlockShape(hidden=HIDDEN, heads=HEADS, key_heads=HEADS, head_dim=HIDDEN // HEADS, ffn=INNER, norms=1)
     }
     [report], [memory] = run_stages(given), stage_memory(given, "cpu")

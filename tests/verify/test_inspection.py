@@ -12,7 +12,7 @@ from tests.api import own_plain_model
 from tests.api.own_plain_model import Plain
 from tests.support.command import Command
 from tests.support.own_token_model import Tiny
-from threefold.parallel.plan_check import check_plan
+from threefold.verify.plan_check import check_plan
 
 FILE = Path(own_plain_model.__file__)
 PROPOSED = """\

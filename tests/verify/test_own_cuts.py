@@ -14,7 +14,7 @@ from threefold.errors import UserError
 from threefold.models.plan import Plan
 from threefold.models.sharding import Column, Replicated, Sharded, Split, check_tensor_axis
 from threefold.models.source import ObjectSource
-from threefold.parallel.plan_check import check_plan
+from threefold.verify.plan_check import check_plan
 from threefold.verify.verifier import EQUAL, Verification
 
 

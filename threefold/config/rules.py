@@ -113,7 +113,7 @@ def default_micro_batches(config: Config, share: int | None = None) -> list[int]
 def check_division(config: Config) -> None:
     """Check that tp and ep divide what the family's sharding table shards over them, or raise a `UserError`."""
     model, tp = config.model, config.parallel.tp
-    if model.architecture != OWN:  # importing that takes seconds; `parallel.plan_check` checks it later
+    if model.architecture != OWN:  # importing that takes seconds; `parallel.layout_check` checks it later
         plan = FAMILIES.load(model.architecture).make_plan(model, 1)
         units = plan.units("tp")
         heads = [key for key in units if key.endswith("_heads")]

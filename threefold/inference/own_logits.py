@@ -11,12 +11,12 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.errors import UserError
 from threefold.models.family import make_model
-from threefold.models.module_check import module_of
 from threefold.models.own_batch import inputs_from
 from threefold.models.sharding import ModelPlan, VocabLoss
 from threefold.models.source import ConfigSource, error_line, skeleton
 from threefold.parallel.pipeline.schedules import receive_activations, send_activations
 from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, Stage, StepSamples
+from threefold.verify.module_check import module_of
 
 _POSITIONS = 8
 """Number of token ids of the trial before ranks start."""

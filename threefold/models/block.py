@@ -1,12 +1,8 @@
 """One description of a model's layers, derived from the shapes of their weights and the family's sharding plan.
 
-Model size, memory, cost, search (`threefold.planner`) and the FLOPs of a step use it, so that no family needs formulas
-of its own. A block of attention and a feed-forward network or mixture of experts is planned from its weights; any other
-block is refused with a one-sentence error. Weights and FLOPs are known for every block.
+The FLOPs of a step and the planner use it, so that no family needs formulas of its own.
 """
 
-from collections import defaultdict
-from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -51,54 +47,17 @@ class WeightShape(NamedTuple):
         return {} if unit is None else dict(unit.parts)
 
 
-@dataclass(frozen=True)
-class Mixture:
-    """Mixture of experts, with the inner features of one expert and of the shared expert (0 for none)."""
-
-    count: int
-    per_token: int
-    inner: int
-    shared: int = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockShape:
-    """Transformer block of the whole model."""
-
-    hidden: int
-    heads: int
-    key_heads: int
-    head_dim: int
-    ffn: int  # unused with `experts`
-    gated: bool = False
-    rms: bool = False
-    biased: bool = False
-    norms: int = 2  # of the residual stream; with 1, a half block has none
-    rotary: bool = False
-    qk_norm: bool = False
-    activation: str = "gelu_tanh"
-    hidden_dropout: bool = False
-    attention_dropout: bool = False
-    window: int = 0  # in positions; 0 for none
-    experts: Mixture | None = None
-
-
 class UnknownBlock(UserError):
     """Block for which the planner has no formulas."""
 
 
 class ModelDescription:
-    """Weights of each layer, in order, and blocks of a model, from its resolved config and the tokens of a sample."""
+    """Weights of each layer of a model, in order, from its resolved config and the tokens of a sample."""
 
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         self.plan = model_plan(config, sequence_length)
-        self._config, self._length = config, sequence_length
+        self.config, self._length = config, sequence_length
         self.weights = {layer: self._weights_of(layer) for layer in self.plan.layers}
-
-    @cached_property
-    def blocks(self) -> tuple[BlockShape, ...]:
-        """Layers between the first and the last; raises `UnknownBlock` for one that the planner has no formulas for."""
-        return tuple(self._described(layer, number) for number, layer in enumerate(self.plan.layers[1:-1]))
 
     @cached_property
     def flops_per_token(self) -> float:
@@ -106,25 +65,26 @@ class ModelDescription:
         counted = 0
         for number, layer in enumerate(self.plan.layers[1:]):  # the look-up in the first layer is not a product
             for weight in self.weights[layer]:
-                counted += weight.multiply_adds * (self._config.experts_per_token if weight.is_of_experts else 1)
-            seen = min(self._config.window(number) or self._length, self._length)
-            heads = sum(rule.heads for rule in self._rules(layer) if isinstance(rule, sharding.AttentionCore))
+                counted += weight.multiply_adds * (self.config.experts_per_token if weight.is_of_experts else 1)
+            seen = min(self.config.window(number) or self._length, self._length)
+            heads = sum(rule.heads for rule in self.rules(layer) if isinstance(rule, sharding.AttentionCore))
             keys = (weight.parts["key"] for weight in self.weights[layer] if "key" in weight.parts)
-            counted += 2 * heads * next(keys, self._config.head_dim) * seen
+            counted += 2 * heads * next(keys, self.config.head_dim) * seen
         # Two operations each in the forward pass, the gradient of the input, and the gradient of the weight.
         return float(6 * counted)
 
     @cached_property
-    def _model(self) -> "nn.Module":
+    def model(self) -> "nn.Module":
+        """The unsharded model on the meta device."""
         import torch
 
         with torch.device("meta"):
-            return make_model(self._config)
+            return make_model(self.config)
 
     def _weights_of(self, layer: str) -> tuple[WeightShape, ...]:
-        shapes = family_of(self._config).layer_shapes(self._config, layer)
+        shapes = family_of(self.config).layer_shapes(self.config, layer)
         if shapes is None:
-            named = self._model.get_submodule(layer).named_parameters()
+            named = self.model.get_submodule(layer).named_parameters()
             shapes = {name: tuple(weight.shape) for name, weight in named}
         found: list[WeightShape] = []
         for name, shape in shapes.items():
@@ -135,7 +95,8 @@ class ModelDescription:
             found.append(WeightShape(whole, split, shape))
         return tuple(found)
 
-    def _rules(self, layer: str) -> list[sharding.Split]:
+    def rules(self, layer: str) -> list[sharding.Split]:
+        """Return the rules of a layer and of the modules inside it."""
         depth = layer.count(".") + 1
         heads = {pattern: ".".join(pattern.split(".")[:depth]) for pattern in self.plan.split}
         return [
@@ -143,94 +104,6 @@ class ModelDescription:
             for pattern, head in heads.items()
             if head[:2] == "**" or sharding.matches(layer, head)
         ]
-
-    def _described(self, layer: str, number: int) -> BlockShape:
-        config, rules = self._config, self._rules(layer)
-        roles: dict[str, list[WeightShape]] = defaultdict(list)
-        for weight in self.weights[layer]:
-            roles[_role(weight)].append(weight)
-        cores = [rule for rule in rules if isinstance(rule, sharding.AttentionCore)]
-        self._require_known(layer, roles, len(cores))
-        projection, down = roles["output of attention"][0], roles["down"]
-        heads = {part: size for weight in roles["projection"] for part, size in weight.parts.items()}
-        [keys] = {weight.split.units("weight")["tp"].count for weight in roles["projection"] if "key" in weight.parts}
-        inner, mixture = down[0].shape[1] if down else 0, None
-        if roles["experts"]:
-            first, second = roles["experts"]
-            mixture = Mixture(first.shape[0], config.experts_per_token, second.shape[2], inner)
-        modules = {weight.name.rpartition(".")[0] for weight in roles["bias"]}
-        norms = [weight.name.rpartition(".")[0] for weight in roles["norm"]]
-        products = [*roles["projection"], projection, *roles["up"], *down, *roles["experts"]]
-        return BlockShape(
-            hidden=projection.shape[0],
-            heads=cores[0].heads,
-            key_heads=keys,
-            head_dim=heads["key"],
-            ffn=config.ffn_hidden_size if mixture else inner,
-            gated="gate" in (roles["experts"] or roles["up"])[0].parts,
-            rms=not any(name in modules or self._is_layer_norm(name) for name in norms),
-            biased=all(weight.name.rpartition(".")[0] in modules for weight in products),
-            norms=len(norms),
-            rotary=any(isinstance(rule, sharding.OverContext) for rule in rules),
-            qk_norm=bool(roles["norm of heads"]),
-            activation=config.activation,
-            hidden_dropout=config.hidden_dropout > 0 and any(isinstance(rule, sharding.OverSequence) for rule in rules),
-            attention_dropout=config.attention_dropout > 0,
-            window=config.window(number),
-            experts=mixture,
-        )
-
-    def _is_layer_norm(self, name: str) -> bool:
-        """Return whether a norm without bias is a LayerNorm, which its shape does not show."""
-        if family_of(self._config).shapes is not None:
-            return False
-        from torch import nn
-
-        return isinstance(self._model.get_submodule(name), nn.LayerNorm)
-
-    def _require_known(self, layer: str, roles: dict[str, list[WeightShape]], cores: int) -> None:
-        experts, networks = len(roles["experts"]), len(roles["up"])
-        allowed = {"output of attention": 1, "up": 1, "down": networks, "experts": 2, "norm": 2}
-        allowed |= dict.fromkeys(("router", "gate of the shared expert"), experts // 2)
-        odd = [weight for role, most in allowed.items() if len(roles[role]) > most for weight in roles[role]]
-        odd = roles["unknown"] or odd
-        parts = {part for weight in roles["projection"] for part in weight.parts}
-        if cores != 1 or not roles["output of attention"] or parts != {"query", "key", "value"}:
-            lack = "no attention of which the sharding plan names the queries, keys and values"
-        elif odd:
-            lack = f"{' and '.join(weight.name.removeprefix(f'{layer}.') for weight in odd)} besides or for one of them"
-        elif experts not in (0, 2) or not experts + networks or len(roles["down"]) != networks:
-            lack = "no such network"
-        elif not roles["norm"]:
-            lack = "no norm"
-        else:
-            return
-        raise UnknownBlock(
-            f"model.architecture is {self._config.architecture} but the planner has formulas for blocks of one "
-            f"attention and one feed-forward network or mixture of experts, and {layer} has {lack}; use threefold "
-            "dry-run, which runs the model."
-        )
-
-
-def _role(weight: WeightShape) -> str:
-    """Return the role of a weight in its block, from its rule and its shape."""
-    rule, parts, dims = weight.split, weight.parts, len(weight.shape)
-    shared_bias = isinstance(rule, sharding.Column | sharding.Row | sharding.Replicated)
-    if dims == 1 and weight.own_name == "bias" and shared_bias:
-        return "bias"
-    if dims == 1 and weight.own_name == "weight" and isinstance(rule, sharding.Replicated | sharding.PerHead):
-        return "norm of heads" if isinstance(rule, sharding.PerHead) else "norm"
-    if dims == 3 and weight.is_of_experts:
-        return "experts"
-    if dims != 2:
-        return "unknown"
-    if isinstance(rule, sharding.Column):
-        return "projection" if parts.keys() & {"query", "key", "value"} else "up"
-    if isinstance(rule, sharding.Row):
-        return "output of attention" if "head" in parts else "down"
-    if isinstance(rule, sharding.Replicated):
-        return "router" if weight.multiply_adds else "gate of the shared expert"
-    return "unknown"
 
 
 def describe_model(config: ModelConfig, sequence_length: int) -> ModelDescription:

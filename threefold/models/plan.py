@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from threefold.config import ModelConfig
+from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.files import first_of
 from threefold.models.sharding import (
@@ -94,9 +95,7 @@ class Plan:
         Raises:
             UserError: a pattern matches nothing, or a parameter has no rule.
         """
-        from threefold.models.module_check import check_modules
-
-        check_modules(model)
+        call_hook("check_modules", model)
         modules = dict(model.named_modules(remove_duplicate=False))
         parameters = dict(model.named_parameters(remove_duplicate=False))
         for name, module in modules.items():

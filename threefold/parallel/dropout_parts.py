@@ -20,9 +20,9 @@ from threefold.models.layers.decoder import SampleInfo
 from threefold.models.own_batch import map_tensors
 from threefold.models.source import error_line
 from threefold.parallel.context import ShardingContext
+from threefold.parallel.layout_check import KNOWN_RULES, cut_to_rank, made_on_meta
 from threefold.parallel.pipeline.partition import covers
 from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, Stage, StepSamples
-from threefold.parallel.plan_check import KNOWN_RULES, cut_to_rank, made_on_meta
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Positions, Slice
 

@@ -20,6 +20,7 @@ from threefold.config.model import FAMILIES, OWN
 from threefold.config.rules import executed_micro_batches
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.constants import COMPILED, LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
+from threefold.doors import call_hook
 from threefold.dtypes import DTYPES
 from threefold.models.layers.decoder import LinearCrossEntropy
 from threefold.models.sharding import ModelPlan, check_tensor_axis
@@ -42,7 +43,6 @@ from threefold.parallel.parameter import (
 from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.parallel.pipeline.schedules import DeferredGradients
 from threefold.parallel.pipeline.stage import Stage, TiedWeights, whole_parameters
-from threefold.parallel.plan_check import check_cut_modules, check_plan, check_sharded_parameters
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
 from threefold.parallel.shard_modules import bare_cut, float8_layers, shard_modules, use_fp8
 from threefold.parallel.zero import (
@@ -265,10 +265,8 @@ def apply_parallelism(
     """
     settings, mesh = how.settings, how.mesh
     model = skeleton(make_model, settings.seed)
-    check_plan(model, plan)
+    call_hook("check_model", model, plan, mesh.tp.size, 0 if how.zero is None else how.zero.stage)
     check_tensor_axis(plan, mesh.tp.size)
-    check_cut_modules(model, plan, mesh.tp.size)
-    check_sharded_parameters(model, 0 if how.zero is None else how.zero.stage)
     names = tuple(name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor))
     in_float8 = float8_layers(model, plan) if trains and settings.fp8 else []
     # Pipeline parallelism: this rank's stages.

@@ -19,7 +19,7 @@ from threefold.config import Config, resolve
 from threefold.config.resolve import default_largest, on_device
 from threefold.config.rules import default_micro_batches
 from threefold.constants import LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
-from threefold.models.block import BlockShape, Mixture
+from threefold.planner.block_shape import BlockShape, Mixture, block_shapes
 from threefold.planner.model_size import ModelSize, ModelWeights, RankBlock, own_attention, rank_block
 from threefold.planner.systems import Keeps
 
@@ -262,7 +262,7 @@ class LayerMemory:
         self, config: Config, device: str, keeps: Keeps, weights: ModelWeights, replayed: Collection[str]
     ) -> None:
         self._config, self._device, self._keeps = config, device, keeps
-        self._layers, self._replayed, blocks = weights.plan.layers, replayed, weights.description.blocks
+        self._layers, self._replayed, blocks = weights.plan.layers, replayed, block_shapes(weights.description)
         self._blocks = dict(zip(self._layers[1:-1], blocks, strict=True))
         self._of_blocks: dict[tuple[BlockShape, bool], LayerBytes] = {}
         self._first = block = self._sizes(blocks[0])
@@ -322,7 +322,7 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
     model, parallel, train, weights = config.model, config.parallel, config.train, size.weights
     replayed = weights.recomputed(train.recompute, train.recompute_every)
     layers, of_layer = weights.plan.layers, {}
-    for name, described in zip(layers[1:-1], weights.description.blocks, strict=True):
+    for name, described in zip(layers[1:-1], block_shapes(weights.description), strict=True):
         of_layer[name] = rank_block(config, described, attention=own_attention(config, described, device))
     first = of_layer[layers[1]]
     kept = moment = 0

@@ -21,6 +21,7 @@ from threefold.models.block import ModelDescription, describe_model
 from threefold.parallel.pipeline.partition import ShardCoordinates, StageMap, partitioned, shard_coordinates
 from threefold.planner import cost
 from threefold.planner.activations import LayerMemory
+from threefold.planner.block_shape import block_shapes
 from threefold.planner.estimate import (
     estimate,
     gradient_time,
@@ -72,7 +73,7 @@ class LayerKinds:
         numbers: dict[object, int] = {}
         self.of_layer: list[int] = []
         self.first: list[int] = []
-        for layer, key in enumerate(("embedding", *description.blocks, "head")):
+        for layer, key in enumerate(("embedding", *block_shapes(description), "head")):
             kind = numbers.setdefault(key, len(numbers))
             if kind == len(self.first):
                 self.first.append(layer)
@@ -436,7 +437,7 @@ class LeastSeconds:
     def _computed(self, config: Config, hardware: Hardware) -> Array:
         """Compute the seconds of a layer of each kind for all micro-batch sizes, from a config with size 1."""
         sizes, per_node, system, model = self._sizes, hardware.gpus_per_node, self._system, config.model
-        described = describe_model(model, config.data.sequence_length).blocks
+        described = block_shapes(describe_model(model, config.data.sequence_length))
         blocks = {
             kind: replace(cost.cost_block(config, described[layer], per_node, system), samples=cast(int, sizes))
             for kind, layer in self._kinds.blocks

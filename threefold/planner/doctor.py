@@ -19,6 +19,7 @@ from threefold.files import format_bytes, shown
 from threefold.host import cpu_quota, memory, usable_cores
 from threefold.models.block import describe_model
 from threefold.planner import measuring
+from threefold.planner.block_shape import block_shapes
 from threefold.planner.cost import block_seconds, cost_block
 from threefold.planner.hardware import THIS_MACHINE, Achievable, Hardware, cpu_name
 from threefold.planner.systems import SYSTEMS
@@ -196,7 +197,7 @@ def measured_entry(found: Examination) -> Hardware | None:
     if is_gpu or not most.block:  # a GPU's kernels run beside the host's work
         return entry
     config, system = measuring.tiny_config(), SYSTEMS["own-cpu"]
-    block = describe_model(config.model, config.data.sequence_length).blocks[0]
+    block = block_shapes(describe_model(config.model, config.data.sequence_length))[0]
     without = replace(entry, achievable=replace(entry.achievable, block=0.0))
     kernels = block_seconds(cost_block(config, block, 1, system), without, system).total
     kinds = "sharded_block", "tensor_block", "context_block"

@@ -23,6 +23,7 @@ from threefold.models.sharding import Constant
 from threefold.models.source import ConfigSource, ModelSource, error_line
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner import dry_step
+from threefold.planner.block_shape import block_shapes
 from threefold.planner.dry_step import CollectiveTotal, DryRunReport
 from threefold.torch_private.fake import FakeTensor, fake_process_group, fake_tensors, with_memory
 from threefold.train.step import Engine
@@ -218,7 +219,7 @@ def _is_regular(config: Config) -> bool:
     if model.architecture == OWN or config.train.recompute_every > 1 or config.train.exact:
         return False
     with suppress(UnknownBlock):
-        return len(set(describe_model(model, config.data.sequence_length).blocks)) == 1
+        return len(set(block_shapes(describe_model(model, config.data.sequence_length)))) == 1
     return False
 
 

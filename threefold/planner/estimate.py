@@ -15,6 +15,7 @@ from threefold.errors import UserError
 from threefold.models.block import describe_model, model_flops_per_token
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner import cost
+from threefold.planner.block_shape import block_shapes
 from threefold.planner.cost import Number, Passes, Pipeline, Seconds
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import described_blocks, optimizer_states
@@ -232,7 +233,9 @@ class Estimate:
         treated = -(-model.num_layers // train.recompute_every) / model.num_layers
         described, again = describe_model(model, length), 0.0
         if train.recompute == "selective":
-            seen = (block.heads * block.head_dim * min(block.window or length, length) for block in described.blocks)
+            seen = (
+                block.heads * block.head_dim * min(block.window or length, length) for block in block_shapes(described)
+            )
             again = 2 * 2 * sum(seen) * treated
         elif train.recompute != "none":
             again = (described.flops_per_token / 3 - 2 * model.hidden_size * model.vocab_size) * treated

@@ -12,7 +12,7 @@ from threefold.config import Config, OptimizerConfig
 from threefold.config.model import OWN, ModelConfig
 from threefold.config.optimizer import BUILT_IN
 from threefold.errors import UserError
-from threefold.models.block import BlockShape, ModelDescription, WeightShape, describe_model
+from threefold.models.block import ModelDescription, WeightShape, describe_model
 from threefold.parallel.pipeline.partition import (
     ShardCoordinates,
     chosen_layers,
@@ -20,6 +20,7 @@ from threefold.parallel.pipeline.partition import (
     shard_coordinates,
     stage_map,
 )
+from threefold.planner.block_shape import BlockShape, block_shapes
 from threefold.planner.systems import Attention, Kernels
 
 ZERO_STATE, ZERO_GRADIENTS, ZERO_WEIGHTS = 1, 2, 3
@@ -351,7 +352,7 @@ def described_blocks(config: Config) -> tuple[BlockShape, ...]:
             f"model.architecture is {OWN}, whose operations have no formulas; plan with a family of the same sizes, or "
             "use threefold dry-run, which runs the model."
         )
-    return describe_model(config.model, config.data.sequence_length).blocks
+    return block_shapes(describe_model(config.model, config.data.sequence_length))
 
 
 def rank_block(config: Config, block: BlockShape, **changes: Any) -> RankBlock:

@@ -28,7 +28,7 @@ from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
 from threefold.models.source import ConfigSource, ModelSource, file_source
 from threefold.parallel.arithmetic import arithmetic_of
-from threefold.parallel.plan_check import check_layout, check_source
+from threefold.parallel.layout_check import check_layout, check_source
 from threefold.train.announcement import announce
 from threefold.train.attachment import Profiler, attachments, import_attachments
 from threefold.train.attempt import Attempt

@@ -29,9 +29,9 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.rules import executed_micro_batches
 from threefold.constants import IGNORE_INDEX
+from threefold.doors import call_hook
 from threefold.errors import DivergenceError, UserError
 from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums
-from threefold.models.module_check import explaining_passes
 from threefold.models.own_batch import map_tensors, tensors_of
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.dropout_parts import dropout_parts
@@ -40,7 +40,6 @@ from threefold.parallel.parallelize import ChunkSizes, Parallelism, TrainableMod
 from threefold.parallel.parameter import is_split
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
 from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, StepSamples
-from threefold.parallel.plan_check import check_forward
 from threefold.parallel.recompute import as_written
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
@@ -132,7 +131,8 @@ class GradientStep(GradientUpdate):
         """
         scale, loss = self.scale, loss or self.loss
         # Common errors of a user's own layers are explained.
-        with explaining_passes(self.stages, self.mesh.tp.size) if self.plan.constructed else nullcontext():
+        explained = call_hook("explaining_passes", self.stages, self.mesh.tp.size) if self.plan.constructed else None
+        with explained or nullcontext():
             # 1. Micro-batches: the replicas add up what they count, as the loss is divided by the global batch's count.
             local: LocalBatch | OwnBatch
             if loss is None:
@@ -272,7 +272,7 @@ class GradientStep(GradientUpdate):
             return
         if self.plan.constructed and not self.settings.sequence_parallel:
             trial = map_tensors(batch, lambda each: torch.empty_like(each, device="meta"))
-            check_forward(self._make_model, self.plan, self.mesh.tp.size, trial, loss is None)
+            call_hook("check_forward", self._make_model, self.plan, self.mesh.tp.size, trial, loss is None)
         if self.model.dropouts:
             micro_batch = whole.split(self.settings.micro_batches)[0]
             parts = dropout_parts(self._make_model, self.plan, self.parallelism.context, micro_batch)

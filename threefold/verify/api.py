@@ -12,7 +12,7 @@ from threefold.errors import UserError, require_whole
 from threefold.files import shown
 from threefold.launch.process import prepare_fork, require_room
 from threefold.models.loss_terms import LossFunction
-from threefold.parallel.plan_check import layout_check
+from threefold.parallel.layout_check import layout_check
 from threefold.verify.layouts import UNKNOWN_VOCABULARY, asked_for, covering, possible, prepare, shrink
 from threefold.verify.verifier import EQUAL, LayoutResult, Verification, choose_batches, verifier
 

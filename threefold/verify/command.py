@@ -120,7 +120,7 @@ def command(
         selection = select(choices.suits)
     # These import torch, and the errors above should not wait for it.
     from threefold.models.source import ConfigSource, FileSource
-    from threefold.parallel.plan_check import layout_check
+    from threefold.parallel.layout_check import layout_check
     from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT, Verification, choose_batches, verifier
 
     source = FileSource.parse(model) if model is not None and from_section else ConfigSource()

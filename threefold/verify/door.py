@@ -8,6 +8,12 @@ COMMANDS: Final = {
 }
 HOOKS: Final = {
     "check_layout": "threefold.verify.self_check:self_check",
+    "check_modules": "threefold.verify.module_check:check_modules",
+    "explaining_passes": "threefold.verify.module_check:explaining_passes",
+    "check_plan": "threefold.verify.plan_check:check_plan",
+    "check_model": "threefold.verify.plan_check:check_model",
+    "check_cuts": "threefold.verify.plan_check:check_cuts",
+    "check_forward": "threefold.verify.plan_check:check_forward",
     "check_loop": "threefold.verify.loop_check:LoopCheck",
 }
 NAMES: Final = {

@@ -16,7 +16,7 @@ from threefold.errors import UserError
 from threefold.models.plan import Plan, as_pattern, tie_
 from threefold.models.sharding import ModelPlan, Split, check_tensor_axis
 from threefold.parallel.pipeline.partition import ShardCoordinates, ShardIndex, local_shape
-from threefold.parallel.plan_check import check_plan
+from threefold.verify.plan_check import check_plan
 from threefold.verify.proposal import propose
 
 _WIDTH = 160

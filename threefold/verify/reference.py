@@ -23,7 +23,6 @@ from threefold.data.loader import Batch
 from threefold.dtypes import DTYPES
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
-from threefold.models.module_check import explaining_passes
 from threefold.models.own_batch import LayerSignature, batch_size, forward_layer, has_forward, inputs_from
 from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
 from threefold.models.source import ModelSource, construct, drawn
@@ -35,6 +34,7 @@ from threefold.torch_private.distributed import persistent_buffers
 from threefold.train.optim import Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
 from threefold.verify.batches import BatchSource
+from threefold.verify.module_check import explaining_passes
 
 FILE = "one-process.pt"
 SAMPLES, TOKENS, READ, RATE = "samples", "valid tokens", "tokens read", "learning rate"

@@ -34,7 +34,6 @@ from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.files import first_of, read_text
 from threefold.foreign import FolderFiles, own_folder
-from threefold.models.module_check import OF_MODULES
 from threefold.models.own_batch import batch_shapes, has_forward
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import MakeModel, ModelSource, construct, error_line, skeleton
@@ -45,6 +44,7 @@ from threefold.torch_private.distributed import persistent_buffers
 from threefold.torch_private.tensors import has_module_hooks, version_of
 from threefold.train.callbacks.base import say
 from threefold.verify.batches import BatchSource
+from threefold.verify.module_check import OF_MODULES
 from threefold.verify.rank_worker import run_rank
 from threefold.verify.reference import Trace, one_process, reference_loss
 from threefold.verify.verifier import DEPARTS, choose_batches, judge

@@ -18,7 +18,7 @@ from threefold.errors import UserError
 from threefold.host import scratch_folder
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource
-from threefold.parallel.plan_check import check_source
+from threefold.parallel.layout_check import check_source
 from threefold.verify import compare
 from threefold.verify.batches import BatchSource, DataBatches, RandomBatches
 from threefold.verify.compare import Error

@@ -66,7 +66,7 @@ def command(
     elif compare is not None:
         from threefold.comm.layout import parse
         from threefold.models.source import ConfigSource
-        from threefold.parallel.plan_check import check_layout
+        from threefold.parallel.layout_check import check_layout
         from threefold.verify.layouts import compose, suits
 
         other = compose(resolved, parse(compare))

@@ -12,7 +12,7 @@ from threefold.errors import UserError
 from threefold.models.plan import Plan
 from threefold.models.sharding import ModelPlan, Replicated
 from threefold.models.source import call
-from threefold.parallel.plan_check import check_plan
+from threefold.verify.plan_check import check_plan
 
 
 class Layer(nn.Module):

@@ -1,33 +1,27 @@
 """Checks that a sharding plan matches its model, and that the parts of a tensor rank fit together."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
 from itertools import pairwise
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from threefold.comm.layout import shard_bounds, shard_length
-from threefold.config import Config
 from threefold.config.section import nearest_divisor
 from threefold.errors import UserError
 from threefold.files import first_of
-from threefold.models import module_check, sharding
+from threefold.models import sharding
 from threefold.models.own_batch import LayerSignature
 from threefold.models.plan import as_pattern, nearest
-from threefold.models.source import ModelSource
-from threefold.parallel.arithmetic import arithmetic_of
-from threefold.parallel.context import check_whole_sequences
-from threefold.parallel.parameter import set_in
-from threefold.parallel.pipeline.partition import covers, stage_map
+from threefold.parallel.layout_check import KNOWN_RULES, cut_to_rank, made_on_meta
+from threefold.parallel.pipeline.partition import covers
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.shard_modules import SHARDINGS, has_own_forward, uncut_tensors
 from threefold.parallel.split_layer import SplitLayer
 from threefold.torch_private.distributed import persistent_buffers
-from threefold.torch_private.tensors import child_names, has_module_hooks, tensors_in
+from threefold.torch_private.tensors import child_names, has_module_hooks
+from threefold.verify import module_check
 
 _WITHIN = (sharding.Replicated, sharding.PerHead)
 """Splits that leave the modules inside a module to other patterns."""
@@ -63,19 +57,22 @@ def _refuse_split_layers(modules: Mapping[str, nn.Module]) -> None:
             )
 
 
-def check_cut_modules(model: nn.Module, plan: sharding.ModelPlan, size: int) -> None:
-    """Raise a `UserError` if a module that the tensor axis replaces has a hook, which its replacement would lose."""
-    for name, module in model.named_modules() if size > 1 else ():
+def check_model(model: nn.Module, plan: sharding.ModelPlan, tp: int, zero: int) -> None:
+    """Raise a `UserError` unless a plan suits a model, and a tensor axis of `tp` ranks and a ZeRO stage suit both."""
+    check_plan(model, plan)
+    sharding.check_tensor_axis(plan, tp)
+    check_cuts(model, plan, tp, zero)
+
+
+def check_cuts(model: nn.Module, plan: sharding.ModelPlan, tp: int, zero: int) -> None:
+    """Raise a `UserError` if a module that the tensor axis replaces has a hook, or ZeRO cannot shard a parameter."""
+    for name, module in model.named_modules() if tp > 1 else ():
         pattern = plan.patterns.naming(name) if name else None
         if pattern is not None and plan.split[pattern].needs_tensor_axis and has_module_hooks(module):
             raise UserError(
-                f"{name!r} has a hook, which would see a part of the features with tp {size}, as "
+                f"{name!r} has a hook, which would see a part of the features with tp {tp}, as "
                 f"{type(plan.split[pattern]).__name__} cuts it; register it on a module around it that is not cut."
             )
-
-
-def check_sharded_parameters(model: nn.Module, zero: int) -> None:
-    """Raise a `UserError` if ZeRO is used and a parameter has no dim to shard."""
     for name, parameter in model.named_parameters() if zero else ():
         if not parameter.dim():
             raise UserError(
@@ -358,10 +355,6 @@ def _buffers(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, tuple[Tens
             yield f"{name}.{buffer}" if name else buffer, (value, buffer in kept)
 
 
-KNOWN_RULES = (sharding.Column, sharding.Row, sharding.Vocab, sharding.Replicated, sharding.PerHead, sharding.Sharded)
-"""Rules whose effect on sizes `cut_to_rank` knows: those of a `Plan`."""
-
-
 def check_forward(
     make_model: Callable[[], nn.Module], plan: sharding.ModelPlan, tp: int, batch: Any, takes_labels: bool = False
 ) -> None:
@@ -393,12 +386,6 @@ def check_forward(
             ) from None
 
 
-def made_on_meta(make_model: Callable[[], nn.Module]) -> nn.Module:
-    """Return the whole model on the meta device."""
-    with torch.device("meta"):
-        return make_model()
-
-
 def _failure(model: nn.Module, plan: sharding.ModelPlan, batch: Any, takes_labels: bool) -> Exception | None:
     """Return the error of a forward pass through the layers; None if it succeeds."""
     try:
@@ -412,81 +399,6 @@ def _failure(model: nn.Module, plan: sharding.ModelPlan, batch: Any, takes_label
     except Exception as error:
         return error
     return None
-
-
-class _CutWeight(nn.Parameter):
-    """Weight on the meta device that raises a `UserError` where it meets another tensor; `said` is what cuts it."""
-
-    said: str
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        tensors = tensors_in((args, kwargs))
-        own = next(each for each in tensors if isinstance(each, _CutWeight))
-        if any(each is not own and each.dim() for each in tensors):
-            raise UserError(
-                f"{own.said} for tp, so that a rank has a part of its weight, but the model computes with that by "
-                "itself, as in F.linear(x, layer.weight); call the layer, or use Replicated() for it."
-            )
-        return super().__torch_function__(func, types, args, kwargs or {})
-
-
-class _CutLinear(nn.Linear):
-    """Linear layer on the meta device with the widths of one tensor rank."""
-
-    def __init__(self, inputs: int, outputs: int, bias: bool, said: str) -> None:
-        super().__init__(inputs, outputs, bias, device="meta")
-        self.own = (self.weight,)  # as a tuple, which is no parameter
-        self.weight = _CutWeight(self.weight)
-        self.weight.said = said
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Compute this rank's product."""
-        return F.linear(input, self.own[0], self.bias)
-
-
-class _CutTable(nn.Embedding):
-    """Embedding on the meta device, with all of its rows, whose weight is a rank's part."""
-
-    def __init__(self, of: nn.Embedding, said: str) -> None:
-        super().__init__(of.num_embeddings, of.embedding_dim, of.padding_idx, device="meta")
-        self.own = (self.weight,)
-        self.weight = _CutWeight(self.weight)
-        self.weight.said = said
-
-    def forward(self, input: Tensor) -> Tensor:
-        """Look up rows."""
-        return F.embedding(input, self.own[0], self.padding_idx)
-
-
-def cut_to_rank(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) -> None:
-    """Shrink a model on the meta device to the sizes of one tensor rank, in place."""
-    made: dict[nn.Module, nn.Module] = {}
-    for name, module in list(model.named_modules(remove_duplicate=False)):
-        pattern = plan.patterns.naming(name) if name else None
-        said = "" if pattern is None else f"{type(plan.split[pattern]).__name__} cuts {name!r}"
-        if pattern is not None and isinstance(module, nn.Embedding) and isinstance(plan.split[pattern], sharding.Vocab):
-            set_in(model, name, made.setdefault(module, _CutTable(module, said)))
-        if pattern is not None and isinstance(module, nn.Linear):
-            rule, inputs, outputs = plan.split[pattern], module.in_features, module.out_features
-            if isinstance(rule, sharding.Column):
-                outputs = rule.groups * shard_length(outputs // rule.groups, tp, rank)
-            elif isinstance(rule, sharding.Row):
-                inputs = shard_length(inputs, tp, rank)
-            else:
-                continue
-            if module not in made:
-                made[module] = _CutLinear(inputs, outputs, module.bias is not None, said)
-            set_in(model, name, made[module])
-    bare = sharding.Patterns(plan.bare)
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in named if plan.bare else []:
-        pattern = bare.naming(name)
-        dim = None if pattern is None else plan.bare[pattern].cut_dim(name.rpartition(".")[2], "tp")
-        if dim is not None:
-            start, end = shard_bounds(tensor.shape[dim], tp, rank)
-            part: Tensor = tensor.detach().narrow(dim, start, end - start)
-            set_in(model, name, nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part)
 
 
 def _missing(where: str, modules: dict[str, nn.Module], plan: sharding.ModelPlan, message: str) -> str:
@@ -505,54 +417,3 @@ def _missing(where: str, modules: dict[str, nn.Module], plan: sharding.ModelPlan
                     f"{as_pattern(name)!r}: Sharded({dim}) to shard"
                 )
     return ""
-
-
-def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
-    """Return the numbers of all and of trained parameters; raise a `UserError` if model and plan do not match."""
-    make_model, plan = source.load(config)
-    model = made_on_meta(make_model)
-    try:
-        check_plan(model, plan)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
-
-
-def check_layout(source: ModelSource, config: Config) -> None:
-    """Raise a `UserError` unless a config's layout suits a model's plan: its stages, heads and recompute mode."""
-    layout_check(source, config)(config)
-
-
-def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None]:
-    """Load a model once, and return `check_layout` for any layout of it."""
-    make_model, plan = source.load(config)
-    own_loss = source.loss(config) is not None
-    model = made_on_meta(make_model) if plan.constructed else None
-    tokens = torch.empty(2, config.data.sequence_length, dtype=torch.int64, device="meta")
-
-    @cache
-    def failure(tp: int) -> UserError | None:
-        try:
-            check_forward(make_model, plan, tp, (tokens, tokens), not own_loss)
-        except UserError as error:
-            return error
-        return None
-
-    def check(config: Config) -> None:
-        tp, mode = config.parallel.tp, config.train.recompute
-        if own_loss:
-            check_whole_sequences(config.parallel.cp, config.parallel.sequence_parallel)
-        sharding.check_tensor_axis(plan, tp)
-        if model is not None:
-            check_cut_modules(model, plan, tp)
-            check_sharded_parameters(model, config.parallel.zero)
-            arithmetic_of(config).check(model, plan, tp)
-            if (found := failure(tp)) is not None and not config.parallel.sequence_parallel:
-                raise found
-        if mode != "none" and mode not in plan.recompute:
-            known = ", ".join(["none", *plan.recompute])
-            raise UserError(f"train.recompute is {mode}, of which the model's plan says nothing; use one of {known}.")
-        stage_map(plan, config)
-
-    return check

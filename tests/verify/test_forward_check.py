@@ -17,11 +17,11 @@ import threefold
 from threefold import Column, PerHead, Replicated, Row, Sharded, Vocab
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.models.module_check import explaining_passes
 from threefold.models.sharding import ModelPlan, Split
 from threefold.parallel.parallelize import TrainingSettings
-from threefold.parallel.plan_check import check_cut_modules, check_forward, check_plan, check_sharded_parameters
 from threefold.train.step import GradientStep
+from threefold.verify.module_check import explaining_passes
+from threefold.verify.plan_check import check_cuts, check_forward, check_plan
 
 WORDS, WIDTH = 23, 8
 BATCH = tuple(torch.randint(WORDS, (2, 8, 5), generator=torch.Generator().manual_seed(900)))
@@ -174,13 +174,13 @@ def test_what_a_cut_layer_would_not_compute() -> None:
         planned(changed(lambda block: setattr(block, "query", Doubled(WIDTH, WIDTH))))
     hooked = changed(lambda block: block.query.register_forward_hook(lambda module, inputs, output: 2 * output))
     plan = planned(hooked)
-    check_cut_modules(hooked(), plan, 1)
+    check_cuts(hooked(), plan, 1, 0)
     with pytest.raises(UserError, match=r"'blocks.1.query' has a hook, .* with tp 2, as Column cuts it"):
-        check_cut_modules(hooked(), plan, 2)
+        check_cuts(hooked(), plan, 2, 0)
     scalar = changed(lambda block: setattr(block, "scale", nn.Parameter(torch.tensor(1.0))))
-    check_sharded_parameters(scalar(), 0)
+    check_cuts(scalar(), plan, 1, 0)
     with pytest.raises(UserError, match=r"'blocks.1.scale' is a parameter without dims, which ZeRO \(1\) cannot shard"):
-        check_sharded_parameters(scalar(), 1)
+        check_cuts(scalar(), plan, 1, 1)
 
 
 def overwriting(module: Any, features: Tensor) -> Tensor:

@@ -14,10 +14,10 @@ from tests.support.own_state_models import LENGTH, PARTS, WIDTH, Model, Part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.models.module_check import refuse_layout_dependent
 from threefold.models.source import construct
 from threefold.parallel.parallelize import TrainingSettings
 from threefold.train.step import GradientStep
+from threefold.verify.module_check import refuse_layout_dependent
 
 
 class LookUp(nn.Module):

@@ -37,7 +37,7 @@ from threefold.models.sharding import (
 from threefold.parallel.leaf import local
 from threefold.parallel.parallelize import Parallelism, apply_parallelism
 from threefold.parallel.pipeline.partition import StageMap
-from threefold.parallel.plan_check import check_plan
+from threefold.verify.plan_check import check_plan
 from threefold.verify.worker_pool import WorkerError
 
 
