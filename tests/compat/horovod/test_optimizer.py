@@ -220,6 +220,36 @@ def test_passes_after_an_early_sum_are_all_in_the_mean(pool) -> None:
             torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-12)
 
 
+def clearing_between_passes(ranks: int, dtype: torch.dtype, set_to_none: bool) -> list[Tensor]:
+    """Two of three passes, `model.zero_grad`, and one that uses one layer alone; plain PyTorch on one rank."""
+    torch.manual_seed(0)
+    layers = nn.ModuleList([nn.Linear(3, 2), nn.Linear(3, 2)]).to(dtype)
+    optimizer, of, share = torch.optim.SGD(layers.parameters(), lr=0.5, momentum=0.9), range(ranks), 1 / ranks
+    if hvd.size() > 1:
+        optimizer, of, share = hvd.DistributedOptimizer(optimizer, backward_passes_per_step=3), [hvd.rank()], 1.0
+    for _ in range(2):
+        for number in range(3):
+            if number == 2:
+                layers.zero_grad(set_to_none)
+            for rank in of:
+                x = torch.linspace(-1, 1 + rank, 3 * (number + 2)).to(dtype).view(-1, 3)
+                loss = sum(layer(x).square().sum() for layer in layers[: 1 if number == 2 else 2])
+                (loss * share).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach().double() for parameter in layers.parameters()]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_cleared_gradients_drop_the_passes_before(pool, dtype: torch.dtype, set_to_none: bool) -> None:
+    expected = pool.run(1, clearing_between_passes, 2, dtype, set_to_none)[0]
+    bound = 1e-12 if dtype == torch.float64 else 0.02
+    for found in pool.run(2, clearing_between_passes, 2, dtype, set_to_none):
+        for got, wanted in zip(found, expected, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=bound, atol=bound)
+
+
 def with_sum() -> Tensor:
     model = nn.Linear(4, 3, bias=False).double()
     nn.init.constant_(model.weight, 0.1)

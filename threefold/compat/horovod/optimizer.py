@@ -181,8 +181,7 @@ class DistributedOptimizer(WrappedOptimizer):
         Raises:
             UserError: there was no backward pass.
         """
-        if self._are_incomplete():
-            self._sum()
+        self._complete()
         self._passes = dict.fromkeys(self._parameters, 0)
         self._calls = 0
 
@@ -201,8 +200,7 @@ class DistributedOptimizer(WrappedOptimizer):
         """
         if closure is not None:
             raise UserError("optimizer.step was given a closure, which would sum gradients twice; call it without.")
-        if self._are_incomplete():
-            self._sum()
+        self._complete()
         self.optimizer.step()
         self._begin()
 
@@ -241,18 +239,26 @@ class DistributedOptimizer(WrappedOptimizer):
             )
         if not self._is_summing:
             self._begin_sums()
-        self._arrived.add(parameter)
-        if parameter.grad is not None and parameter.grad.is_sparse:
-            self._sparse.add(parameter)
         if backward_pass() != self._pass:
             self._pass = backward_pass()
             at_end_of_backward_pass(partial(_ended, weakref.ref(self)))
+            self._drop_cleared(parameter)
+        if self._gradients is not None and parameter in self._arrived:
+            view = self._gradients[parameter]
+            if parameter.grad is not view:  # a new one, which has all that counts so far
+                view.zero_()
+        self._arrived.add(parameter)
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            self._sparse.add(parameter)
 
     def end_pass(self) -> None:
-        """Complete the gradients at the end of a backward pass, if it is the last of a step."""
+        """End a backward pass: complete the gradients after the last of a step, or show what there is so far."""
         self._calls += 1
         if self._calls % self.backward_passes_per_step == 0:
             self._sum()
+        elif self._gradients is not None:
+            for parameter in self._arrived:  # the sums have taken those of narrow parameters
+                parameter.grad = self._gradients[parameter].to(parameter.dtype)
 
     def _held(self) -> list[Tensor]:
         return [each for group in self.optimizer.param_groups for each in group["params"] if each.requires_grad]
@@ -278,8 +284,6 @@ class DistributedOptimizer(WrappedOptimizer):
         """Parameters with a gradient from autograd since the last sum."""
         self._sparse: set[Tensor] = set()
         self._summed: set[Tensor] = set()
-        self._kept: dict[Tensor, Tensor] = {}
-        """Gradients that there were before the first from autograd."""
         self._calls = self._sums = 0
         self._is_summing = False
         self._pass = -1
@@ -287,15 +291,28 @@ class DistributedOptimizer(WrappedOptimizer):
     def _are_incomplete(self) -> bool:
         return bool(self._arrived) or not self._sums
 
+    def _complete(self) -> None:
+        """Make the gradients complete if passes have been made since the last sum, or none at all."""
+        if self._are_incomplete():
+            self._drop_cleared()
+            self._sum()
+
     def _begin_sums(self) -> None:
         self._is_summing = True
         if self._gradients is None:
             return
         # Gradients that the caller kept, or means before further passes, are not dropped: autograd adds to them.
-        self._kept = {each: each.grad.detach().clone() for each in self._parameters if each.grad is not None}
+        kept = {each: each.grad.detach().clone() for each in self._parameters if each.grad is not None}
         self._gradients.begin(None if self._sums else self.backward_passes_per_step)
-        for parameter, grad in self._kept.items():
+        for parameter, grad in kept.items():
             parameter.grad = grad
+
+    def _drop_cleared(self, just_arrived: Tensor | None = None) -> None:
+        """Drop the gradients of earlier passes that `model.zero_grad()` has removed since."""
+        for parameter in [each for each in self._arrived if each.grad is None and each is not just_arrived]:
+            self._arrived.discard(parameter)
+            if self._gradients is not None:
+                self._gradients[parameter].zero_()
 
     @torch.no_grad()
     def _sum(self) -> None:
@@ -303,13 +320,17 @@ class DistributedOptimizer(WrappedOptimizer):
         if not self._is_summing:
             self._begin_sums()
         taken = self._arrived if self._gradients is not None else ()  # by the sums, from narrow parameters' `.grad`
+        kept = {each: each.grad for each in self._parameters if each not in self._arrived and each.grad is not None}
         held = [each.grad is not None or each in taken for each in self._parameters]
         rows = [held, *([each in found for each in self._parameters] for found in (self._arrived, self._sparse))]
         flags = torch.tensor(rows, dtype=torch.float32)
         if self._gradients is not None:
+            for parameter in self._arrived:  # narrow ones that the last pass did not use still have theirs
+                if parameter.grad is not None and parameter.grad is not self._gradients[parameter]:
+                    self._gradients[parameter].copy_(parameter.grad)
             if self._op is Average:  # a mean of what is already the mean is itself; a sum takes only what is new
-                for parameter in self._kept.keys() - self._arrived:
-                    self._gradients.add_(parameter, self._kept[parameter])
+                for parameter, grad in kept.items():
+                    self._gradients.add_(parameter, grad)
             self._gradients.finish()
             flags = world().all_reduce_(flags.to(self._parameters[0].device))  # after the buckets, as on other ranks
         ranks_with, ranks_new, ranks_sparse = (dict(zip(self._parameters, row, strict=True)) for row in flags.tolist())
@@ -318,7 +339,7 @@ class DistributedOptimizer(WrappedOptimizer):
         changed = ranks_with if self._op is Average else ranks_new
         if self._gradients is not None:
             for parameter in self._parameters:
-                parameter.grad = self._kept.get(parameter)
+                parameter.grad = kept.get(parameter)
                 if changed[parameter]:
                     value = self._gradients[parameter]
                     if self._op is Average:
