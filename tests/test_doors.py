@@ -51,6 +51,7 @@ NEEDED = {
     "parallel.fallbacks": ("resilience", "--set", "parallel.fallbacks=[dp2]"),
     "checkpoint.remote": ("resilience", "--set", "checkpoint.remote=memory://there"),
     "train.exact": ("exact", "--set", "train.exact=true"),
+    "train.grain_leaf": ("exact", "--set", "train.grain_leaf=1"),
     "--profile": ("planner", "--profile=2"),
 }
 """Setting or option → the room that follows it, and how it is given."""
@@ -101,10 +102,10 @@ def test_a_run_needs_no_room(tmp_path: Path, tokens: Path, threefold) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["FIRST_CALLBACKS", "CALLBACKS", "CHOSEN_CALLBACKS", "TOKEN_FORMATS", "ATTACHMENTS", "HOOKS", "NAMES", "TYPES"],
-)
+KINDS = "FIRST_CALLBACKS CALLBACKS CHOSEN_CALLBACKS TOKEN_FORMATS ATTACHMENTS RULES DEFAULTS HOOKS NAMES TYPES"
+
+
+@pytest.mark.parametrize("kind", KINDS.split())
 def test_what_a_door_declares_is_there(kind: str) -> None:
     assert all(imported(path) is not None for path in added(kind).values())
 

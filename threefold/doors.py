@@ -10,6 +10,8 @@ The core is what trains. An attached room is a subpackage that a run can do with
     TOKEN_FORMATS = {"megatron": "threefold.convert.megatron_tokens:MEGATRON"}
     ATTACHMENTS = {"resilience": "threefold.resilience.attachment:FaultResponse"}  # `threefold.train.attachment`
     NAMES = {"verify_model": "threefold.verify.api:verify_model"}  # of `threefold`; TYPES, of `threefold.types`
+    RULES = {"exact": "threefold.exact.rules:check_exact"}  # of a resolved config, as `threefold.config.rules`
+    DEFAULTS = {"grain": "threefold.exact.rules:default_grain"}  # of a config and its filled settings, by `section.key`
     HOOKS = {"peak_rate": "threefold.planner.hardware:peak_rate"}  # functions that the core calls if the room is there
 
 A room that is not there adds nothing. Other packages add names through entry points (`plugins.Registry`).
@@ -17,6 +19,7 @@ A room that is not there adds nothing. Other packages add names through entry po
 
 from functools import cache
 from importlib import import_module
+from types import ModuleType
 from typing import Any, Final
 
 from threefold.errors import UserError
@@ -29,17 +32,23 @@ ROOMS: Final = (
 
 
 @cache
-def added(kind: str) -> dict[str, Any]:
-    """Return all that the rooms add of a kind, such as `COMMANDS`, by name, in the order of the rooms."""
-    found: dict[str, Any] = {}
+def _doors() -> dict[str, ModuleType]:
+    """Import and return the doors of the rooms that are there, in their order."""
+    found = {}
     for room in ROOMS:
         name = f"threefold.{room}.door"
         try:
-            found |= getattr(import_module(name), kind, {})
+            found[room] = import_module(name)
         except ModuleNotFoundError as error:
             if error.name not in (name, f"threefold.{room}"):
                 raise
     return found
+
+
+@cache
+def added(kind: str) -> dict[str, Any]:
+    """Return all that the rooms add of a kind, such as `COMMANDS`, by name, in the order of the rooms."""
+    return {name: each for door in _doors().values() for name, each in getattr(door, kind, {}).items()}
 
 
 def hook(name: str) -> Any:
@@ -57,8 +66,18 @@ def call_hook(name: str, *arguments: Any) -> Any:
 def needed(name: str, wanted: str, room: str) -> Any:
     """Return a hook, or raise a `UserError` that `wanted`, such as an option, needs the room that would declare it."""
     if (found := hook(name)) is None:
-        raise UserError(f"{wanted} needs threefold.{room}, which is not installed; install it, or leave that out.")
+        raise _lacking(wanted, room)
     return found
+
+
+def require_room(room: str, wanted: str) -> None:
+    """Raise a `UserError` that `wanted`, such as a setting, needs a room, where that is not there."""
+    if room not in _doors():
+        raise _lacking(wanted, room)
+
+
+def _lacking(wanted: str, room: str) -> UserError:
+    return UserError(f"{wanted} needs threefold.{room}, which is not installed; install it, or leave that out.")
 
 
 def imported(path: str) -> Any:

@@ -1,13 +1,15 @@
 """Resolving a config: fill every default, check every rule."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from threefold.config.loading import config_of, problem
 from threefold.config.optimizer import hyper_parameters
-from threefold.config.rules import batch_sizes, check, default_grain
+from threefold.config.rules import batch_sizes, check
 from threefold.config.schema import Config, ParallelConfig
 from threefold.config.section import MOST_STEPS
 from threefold.constants import LOGITS_OF_A_CHUNK
+from threefold.doors import added, imported
 
 LARGEST_LOGITS = {"cpu": 128 << 20, "cuda": 4 * LOGITS_OF_A_CHUNK}
 """Limit on the bytes of the fp32 logits that a rank holds at once; more are computed in chunks."""
@@ -47,15 +49,12 @@ def resolve(
             rule = f"train.eval_every_epochs is {config.train.eval_every_epochs} too; leave one of the two out"
             raise problem(config, "train.eval_every", rule)
         filled["train"]["eval_every"] = 0
-    for key, value in _derived(config, vocab_size, steps).items():
-        section, name = key.split(".")
-        filled[section].setdefault(name, value)
+    _fill(filled, _derived(config, vocab_size, steps))
     sizes = filled["model"]["vocab_size"], filled["data"]["sequence_length"], config.parallel
     largest = largest_micro_batch or default_largest(*sizes, config.train.loss_chunk_size is not None)
     filled["train"].update(batch_sizes(config, largest))
-    if config.train.exact:
-        for name, value in default_grain(config_of(filled, (), config.origins, config.derived)).items():
-            filled["train"].setdefault(name, value)
+    for room in map(imported, added("DEFAULTS").values()):
+        _fill(filled, room(config, filled))
     columns, tokens = _of_rank(*sizes)
     chunk = logits_chunk(filled["train"]["micro_batch_size"] * tokens, columns, config.train.device, config.parallel.pp)
     filled["train"].setdefault("loss_chunk_size", chunk)
@@ -63,6 +62,12 @@ def resolve(
     resolved = config_of(filled, (), config.origins, (stored - given | derived) - PINNED)
     check(resolved, vocab_size)
     return resolved
+
+
+def _fill(filled: dict[str, dict[str, Any]], values: Mapping[str, Any]) -> None:
+    for key, value in values.items():
+        section, name = key.split(".")
+        filled[section].setdefault(name, value)
 
 
 def _steps_of_epochs(config: Config, epochs: int, samples: int | None) -> int:

@@ -11,10 +11,11 @@ from threefold.config.loading import config_of
 from threefold.config.model import OWN
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.resolve import check_settings, on_device
+from threefold.config.rules import require_rooms
 from threefold.config.schema import check_fault_policies
 from threefold.constants import PARITY_WIDE
 from threefold.data.dataset import open_dataset
-from threefold.doors import hook, needed
+from threefold.doors import hook
 from threefold.launch.device import choose_device, memory_per_rank, require_gpus
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.launcher import joined_rank
@@ -98,7 +99,7 @@ def checked(config: Config, progress: Progress) -> CheckedConfig:
     if os.environ.get(PARITY_WIDE):
         config = config_of({**config.sections(), "precision": {"dtype": "fp64"}})
     check_settings(config)
-    _require_rooms(config)
+    require_rooms(config)
     check_names(config.train.callbacks or ())
     check_fault_policies(config.train.on_nan, config.train.on_spike)
     if config.optimizer.name not in BUILT_IN:
@@ -134,18 +135,3 @@ def checked(config: Config, progress: Progress) -> CheckedConfig:
             settled = resolve(given, known, samples=samples)
         others.append((each, CheckedConfig(given, on_device(settled, device), known, samples, each.world_size)))
     return CheckedConfig(config, on_device(resolved, device), known, samples, local_world_size, named, tuple(others))
-
-
-def _require_rooms(config: Config) -> None:
-    """Refuse settings that only the attached room `resilience` follows, where it is not there."""
-    train = config.train
-    given = {
-        "train.watch_every": train.watch_every,
-        "train.spike_factor": train.spike_factor,
-        "train.on_nan": train.on_nan != "stop",
-        "train.max_restarts": train.max_restarts,
-        "parallel.fallbacks": config.parallel.fallbacks,
-        "data.skip_steps": config.data.skipped.ranges,
-    }
-    for name in (name for name in given if given[name]):
-        needed("held_states", name, "resilience")

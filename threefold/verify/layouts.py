@@ -14,10 +14,11 @@ from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.config.model import OWN, ModelConfig
 from threefold.config.optimizer import hyper_parameters
-from threefold.config.rules import GRAIN, batch_sizes, takes_context_pieces
+from threefold.config.rules import batch_sizes
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.data.formats.own_data import is_own_data
 from threefold.errors import UserError
+from threefold.exact.rules import GRAIN, takes_context_pieces
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
 """Target sizes of shrinking, unless a layout needs more."""

@@ -28,10 +28,10 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.config.model import OWN
-from threefold.config.rules import GRAIN
 from threefold.config.schedules import find_schedule
 from threefold.data.loader import Batch
 from threefold.errors import UserError
+from threefold.exact.rules import GRAIN
 from threefold.files import first_of, read_text
 from threefold.foreign import FolderFiles, own_folder
 from threefold.models.own_batch import batch_shapes, has_forward
