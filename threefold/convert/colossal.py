@@ -8,9 +8,7 @@ from typing import Any, Final
 from threefold.config.presets import PRESETS
 from threefold.convert.key_mapping import (
     KeyMapping,
-    Same,
     Unmapped,
-    alike,
     constant,
     count,
     flat,
@@ -19,6 +17,7 @@ from threefold.convert.key_mapping import (
     parsed,
     shortened,
     switch,
+    tables_of,
     text,
     whole,
 )
@@ -26,90 +25,9 @@ from threefold.errors import UserError
 
 USED = "used by other settings"  # pseudo-key for the names that other settings use
 
-TABLE = (
-    Same("seed", "train.seed", whole, 1024),
-    Same("SEQ_LEN", "data.sequence_length", count),
-    *alike("model", whole, "VOCAB_SIZE=vocab_size HIDDEN_SIZE=hidden_size NUM_LAYERS=num_layers"),
-    *alike("model", whole, "NUM_ATTENTION_HEADS=num_attention_heads"),
-    *alike("model", whole, "vocab_size hidden_size num_layers num_attention_heads", prefix="model."),
-    *alike("model", whole, "max_position_embeddings", prefix="model."),
-    *alike("model", number, "drop_rate=hidden_dropout attn_drop_rate=attention_dropout", prefix="model."),
-    *alike("model", number, "embed_drop_rate=embedding_dropout layer_norm_epsilon=norm_eps", prefix="model."),
-    Same("optimizer.lr", "optimizer.lr", number),
-    Same("NUM_EPOCHS", "train.epochs", count),
-    Same("optimizer.eps", "optimizer.eps", number),
-    Same("clip_grad_norm", "optimizer.clip_grad_norm", number, 0.0),
-    *alike("precision", number, "initial_scale=loss_scale init_scale=loss_scale", prefix="fp16."),
-    Same("fp16.growth_interval", "precision.loss_scale_window", whole),
-)
-OTHER_NAMES = {
-    "SEQ_LENGTH": "SEQ_LEN",
-    "SEQUENCE_LENGTH": "SEQ_LEN",
-    "num_layers": "NUM_LAYERS",
-    "num_attention_heads": "NUM_ATTENTION_HEADS",
-    "DEPTH": "NUM_LAYERS",
-    "NUM_HEADS": "NUM_ATTENTION_HEADS",
-    "model.depth": "model.num_layers",
-    "model.num_heads": "model.num_attention_heads",
-    "model.max_seq_len": "model.max_position_embeddings",
-    "model.dropout": "model.drop_rate",
-    "model.attention_dropout": "model.attn_drop_rate",
-    "model.embedding_dropout": "model.embed_drop_rate",
-    "model.layernorm_epsilon": "model.layer_norm_epsilon",
-    "model.activation": "model.act_func",
-    "MAX_GRAD_NORM": "clip_grad_norm",
-    "gradient_clipping": "clip_grad_norm",
-    "LEARNING_RATE": "optimizer.lr",
-    "WEIGHT_DECAY": "optimizer.weight_decay",
-}
-
-
+_TABLES: Final = tables_of("colossal")
 _SIZE_KEYS: Final = ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings")
-_SIZES: Final = {
-    "small": (12, 768, 12, 1024),
-    "medium": (24, 1024, 8, 1024),
-    "large": (36, 1536, 12, 1024),
-    "exlarge": (48, 1600, 32, 1024),
-    "xl": (48, 1600, 16, 1024),
-    "2b": (40, 2048, 16, 1024),
-    "3b": (48, 2304, 16, 1024),
-    "4b": (64, 2304, 16, 1024),
-    "6b": (30, 4096, 16, 1024),
-    "8b": (72, 3072, 24, 1024),
-    "12b": (60, 4096, 16, 1024),
-    "15b": (78, 4096, 16, 1024),
-    "18b": (90, 4096, 16, 1024),
-    **{f"{size}b": (layers, 8192, 16, 1024) for size, layers in ((20, 25), (24, 30), (28, 35), (32, 40), (36, 45))},
-    "40b": (50, 8192, 16, 1024),
-    "gpt3": (96, 12288, 96, 2048),
-}
-"""Sizes of Colossal-AI's own model functions, by a word of their name."""
-_ACTIVATIONS = {"gelu": "gelu", "relu": "relu", "swish": "silu", "silu": "silu"}
-"""Colossal-AI's name of an activation function → torch's."""
 _DROPOUTS = ("model.hidden_dropout", "model.attention_dropout", "model.embedding_dropout")
-REASONS = {
-    "optimizer.warmup_steps counts steps": "WARMUP_*",
-    "the tensors that pipeline stages send follow from the model": "TENSOR_SHAPE",
-    "the embedding is always split by the vocabulary": "model.embed_split_hidden",
-    "kernels are chosen automatically": "model.fuse* cudnn_*",
-    "activations stay on the device": "model.activation_offload",
-    "the loss is the cross-entropy of the next token, vocabulary-parallel automatically": "loss*",
-    "gradients are all-reduced automatically": "gradient_handler",
-    "parallel.zero has no further settings; weights and optimizer state stay on the device": "zero.*",
-    "the loss scale halves at each overflow and doubles after precision.loss_scale_window steps": "fp16.*",
-    "optimizer.decay, warmup_steps and decay_steps are the schedule": "lr_scheduler*",
-    "the step log and checkpoints are always there": "hooks",
-    "the folder of the run is an option of the command: threefold train … --run-dir": "LOG_PATH logging*",
-    "it takes effect where other settings use it": "TOTAL_BATCH_SIZE",
-}
-"""Reasons for settings that need no counterpart, each with the patterns of their keys; the first match applies."""
-_UNSUPPORTED: Final = {
-    "architecture gpt has biases": "model.bias",
-    "norms come before attention and feed-forward": "model.apply_post_layernorm model.apply_post_layer_norm",
-    "every token has an embedding that trains": "model.padding_idx",
-}
-_IMPLIED: Final = {"model.bias": True, "model.apply_post_layernorm": False, "model.apply_post_layer_norm": False}
-"""Key → value that equals our behavior."""
 
 
 def read(path: Path) -> KeyMapping:
@@ -206,26 +124,26 @@ def _first_line(statement: ast.stmt) -> str:
 def fill(mapping: KeyMapping, world: int | None) -> None:
     """Convert a Colossal-AI config."""
     used = set(mapping.given.pop(USED, ()))
-    for old, new in OTHER_NAMES.items():
+    for old, new in _TABLES["other_names"].items():
         if old in mapping.given and new not in mapping.given:
             mapping.given[new] = mapping.given.pop(old)
-    mapping.move(TABLE)
+    mapping.move(_TABLES["rows"]["all"])
     _model(mapping)
     _batch(mapping, _layout(mapping, world))
     _precision(mapping)
     _optimizer(mapping)
     for name in used & mapping.given.keys():
         del mapping.given[name]
-    for key, value in _IMPLIED.items():
+    for key, value in _TABLES["implied"].items():
         if mapping.given.get(key) is value:
             del mapping.given[key]
-    mapping.leave(REASONS, _UNSUPPORTED)
+    mapping.leave(_TABLES["reasons"], _TABLES["unsupported"])
 
 
 def _model(mapping: KeyMapping) -> None:
     name = mapping.take("model.type", text, "")
     parts = re.split(r"[^a-z0-9]+", name.lower())
-    sizes = next((sizes for part, sizes in _SIZES.items() if part in parts), None)
+    sizes = next((sizes for part, sizes in _TABLES["sizes"].items() if part in parts), None)
     if sizes is not None:
         sized = dict(zip(_SIZE_KEYS, sizes, strict=True))
         # The pipeline classes have no dropout by default, the others 0.1.
@@ -249,7 +167,7 @@ def _model(mapping: KeyMapping) -> None:
         mapping.put("model.vocab_size", size)
         whose = "Colossal-AI's models, GPT-2's 50257 padded" if name else "GPT-2"
         mapping.note("VOCAB_SIZE", "not given", f"model.vocab_size is that of {whose}: {size}")
-    mapping.put_activation("model.act_func", _ACTIVATIONS)
+    mapping.put_activation("model.act_func", _TABLES["activations"])
     ratio, hidden = mapping.take("model.mlp_ratio", number), mapping.settings.get("model.hidden_size")
     if ratio is not None and hidden is not None:
         mapping.put("model.ffn_hidden_size", int(ratio * hidden))

@@ -5,6 +5,7 @@ The last part evaluates constant Python expressions, in which such settings may 
 
 import ast
 import operator
+import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from fnmatch import fnmatchcase
@@ -26,14 +27,6 @@ class Same(NamedTuple):
     ours: str
     kind: Callable[[Any], Any]
     default: Any = None  # the foreign one, if ours is another
-
-
-def alike(section: str, kind: Callable[[Any], Any], names: str, default: Any = None, prefix: str = "") -> list[Same]:
-    """Return rows for foreign settings of one kind: `theirs=ours`, or one name if only dashes and the prefix differ."""
-    pairs = [
-        (theirs, ours or theirs.replace("-", "_")) for theirs, _, ours in (n.partition("=") for n in names.split())
-    ]
-    return [Same(prefix + theirs, f"{section}.{ours}", kind, default) for theirs, ours in pairs]
 
 
 class Unmapped(NamedTuple):
@@ -216,8 +209,20 @@ def texts(value: Any) -> list[str]:
     return [str(part) for part in value] if isinstance(value, list) else [text(value)]
 
 
-def anything(value: Any) -> Any:
-    return value
+def weights(value: Any) -> str:
+    """Return the weights of the parts of the data as text; files have them as a list or as text."""
+    return ",".join(map(str, value)) if isinstance(value, list) else text(value)
+
+
+_KINDS: Final = {kind.__name__: kind for kind in (whole, count, number, switch, text, weights)}
+
+
+def tables_of(system: str) -> dict[str, Any]:
+    """Read the tables of a system from its TOML file in this folder; those under `rows` consist of `Same`."""
+    given = tomllib.loads(Path(__file__).with_name(f"{system}.toml").read_text(encoding="utf-8"))
+    for table in given["rows"].values():
+        table[:] = [Same(theirs, ours, _KINDS[kind], *default) for theirs, ours, kind, *default in table]
+    return given
 
 
 MOST_SETTINGS = 20_000  # limit on the settings of a file

@@ -7,47 +7,28 @@ from typing import Final
 from threefold.config.loading import read_document
 from threefold.convert.key_mapping import (
     KeyMapping,
-    Same,
     Unmapped,
-    alike,
     count,
     foreign_text,
     number,
     switch,
+    tables_of,
     text,
     texts,
     whole,
 )
 from threefold.convert.launch_line import Launch, launch_of
-from threefold.convert.megatron_reasons import REASONS, SATISFIED, SWITCHES, UNSUPPORTED
 from threefold.errors import UserError
 
-MODEL_TABLE = (
-    *alike("model", whole, "num-layers hidden-size num-attention-heads max-position-embeddings"),
-    *alike("model", number, "hidden-dropout attention-dropout", 0.1),
-    *alike("model", number, "init-method-std=initializer_range norm-epsilon=norm_eps rotary-base=rope_theta"),
-)
-FOR_LLAMA = (
-    Same("kv-channels", "model.head_dim", whole),
-    Same("add-qkv-bias", "model.qkv_bias", switch),
-    Same("qk-layernorm", "model.qk_norm", switch),
-    Same("num-experts", "model.num_experts", whole),
-)
-FOR_EXPERTS = (
-    Same("moe-router-topk", "model.experts_per_token", whole),
-    Same("moe-ffn-hidden-size", "model.expert_ffn_hidden_size", whole),
-    Same("moe-shared-expert-intermediate-size", "model.shared_expert_ffn_hidden_size", whole),
-    Same("moe-shared-expert-gate", "model.shared_expert_gate", switch),
-    *alike("model", number, "moe-aux-loss-coeff=router_aux_loss moe-z-loss-coeff=router_z_loss"),
-    *alike("model", number, "moe-expert-capacity-factor=expert_capacity_factor"),
-)
+_TABLES: Final = tables_of("megatron")
+_ROWS: Final = _TABLES["rows"]
 _LLAMA_ONLY = "only architecture llama has it, which needs --normalization RMSNorm and --swiglu"
 _NO_EXPERTS = "--num-experts is not given, so there are none"
 
 
 def fill_model(mapping: KeyMapping) -> None:
     """Choose the family (gpt or llama) and fill the section `model`."""
-    mapping.move(MODEL_TABLE)
+    mapping.move(_ROWS["model"])
     llama = _is_llama(mapping)
     hidden, heads = (mapping.settings.get(f"model.{key}") for key in ("hidden_size", "num_attention_heads"))
     mapping.put("model.tie_embeddings", not mapping.take("untie-embeddings-and-output-weights", switch, False))
@@ -58,7 +39,7 @@ def fill_model(mapping: KeyMapping) -> None:
     _groups(mapping, llama)
     if llama:
         mapping.put("model.architecture", "llama")
-        mapping.move(FOR_LLAMA)
+        mapping.move(_ROWS["llama"])
         factor = mapping.take("rope-scaling-factor", number, 8.0)
         if mapping.take("use-rope-scaling", switch, False):  # that of Llama 3.1, with Megatron-LM's constants
             mapping.settings |= {
@@ -75,9 +56,9 @@ def fill_model(mapping: KeyMapping) -> None:
         mapping.put("model.activation", "relu2" if squared else "gelu" if exact and not tanh else "gelu_tanh")
         if heads and mapping.given_whole("kv-channels", 0) * heads == hidden:
             del mapping.given["kv-channels"]
-        mapping.leave_rows(FOR_LLAMA, _LLAMA_ONLY, unsupported=True)
+        mapping.leave_rows(_ROWS["llama"], _LLAMA_ONLY, unsupported=True)
     if not mapping.settings.get("model.num_experts"):
-        mapping.leave_rows(FOR_EXPERTS, _NO_EXPERTS, unsupported=False)
+        mapping.leave_rows(_ROWS["experts"], _NO_EXPERTS, unsupported=False)
         if mapping.settings.pop("parallel.ep", 1) > 1:
             mapping.note("expert-model-parallel-size", "above 1", "parallel.ep is 1: this model has no experts")
 
@@ -122,7 +103,7 @@ def _experts(mapping: KeyMapping) -> None:
     if not mapping.settings.get("model.num_experts"):
         return
     balancing = mapping.take("moe-router-load-balancing-type", text, "aux_loss")
-    mapping.move(FOR_EXPERTS)
+    mapping.move(_ROWS["experts"])
     if balancing == "none":
         mapping.put("model.router_aux_loss", 0.0)
     elif balancing != "aux_loss":
@@ -161,47 +142,16 @@ def _layer_pattern(text: str, layers: int) -> dict[str, int] | None:
 
 GPT2_TOKENS = 50257
 
-TABLE = (
-    Same("seed", "train.seed", whole),
-    Same("micro-batch-size", "train.micro_batch_size", count),
-    Same("seq-length", "data.sequence_length", whole),
-    Same("split", "data.split", text, "969,30,1"),
-    Same("log-interval", "log.every", whole, 100),
-    Same("save-interval", "checkpoint.every", whole, 0),
-    Same("lr", "optimizer.lr", number),
-    Same("min-lr", "optimizer.min_lr", number, 0.0),
-    Same("weight-decay", "optimizer.weight_decay", number, 0.01),
-    Same("adam-eps", "optimizer.eps", number),
-    Same("clip-grad", "optimizer.clip_grad_norm", number, 1.0),
-    *alike("parallel", count, "tensor-model-parallel-size=tp pipeline-model-parallel-size=pp"),
-    *alike("parallel", count, "context-parallel-size=cp expert-model-parallel-size=ep"),
-)
-OLD_NAMES = {
-    "model-parallel-size": "tensor-model-parallel-size",
-    "batch-size": "micro-batch-size",
-    "warmup": "lr-warmup-fraction",
-    "layernorm-epsilon": "norm-epsilon",
-    "use-rotary-position-embeddings": "position-embedding-type",
-}
-
 
 _OTHER_MODELS: Final = re.compile(r"bert|t5|mamba|hybrid|retro|ict|vision|vlm|mimo|dino|inpaint|multimodal|rl", re.I)
 """Words in a script's name that stand for models other than decoder-only ones."""
-_OTHER_FLAGS: Final = {
-    "Mamba layers": "hybrid-layer-pattern hybrid-override-pattern hybrid-attention-ratio mamba-state-dim",
-    "an encoder": "encoder-num-layers decoder-num-layers encoder-seq-length decoder-seq-length",
-    "BERT's heads": "bert-no-binary-head",
-    "T5's masks": "vocab-extra-ids",
-    "retrieval": "retro-project-dir",
-}
-"""Features of other models, and the flags that select them."""
 
 
 def read(path: Path) -> KeyMapping:
     """Read the flags, without dashes, of a script or a YAML with `MODEL_ARGS`, and `world-size` if it is known."""
     text = foreign_text(path)
     is_yaml = re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE)
-    launch = _of_yaml(path) if is_yaml else launch_of(text, path, SWITCHES.split())
+    launch = _of_yaml(path) if is_yaml else launch_of(text, path, _TABLES["switches"].split())
     _check_model(launch, path)
     mapping = KeyMapping(path, notes=launch.notes)
     for word in launch.unread:
@@ -240,7 +190,7 @@ def _check_model(launch: Launch, path: Path) -> None:
             f"{path} starts {Path(launch.script).name}, which trains {found} models, and Threefold trains decoder-only "
             "GPT and Llama models; give a script that starts pretrain_gpt.py."
         )
-    for part, flags in _OTHER_FLAGS.items():
+    for part, flags in _TABLES["other_models"].items():
         if flag := next((flag for flag in flags.split() if flag in launch.flags), None):
             raise UserError(
                 f"{path} has --{flag}, so its model has {part}, and Threefold trains decoder-only GPT and Llama "
@@ -250,7 +200,7 @@ def _check_model(launch: Launch, path: Path) -> None:
 
 def fill(mapping: KeyMapping, world: int | None) -> None:
     """Convert the flags of Megatron-LM."""
-    for old, new in OLD_NAMES.items():
+    for old, new in _TABLES["old_names"].items():
         if old in mapping.given:
             value = mapping.given.pop(old)
             if new in mapping.given:
@@ -258,7 +208,7 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
             mapping.given[new] = "rope" if old.startswith("use-rotary") else value
     world = world or mapping.take("world-size", whole)
     mapping.given.pop("world-size", None)
-    mapping.move(TABLE)
+    mapping.move(_ROWS["all"])
     _layout(mapping, world)
     _batch(mapping)
     _data(mapping)
@@ -271,10 +221,10 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
     mapping.put("train.eval_batches", batches or None)
     fill_model(mapping)
     mapping.put("checkpoint.keep", 0)
-    for key, allowed in SATISFIED.items():
+    for key, allowed in _TABLES["satisfied"].items():
         if key in mapping.given and str(mapping.given[key]).lower() in allowed:
             del mapping.given[key]
-    mapping.leave(REASONS, UNSUPPORTED)
+    mapping.leave(_TABLES["reasons"], _TABLES["unsupported"])
 
 
 def _layout(mapping: KeyMapping, world: int | None) -> None:

@@ -10,92 +10,26 @@ from typing import Any, Final
 from threefold.config.loading import read_document
 from threefold.convert.key_mapping import (
     KeyMapping,
-    Same,
-    alike,
     count,
     flat,
     foreign_text,
     literal,
     number,
     switch,
+    tables_of,
     text,
     whole,
 )
 from threefold.convert.launch_line import launch_of
-from threefold.convert.paddlefleetx_reasons import MODULES, REASONS, SWITCHED_OFF, UNSUPPORTED
 from threefold.errors import UserError
 
 _PRECISION: Final = "Engine.mix_precision"
-_SAME_NAMES: Final = {
-    "Data.Train.dataset": "input_dir split max_seq_len",
-    "Distributed": "virtual_pp_degree dp_degree mp_degree pp_degree",
-    "Distributed.sharding": "sharding_degree sharding_stage sharding_offload",
-    "Engine": "max_steps num_train_epochs logging_freq eval_freq eval_iters test_iters",
-    "Engine.save_load": "output_dir save_steps ckpt_dir",
-    "Global": "global_batch_size local_batch_size micro_batch_size seed device",
-    "Model": (
-        "vocab_size hidden_size num_layers num_attention_heads ffn_hidden_size max_position_embeddings "
-        "hidden_dropout_prob attention_probs_dropout_prob hidden_act initializer_range type_vocab_size use_recompute "
-        "recompute_granularity sequence_parallel fused_linear"
-    ),
-    "Optimizer": "weight_decay tensor_fusion",
-    "Optimizer.lr": "max_lr min_lr warmup_rate decay_steps",
-    _PRECISION: "use_pure_fp16 scale_loss",
-}
-KEYS: Final = {
-    **{name: f"{section}.{name}" for section, names in _SAME_NAMES.items() for name in names.split()},
-    "batch_size": "Global.local_batch_size",
-    "logging_steps": "Engine.logging_freq",
-    "eval_steps": "Engine.eval_freq",
-    "use_amp": f"{_PRECISION}.enable",
-    "num_hidden_layers": "Model.num_layers",
-    "intermediate_size": "Model.ffn_hidden_size",
-    "hidden_activation": "Model.hidden_act",
-    "fuse_transformer": "Model.fused_transformer",
-    "tensor_parallel_degree": "Distributed.mp_degree",
-    "pipeline_parallel_degree": "Distributed.pp_degree",
-    "sharding_parallel_degree": "Distributed.sharding.sharding_degree",
-    "grad_clip": "Optimizer.grad_clip.clip_norm",
-    "learning_rate": "Optimizer.lr.max_lr",
-    "adam_beta1": "Optimizer.beta1",
-    "adam_beta2": "Optimizer.beta2",
-    "adam_epsilon": "Optimizer.epsilon",
+_TABLES: Final = tables_of("paddlefleetx")
+_KEYS: Final = _TABLES["names"] | {
+    name: f"{section}.{name}" for section, names in _TABLES["same_names"].items() for name in names.split()
 }
 """Flag of a script, or name of a setting anywhere under PreTraining → key of Fleet's YAML."""
-DEFAULTS: Final = {
-    "Global.seed": 1234,
-    "Global.micro_batch_size": 8,
-    "Optimizer.weight_decay": 0.0,
-    "Optimizer.lr.max_lr": 1e-5,
-    "Optimizer.lr.min_lr": 5e-5,
-    "Optimizer.lr.decay_steps": 360000,
-    "Optimizer.lr.warmup_rate": 0.01,
-    "Engine.save_load.save_steps": 500,
-    "Engine.eval_freq": 500,
-    "Engine.eval_iters": 10,
-    "Data.Train.dataset.split": "949,50,1",
-    "Distributed.sharding.sharding_stage": 1,
-}
-"""Defaults of the pre-training scripts that differ from those of the YAML."""
-_SIZES: Final = {
-    "gpt2-small-en": (50304, 1024, 4, 4, 1024),
-    "gpt2-en": (50304, 768, 12, 12, 1024),
-    "gpt2-medium-en": (50304, 1024, 24, 16, 1024),
-    "gpt2-large-en": (50257, 1280, 36, 20, 1024),
-    "gpt2-xl-en": (50257, 1600, 48, 25, 1024),
-    "gpt3-1.3B-en": (50304, 2048, 24, 16, 1024),
-    "gpt3-13B-en": (50304, 5120, 40, 128, 1024),
-    "gpt3-89B-en": (51200, 12288, 48, 96, 1024),
-    "gpt3-175B-en": (51200, 12288, 96, 96, 1024),
-}
-"""Vocabulary, width, layers, heads and positions of PaddleNLP's named models."""
 _SIZE_KEYS: Final = ("vocab_size", "hidden_size", "num_layers", "num_attention_heads", "max_position_embeddings")
-_SWITCHES: Final = (
-    *(f"{_PRECISION}.{name}" for name in ("enable", "use_pure_fp16")),
-    *(f"Model.{name}" for name in ("use_recompute", "sequence_parallel")),
-    *("Distributed.sharding.sharding_offload", "use_sharding", "check_accuracy", "use_qat", "enable_addto"),
-)
-"""Settings that are true or false; the scripts read a flag of these without a value as false, except the last one."""
 _WORDS: Final = {
     **dict.fromkeys(("true", "1", "yes", "t", "y"), True),
     **dict.fromkeys(("false", "0", "no", "f", "n"), False),
@@ -114,12 +48,12 @@ def _read_flags(path: Path) -> KeyMapping:
     flags = dict(launch.flags)
     mapping = _of_overrides(flags, path)
     if mapping is None:
-        mapping = KeyMapping(path, DEFAULTS)
+        mapping = KeyMapping(path, _TABLES["defaults"])
         if flags.get("use_amp") and "scale_loss" not in flags:
             mapping.given[f"{_PRECISION}.scale_loss"] = 128  # the default of the versions that have this flag
         name = flags.pop("model_name_or_path", None)
-        if isinstance(name, str) and name in _SIZES:
-            sizes = dict(zip(_SIZE_KEYS, _SIZES[name], strict=True))
+        if isinstance(name, str) and name in _TABLES["sizes"]:
+            sizes = dict(zip(_SIZE_KEYS, _TABLES["sizes"][name], strict=True))
             mapping.given |= {f"Model.{key}": value for key, value in sizes.items()}
             shown = ", ".join(f"{key} {value}" for key, value in sizes.items())
             mapping.note("model_name_or_path", name, f"its sizes are PaddleNLP's: {shown}")
@@ -178,14 +112,14 @@ def _put(mapping: KeyMapping, key: str, value: Any) -> None:
 
 def _name(mapping: KeyMapping, name: str, value: Any, spelled: str | None = None) -> None:
     """Set a setting that stands without its section, under its key in Fleet's YAML."""
-    key = KEYS.get(name, name)
+    key = _KEYS.get(name, name)
     mapping.spelled[key] = spelled or name
     _put(mapping, key, value)
 
 
 def _of_flag(mapping: KeyMapping, name: str, value: Any) -> Any:
     """Return the value of a flag as the scripts read it: only switches and numbers are more than words."""
-    if KEYS.get(name, name) in _SWITCHES:
+    if _KEYS.get(name, name) in _TABLES["switches"].split():
         if value is True and name != "enable_addto":
             mapping.note(name, "not given", "the script reads the flag without a value as false")
             return False
@@ -196,63 +130,11 @@ def _of_flag(mapping: KeyMapping, name: str, value: Any) -> Any:
 END_OF_TEXT = 50256  # end-of-document token of GPT-2's vocabulary, which Fleet's GPTDataset assumes
 
 
-def _split(value: Any) -> str:
-    """Return the weights of the parts as text; Fleet's files have them as a list or as text."""
-    return ",".join(str(part) for part in value) if isinstance(value, list) else text(value)
-
-
-TABLE = (
-    Same("Global.seed", "train.seed", whole, 1024),
-    Same("Engine.logging_freq", "log.every", whole, 1),
-    Same("Model.vocab_size", "model.vocab_size", whole, 50304),
-    Same("Model.hidden_size", "model.hidden_size", whole, 768),
-    *alike("model", whole, "num_layers num_attention_heads", 12, "Model."),
-    Same("Model.ffn_hidden_size", "model.ffn_hidden_size", whole),
-    Same("Model.hidden_dropout_prob", "model.hidden_dropout", number, 0.1),
-    Same("Model.attention_probs_dropout_prob", "model.attention_dropout", number, 0.1),
-    Same("Model.max_position_embeddings", "model.max_position_embeddings", whole),
-    Same("Model.initializer_range", "model.initializer_range", number),
-    Same("Data.Train.dataset.input_dir", "data.path", text),
-    Same("Data.Train.dataset.split", "data.split", _split),
-    Same("Data.Train.dataset.max_seq_len", "data.sequence_length", whole, 1024),
-    Same("Optimizer.weight_decay", "optimizer.weight_decay", number),
-    Same("Optimizer.epsilon", "optimizer.eps", number),
-    *alike("optimizer", number, "max_lr=lr min_lr", prefix="Optimizer.lr."),
-)
-OLD_NAMES = {
-    "Data.batch_size.": "Global.",
-    "Data.dataset.": "Data.Train.dataset.",
-    "Optimizer.adam_beta": "Optimizer.beta",
-    "Optimizer.adam_epsilon": "Optimizer.epsilon",
-    "Optimizer.lr.learning_rate": "Optimizer.lr.max_lr",
-    "Gradclip.grad_clip": "Optimizer.grad_clip",
-    "Gradclip.name": "Optimizer.grad_clip.name",
-}
-"""Beginnings of keys in other versions → those in Fleet's last ones."""
 _OF_ENGINE: Final = re.compile(
     r"Global\.((?:max_steps|num_train_epochs|accumulate_steps|logging_freq|eval_freq|eval_iters|test_iters|run_mode)$"
     r"|mix_precision\.|save_load\.)"
 )
 """Settings that Fleet's last examples have in the section Global, without a section Engine."""
-ACTIVATIONS = {"gelu": "gelu_tanh", "relu": "relu", "silu": "silu", "swish": "silu"}
-"""Fleet's name of an activation function → ours; its GPTs compute GELU by the tanh approximation."""
-IMPLIED = {
-    "Model.module": ("GPTModule", "GPTModuleAuto"),
-    "Model.name": ("GPT",),
-    "model_type": ("gpt", "gpt2"),
-    "Engine.run_mode": ("step",),
-    "Optimizer.lr.run_mode": ("step",),
-    "Optimizer.lr.name": ("CosineAnnealingWithWarmupDecay",),
-    "Optimizer.grad_clip.name": ("ClipGradByGlobalNorm", "ClipGradForMOEByGlobalNorm"),
-    "Data.Train.dataset.name": ("GPTDataset",),
-    "Data.Eval.dataset.name": ("GPTDataset",),
-    "Distributed.sharding.sharding_offload": (False,),
-    "Profiler.enable": (False,),
-    "check_accuracy": (False,),
-    "Data.Train.sample_split": (2,),
-    "Data.Train.collate_fn": ("gpt_collate_fn",),
-}
-"""Key → values that equal our behavior."""
 
 
 def read(path: Path) -> KeyMapping:
@@ -301,7 +183,7 @@ def _over(base: dict[str, Any], document: dict[str, Any]) -> dict[str, Any]:
 def fill(mapping: KeyMapping, world: int | None) -> None:
     """Convert a Fleet config."""
     given = mapping.given
-    for old, new in OLD_NAMES.items():
+    for old, new in _TABLES["old_names"].items():
         for key in [key for key in given if key.startswith(old)]:
             mapping.rename(key, new + key.removeprefix(old))
     if not any(key.startswith("Engine.") for key in given):
@@ -315,21 +197,21 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
     for key in chinese:
         reason = "data.eod is for you to set: the end of a document in its Chinese vocabulary"
         mapping.note(key, given.pop(key), reason)
-    if (other := MODULES.get(str(given.get("Model.module")))) is not None:
+    if (other := _TABLES["modules"].get(str(given.get("Model.module")))) is not None:
         mapping.note("Model.module", given.pop("Model.module"), other, unsupported=True)
         given.pop("Model.name", None)  # of its tokenizer
-    for key, values in IMPLIED.items():
+    for key, values in _TABLES["implied"].items():
         if given.get(key) in values:
             del given[key]
-    for switch_, patterns in SWITCHED_OFF.items():
+    for switch_, patterns in _TABLES["switched_off"].items():
         if given.get(switch_) is False:
             off = [key for key in given if any(fnmatchcase(key, each) for each in (switch_, *patterns.split()))]
             mapping.leave_idle(off, f"nothing reads it while {switch_} is false")
     for key in [key for key in given if key.startswith("Data.Eval.")]:
         if given[key] == given.get(key.replace("Eval", "Train", 1)):
             del given[key]
-    mapping.move(TABLE)
-    mapping.put_activation("Model.hidden_act", ACTIVATIONS)
+    mapping.move(_TABLES["rows"]["all"])
+    mapping.put_activation("Model.hidden_act", _TABLES["activations"])
     if mapping.take("check_accuracy", switch, False):
         mapping.settings |= {"model.hidden_dropout": 0.0, "model.attention_dropout": 0.0}
         mapping.note("check_accuracy", True, "the script sets dropout to 0 with it, and so are model.*_dropout")
@@ -342,7 +224,7 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
     if mapping.settings["model.vocab_size"] > END_OF_TEXT and not chinese:
         mapping.put("data.eod", END_OF_TEXT)
     mapping.put("checkpoint.keep", 0)
-    mapping.leave(REASONS, UNSUPPORTED)
+    mapping.leave(_TABLES["reasons"], _TABLES["unsupported"])
 
 
 def _length(mapping: KeyMapping) -> None:
