@@ -18,10 +18,10 @@ import torch
 
 from threefold.config import Config, resolve
 from threefold.models.family import make_model
+from threefold.report.door import METRICS_FILE as FILE
 from threefold.report.figures import BLUE, FAINT, GREY, ORANGE, TEXT_SIZE, new_figure, save
 from threefold.report.loss_curve import smoothed
-from threefold.train.callbacks.metrics import FILE
-from threefold.train.callbacks.metrics_reading import read_metrics
+from threefold.report.metrics import read_metrics
 
 PICTURE = Path(__file__).parents[1] / "docs" / "models" / "llama-and-gpt.png"
 FOLDER = Path("families")

@@ -108,7 +108,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 def _import_for_workers() -> None:
     """Import what runs import on their way: every worker is forked with it, as is each that replaces a failed one."""
     from threefold.launch.process import lasting_imports
-    from threefold.train.callbacks.tensorboard import import_writer
+    from threefold.report.tensorboard import import_writer
 
     with lasting_imports():  # so that no collection of a worker walks all that
         for module in pkgutil.walk_packages(package.__path__, "threefold."):

@@ -194,7 +194,7 @@ FUNCTIONS: Final = {
         verify/reference.py::Trace.load verify/reference.py::Trace.save
     """,
     "O_EXCL, which follows no link": """
-        launch/failure.py::claims_report train/callbacks/tensorboard.py::TensorBoard._open
+        launch/failure.py::claims_report report/tensorboard.py::TensorBoard._open
     """,
     "whether there is such an entry, which opens nothing": """
         checkpoint/folder.py::remove_partial checkpoint/save.py::put_in_place
@@ -212,8 +212,8 @@ FUNCTIONS: Final = {
         resilience/remote.py::RemoteCheckpoints.require_writable
         huggingface/files.py::texts_of
         huggingface/files.py::end_tokens huggingface/files.py::imported_config huggingface/import_hf.py::import_model
-        huggingface/source.py::check_import train/callbacks/console.py::StepLog.before_fit
-        train/callbacks/metrics.py::RunFile.before_fit report/callbacks.py::Table._begin
+        huggingface/source.py::check_import train/callbacks/step_log.py::StepLog.before_fit
+        report/metrics.py::RunFile.before_fit report/callbacks.py::Table._begin
     """,
     "standard streams, /dev/null, /dev/shm and /proc": """
         terminal.py::guard_streams launch/device.py::gpu_count launch/environment.py::_environment_of

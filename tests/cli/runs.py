@@ -13,7 +13,7 @@ from tests.cli.kills import pause
 from tests.support import ready
 from tests.support.metrics import MEASURED
 from threefold.checkpoint.folder import check_whole, complete
-from threefold.train.callbacks.metrics_reading import read_metrics_file
+from threefold.report.metrics import read_metrics_file
 
 LONGEST = 600.0
 """Seconds after which a run that ought to have ended is taken for one that hangs."""

@@ -8,9 +8,8 @@ import pytest
 
 from tests.train.support import record
 from threefold.report.goodput import Goodput, GoodputLedger
+from threefold.report.metrics import MetricsFile, read_metrics_file
 from threefold.train.attempt import Attempt
-from threefold.train.callbacks.metrics import MetricsFile
-from threefold.train.callbacks.metrics_reading import read_metrics_file
 from threefold.train.callbacks.records import EvaluationRecord
 
 

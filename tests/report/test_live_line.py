@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.train.support import Run, train_rank
-from threefold.report.console import live_text
+from threefold.report.console import RunningLines, live_text
 from threefold.train.callbacks.base import on_terminal
 from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
-from threefold.train.callbacks.step_lines import RunningLines
 from threefold.verify.worker_pool import WorkerPool
 
 

@@ -13,8 +13,8 @@ from tests.support.command import Command
 from threefold.checkpoint.manifest import MANIFEST
 from threefold.report.document import LEDGER, PHASES, RunReport, make_page, report_of
 from threefold.report.goodput import Goodput
+from threefold.report.metrics import read_metrics_file
 from threefold.report.record import RunRecord, number
-from threefold.train.callbacks.metrics_reading import read_metrics_file
 from threefold.train.callbacks.records import Performance, StepRecord
 
 Copied = Callable[[str], Path]
@@ -355,7 +355,7 @@ def test_a_fifo_in_the_place_of_the_metrics_does_not_block(copied: Copied) -> No
 def test_the_record_of_a_step_comes_back(tmp_path: Path) -> None:
     """What the live line reads of a line of metrics.jsonl is what the run wrote in it."""
     from threefold.report.live import _step
-    from threefold.train.callbacks.metrics import MetricsFile
+    from threefold.report.metrics import MetricsFile
 
     used = Performance(2e12, 0.25, 10, 20, 3, 0.25, 7.5)
     given = StepRecord(7, 2.5, 0.5, 1e-3, 60, 64, 0, 0, 0.0, 0.5, loss_scale=8.0, performance=used)

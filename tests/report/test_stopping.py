@@ -16,8 +16,8 @@ from tests.train.support import Run, losses_of, record, steps_of, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.errors import UserError
 from threefold.report.callbacks import EarlyStopping
+from threefold.report.metrics import read_metrics
 from threefold.train.callbacks.base import Callback, RunContext
-from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 from threefold.train.run import RunOptions, train
 from threefold.train.stop import Stopped

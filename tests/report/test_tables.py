@@ -10,8 +10,8 @@ import pytest
 from tests.train.support import Run, steps_of, train, train_rank
 from threefold.data.dataset import open_dataset
 from threefold.report.callbacks import Table
+from threefold.report.metrics import read_metrics
 from threefold.train.callbacks.base import Callback
-from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.callbacks.records import StepRecord
 from threefold.verify.worker_pool import WorkerPool
 

@@ -14,11 +14,11 @@ import pytest
 from tests.train.support import Run, record, steps_of, train_rank
 from threefold.errors import UserError
 from threefold.report.callbacks import MLflowRun, WeightsAndBiases
+from threefold.report.metrics import read_metrics
+from threefold.report.tensorboard import Tracker
 from threefold.train.callbacks.base import RunContext
-from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.callbacks.records import EvaluationRecord
 from threefold.train.callbacks.registry import check_names, try_trackers
-from threefold.train.callbacks.tensorboard import Tracker
 from threefold.verify.worker_pool import WorkerPool
 
 

@@ -18,8 +18,8 @@ from threefold.checkpoint.folder import path_of
 from threefold.comm.layout import Layout
 from threefold.data.dataset import open_dataset
 from threefold.random import samples_at
+from threefold.report.metrics import read_metrics
 from threefold.resilience.diagnosis import _digest
-from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 NAN, INF = float("nan"), float("inf")

@@ -9,10 +9,10 @@ from tests.train.support import Run, record
 from threefold.config import Config
 from threefold.errors import HardwareFault, UserError
 from threefold.launch.failure import RankFailed, from_exception, from_exit_code
+from threefold.report.door import GOODPUT_FILE
 from threefold.report.goodput import GoodputLedger
 from threefold.resilience.restarts import Fallback, Restarts, fallbacks_of
 from threefold.train.attempt import Attempt
-from threefold.train.callbacks.metrics import GOODPUT_FILE
 
 KILLED = -9
 

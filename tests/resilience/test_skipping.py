@@ -19,10 +19,10 @@ from threefold.config.data import StepRanges
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
+from threefold.report.metrics import read_metrics
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
 from threefold.resilience.remote import RemoteCheckpoints
 from threefold.train.callbacks.base import BadStep, Callback, RunContext
-from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.run import open_loader, open_samples
 from threefold.verify.worker_pool import WorkerError, WorkerPool
 

@@ -34,8 +34,8 @@ from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.report import loss_curve
 from threefold.report.document import RunReport
+from threefold.report.metrics import read_metrics
 from threefold.train import run as entry_point
-from threefold.train.callbacks.metrics_reading import read_metrics
 from threefold.train.callbacks.records import StepRecord
 from threefold.train.loop import evaluate
 from threefold.train.run import open_loader, open_samples

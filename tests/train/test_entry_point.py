@@ -11,7 +11,7 @@ from tests.support.metrics import MEASURED
 from tests.train.support import Run, losses_of, same, train, train_rank
 from threefold.errors import UserError
 from threefold.launch import RankInfo, spawn
-from threefold.train.callbacks.metrics_reading import read_metrics
+from threefold.report.metrics import read_metrics
 from threefold.train.run import check_division
 from threefold.verify.worker_pool import WorkerError, WorkerPool
 

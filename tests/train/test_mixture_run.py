@@ -18,7 +18,7 @@ from threefold.errors import UserError
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.parameter import draw_
-from threefold.train.callbacks.metrics_reading import read_metrics
+from threefold.report.metrics import read_metrics
 from threefold.verify.worker_pool import WorkerPool
 
 WEIGHTS = (5, 3, 2)

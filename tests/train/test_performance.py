@@ -14,7 +14,7 @@ from threefold.comm.rank_state import PAGE_BYTES, read
 from threefold.models.block import model_flops_per_token
 from threefold.report.console import Summary
 from threefold.train.callbacks.records import MeanRates, Performance, step_values
-from threefold.train.callbacks.step_lines import step_line
+from threefold.train.callbacks.step_log import step_line
 from threefold.train.loop import PerformanceMeter
 from threefold.verify.worker_pool import WorkerPool
 

@@ -23,6 +23,7 @@ from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import FOLDER, newest, remains, require_outside_checkpoints
 from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
 from threefold.config import Config
+from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.files import require_local, shown
 from threefold.foreign import FolderFiles, own_file, write_own
@@ -174,11 +175,10 @@ def require_place(run_dir: Path) -> None:
 
 def require_no_foreign(run_dir: Path, config: Config) -> None:
     """Check that a folder unused by any run has no files that the run would overwrite."""
-    from threefold.train.callbacks import console, metrics
     from threefold.train.callbacks.registry import files_of
+    from threefold.train.callbacks.step_log import LOG_FILE
 
-    replaced = [CONFIG_FILE, metrics.FILE, console.LOG_FILE, console.CURVE_FILE, console.REPORT_FILE]
-    replaced += [metrics.GOODPUT_FILE, *files_of(config.train.callbacks or ())]
+    replaced = [CONFIG_FILE, *(hook("run_files") or ()), LOG_FILE, *files_of(config.train.callbacks or ())]
     if (copies := copies_of(config, run_dir)) is not None:
         replaced += copies.new_files()
     found = [name for name in replaced if os.path.lexists(run_dir / name)]

@@ -33,7 +33,6 @@ from threefold.launch.run_folder import (
 from threefold.launch.worker import RankInfo
 from threefold.output import SILENT, Progress
 from threefold.train.attempt import Attempt
-from threefold.train.callbacks.tensorboard import import_writer
 
 if TYPE_CHECKING:
     from threefold.models.source import ModelSource
@@ -133,7 +132,7 @@ class TrainingRun:
             for name in ("peak_rate", "over_shared_memory", "share_mailbox"):
                 hook(name)
         require_memory(self.config, find_launched_rank(), check_division(self.config))
-        if self.config.train.max_restarts:
+        if self.config.train.max_restarts and (import_writer := hook("import_writer")):
             import_writer()
         for each in self.fallbacks:
             with each.naming(self.config):

@@ -17,11 +17,12 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles, write_own
 from threefold.plugins import one_of
+from threefold.report.door import METRICS_FILE
+from threefold.report.metrics import RunFile, read_metrics
+from threefold.report.tensorboard import Tracker, evaluation_values, step_values
 from threefold.train.callbacks.base import Callback, RunContext, on_terminal, reason_of, say
-from threefold.train.callbacks.metrics import FILE, LineFile, RunFile
-from threefold.train.callbacks.metrics_reading import read_metrics
-from threefold.train.callbacks.records import EvaluationRecord, StepRecord, evaluation_values, step_values
-from threefold.train.callbacks.tensorboard import Tracker
+from threefold.train.callbacks.records import EvaluationRecord, StepRecord
+from threefold.train.callbacks.step_log import LineFile
 
 _OF_STEPS = ("loss", "grad_norm")
 
@@ -74,7 +75,7 @@ class EarlyStopping(Callback):
                 f"EarlyStopping has the monitor {self.monitor} but train.eval_every is 0, so that it is never "
                 "measured; use train.eval_every 100, or the monitor loss."
             )
-        self._metrics = run.run_dir / FILE
+        self._metrics = run.run_dir / METRICS_FILE
 
     def before_fit(self, start: int) -> None:
         if start:

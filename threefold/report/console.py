@@ -2,26 +2,93 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from threefold.errors import OutputLost
 from threefold.files import counted, format_bytes
-from threefold.train.callbacks import metrics, tensorboard
+from threefold.report.door import CURVE_FILE, GOODPUT_FILE, METRICS_FILE, REPORT_FILE
+from threefold.report.goodput import Goodput
+from threefold.report.tensorboard import TENSORBOARD_FOLDER
 from threefold.train.callbacks.base import Callback, RunContext, clock, on_terminal
-from threefold.train.callbacks.console import CURVE_FILE, REPORT_FILE, EventLines
 from threefold.train.callbacks.records import EvaluationRecord, MeanRates, StepRecord
-from threefold.train.callbacks.step_lines import RunningLines
+from threefold.train.callbacks.step_log import EventLines
 
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
+_SAME: Final = 0.0005  # relative change of the loss that is not a change
+_WORTH_SAYING: Final = 0.01  # share of a step that its ranks wait for each other, below which it is left out
+_WORTH_A_LOOK: Final = 0.5  # share of a step that its ranks wait for each other, from which on it is coloured
 _AVERAGED: Final = 20  # steps over which a live line averages speed and time
 _WITH_BAR, _BAR = 150, 30  # columns of a terminal from which on a live line has a bar, and its cells
 _SECONDS_BETWEEN_REFRESHES: Final = 0.1
+
+
+class Part(NamedTuple):
+    """Part of a running line; the text is empty if the run does not have it.
+
+    A narrow terminal does without the parts of the largest `place` first, and always has those of 0. The style is as
+    rich names it.
+    """
+
+    text: str
+    place: int = 0
+    style: str = ""
+
+
+class RunningLines:
+    """Lines of about 100 characters: `step 225/500  loss 5.4565 ↓  val 5.7829  lr 2.11e-03  4,275 tok/s  479 ms …`."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self._loss, self._valid = steps, 0.0, ""
+
+    def step(self, since: Sequence[StepRecord]) -> str:
+        """Format the last of the steps since the previous line, with averages of speed and time over them."""
+        before, self._loss = self._loss, since[-1].loss
+        return self.of(since[-1].step, *(part.text for part in self.parts(since, before)))
+
+    def evaluation(self, record: EvaluationRecord) -> str:
+        self._valid = f"val {record.loss:.4f}"
+        of_parts = [f"of {name} {loss:.4f}" for name, loss in record.corpus_losses.items()]
+        of_parts += [f"{name} {mean:.4f}" for name, mean in record.terms.items()]
+        return self.of(record.step, f"validation loss {record.loss:.4f}", *of_parts, f"{record.seconds:.1f} s")
+
+    def of(self, step: int, *parts: str) -> str:
+        """Format parts of a line about a step; empty ones are left out."""
+        width = len(f"{self.steps:,}")
+        return "  ".join([f"step {step:>{width},}/{self.steps:,}", *(part for part in parts if part)])
+
+    def parts(self, since: Sequence[StepRecord], before: float) -> Iterator[Part]:
+        """Yield the parts after the step, for a loss that was `before`; 0 if there was none."""
+        last, seconds = since[-1], sum(record.seconds for record in since)
+        change = (last.loss - before) / before if before else 0.0
+        trend = " ↓" if change < -_SAME else " ↑" if change > _SAME else ""
+        yield Part(f"loss {last.loss:.4f}{trend}", style="bold yellow" if change > _SAME else "bold green")
+        for name, mean in last.terms.items():
+            yield Part(f"{name} {mean:.4f}", 5)
+        yield Part(self._valid, 1, "cyan")
+        yield Part(f"lr {last.lr:.2e}", 4, "dim")
+        yield Part(f"loss scale {last.loss_scale:,.0f}" if last.loss_scale is not None else "", 6, "dim")
+        unit = "tok" if last.unit == "tokens" else last.unit
+        yield Part(f"{sum(record.tokens_read for record in since) / seconds:,.0f} {unit}/s", 2)
+        each = seconds / len(since)
+        shown = f"{1000 * each:,.0f} ms" if each < 10 else f"{each:,.1f} s"
+        waited = sum(record.performance.waited for record in since if record.performance is not None) / seconds
+        waiting = f" ({waited:.0%} waiting)" if waited >= _WORTH_SAYING else ""
+        yield Part(shown + waiting, 3, "yellow" if waited >= _WORTH_A_LOOK else "")
+        rates = MeanRates.over(since)
+        if rates.last is not None:
+            yield Part(f"{rates.mfu:.1%} MFU" if rates.mfu else "", 7)
+            yield Part(format_bytes(rates.last.largest_memory), 8)
+        yield Part(f"epoch {last.epoch + 1}" if last.epoch else "", 9)
+        if left := self.steps - last.step:
+            yield Part(f"{clock(left * each)} left")
+        elif rates.last is not None:
+            yield Part(f"{clock(rates.last.wall_clock)} in all")
 
 
 class LiveLine(EventLines):
@@ -105,9 +172,9 @@ class Summary(Callback):
 
     @classmethod
     def for_run(cls, run: RunContext) -> Callback:
-        files = {"report": REPORT_FILE, "loss curve": CURVE_FILE, "metrics": metrics.FILE}
-        files["TensorBoard"] = tensorboard.TENSORBOARD_FOLDER
-        return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / metrics.GOODPUT_FILE)
+        files = {"report": REPORT_FILE, "loss curve": CURVE_FILE, "metrics": METRICS_FILE}
+        files["TensorBoard"] = TENSORBOARD_FOLDER
+        return cls({name: run.run_dir / file for name, file in files.items()}, run.run_dir / GOODPUT_FILE)
 
     def __init__(self, places: dict[str, Path], ledger: Path | None = None) -> None:
         self.places, self.ledger = places, ledger
@@ -183,6 +250,6 @@ class Summary(Callback):
             told = f"{self._last.fingerprint} after step {self._last.step}, in every layout {where}"
             rows.append(("weights", told))
 
-        if self.ledger is not None and (found := metrics.read_goodput(self.ledger)):
+        if self.ledger is not None and (found := Goodput.read(self.ledger)):
             rows.append(("goodput", str(found)))
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]

@@ -26,9 +26,9 @@ from threefold.files import (
 )
 from threefold.foreign import FolderFiles, write_own
 from threefold.report.checkpoints import group_of, listed
+from threefold.report.door import REPORT_FILE
 from threefold.report.record import SAMPLES_FILE, SUMS, RunRecord, number
 from threefold.train.callbacks.base import Callback, RunContext, clock, reason_of, say
-from threefold.train.callbacks.console import REPORT_FILE
 
 VERSION: Final = 1
 PHASES: Final = {

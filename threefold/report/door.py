@@ -2,6 +2,13 @@
 
 from typing import Final
 
+METRICS_FILE: Final = "metrics.jsonl"
+CURVE_FILE: Final = "loss.png"
+REPORT_FILE: Final = "report.html"
+GOODPUT_FILE: Final = "goodput.json"
+RUN_FILES: Final = (METRICS_FILE, CURVE_FILE, REPORT_FILE, GOODPUT_FILE)
+"""Files of a run that its callbacks write here."""
+
 COMMANDS: Final = {
     "watch": ("Train and use", "threefold.report.commands.watch:command"),
     "report": ("Train and use", "threefold.report.commands.report:command"),
@@ -12,6 +19,8 @@ COMMANDS: Final = {
 FIRST_CALLBACKS: Final = {
     "goodput": "threefold.report.goodput:GoodputLedger",
     "live_line": "threefold.report.console:LiveLine",
+    "metrics": "threefold.report.metrics:MetricsFile",
+    "tensorboard": "threefold.report.tensorboard:TensorBoard",
 }
 CALLBACKS: Final = {
     "loss_curve": "threefold.report.loss_curve:LossCurve",
@@ -28,5 +37,8 @@ CHOSEN_CALLBACKS: Final = {
 }
 HOOKS: Final = {
     "token_facts": "threefold.report.commands.data:token_facts",
-    "goodput": "threefold.report.goodput:Goodput",
+    "goodput": "threefold.report.goodput:goodput_of",
+    "running_lines": "threefold.report.console:RunningLines",
+    "import_writer": "threefold.report.tensorboard:import_writer",
+    "run_files": "threefold.report.door:RUN_FILES",
 }

@@ -17,10 +17,11 @@ from threefold.checksums import is_intact, seal_text
 from threefold.errors import UserError
 from threefold.files import counted, load_json
 from threefold.foreign import FolderFiles, open_own
+from threefold.report.door import GOODPUT_FILE
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext
-from threefold.train.callbacks.metrics import GOODPUT_FILE, WriteFailures
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
+from threefold.train.callbacks.step_log import WriteFailures
 
 LEDGER_SIZE: Final = 1024
 """Bytes of the ledger, which lie in one page of the kernel's cache: a kill leaves either the old or the new content."""
@@ -89,6 +90,11 @@ class Goodput:
     def text(self) -> bytes:
         """Return the file's content, always of the same size."""
         return seal_text(json.dumps(asdict(self), indent=2)).encode().ljust(LEDGER_SIZE - 1) + b"\n"
+
+
+def goodput_of(run_dir: Path) -> Goodput | None:
+    """Return the goodput of a run so far; None if nothing is known of it."""
+    return Goodput.read(run_dir / GOODPUT_FILE)
 
 
 class GoodputLedger(Callback):

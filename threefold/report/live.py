@@ -10,12 +10,12 @@ from typing import Any, Final
 
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.report.console import RunningLines
 from threefold.report.curves import sparkline
 from threefold.report.document import make_page, report_of, sentence_of, steps_of
 from threefold.report.record import RunRecord, number
 from threefold.train.callbacks.base import on_terminal, say
 from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
-from threefold.train.callbacks.step_lines import RunningLines
 
 POLL: Final = 2000
 """Milliseconds after which a served page asks again."""

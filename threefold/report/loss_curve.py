@@ -7,11 +7,10 @@ from typing import Any
 
 from threefold.comm.layout import Layout
 from threefold.foreign import own_file
+from threefold.report.door import CURVE_FILE, METRICS_FILE
 from threefold.report.figures import BLUE, DPI, FAINT, GREY, ORANGE, TEXT_SIZE, new_figure
+from threefold.report.metrics import read_metrics
 from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
-from threefold.train.callbacks.console import CURVE_FILE
-from threefold.train.callbacks.metrics import FILE as METRICS_FILE
-from threefold.train.callbacks.metrics_reading import read_metrics
 
 
 class LossCurve(Callback):

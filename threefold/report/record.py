@@ -16,11 +16,10 @@ from threefold.files import shown
 from threefold.foreign import FolderFiles, lines_of
 from threefold.launch.run_folder import CONFIG_FILE, LOCK_FILE, Holder
 from threefold.report.curves import Curves
+from threefold.report.door import GOODPUT_FILE, METRICS_FILE
 from threefold.report.goodput import Goodput
-from threefold.train.callbacks.console import LOG_FILE
-from threefold.train.callbacks.metrics import FILE as METRICS_FILE
-from threefold.train.callbacks.metrics import GOODPUT_FILE
-from threefold.train.callbacks.metrics_reading import Metrics, parse_line
+from threefold.report.metrics import Metrics, parse_line
+from threefold.train.callbacks.step_log import LOG_FILE
 
 SAMPLES_FILE: Final = "samples.jsonl"
 _PLAIN: Final = ("loss", "grad_norm", "lr", "tokens_per_second", "mfu", "tflops", "seconds", "waited", "loss_scale")

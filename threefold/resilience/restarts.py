@@ -14,11 +14,11 @@ from threefold.config import Config
 from threefold.config.loading import config_of, problem
 from threefold.config.resolve import check_settings
 from threefold.config.rules import batch_sizes
+from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.files import how_often, shown
 from threefold.launch.failure import Failure, RankFailed
 from threefold.train.attempt import Attempt, fresh_files, memory_files
-from threefold.train.callbacks.metrics import GOODPUT_FILE, read_goodput
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,8 @@ class Restarts:
 
     def _follow(self, failure: Failure, message: str) -> None:
         """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail too."""
-        known = read_goodput(self._run_dir / GOODPUT_FILE)
+        goodput = hook("goodput")
+        known = goodput and goodput(self._run_dir)
         step = known.step if known else 0
         seen, again, layout = (failure.rank, re.sub(r"\d+", "", failure.error), step), self._before, ""
         # The same rank failed twice in a row: its hardware may be broken.

@@ -14,7 +14,7 @@ import yaml
 from tests.support.plugin_package import write_package
 from tests.train.support import Run
 from threefold.errors import UserError
-from threefold.train.callbacks.metrics_reading import read_metrics
+from threefold.report.metrics import read_metrics
 from threefold.train.callbacks.registry import CALLBACKS, check_names
 
 GROUP = "threefold.callbacks"

@@ -15,13 +15,10 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.plugins import Registry, one_of
 from threefold.train.callbacks.base import Callback, RunContext
-from threefold.train.callbacks.tensorboard import Tracker
 
 _ALWAYS: Final = {  # callbacks of every run, in calling order
     **added("FIRST_CALLBACKS"),
-    "metrics": "threefold.train.callbacks.metrics:MetricsFile",
-    "tensorboard": "threefold.train.callbacks.tensorboard:TensorBoard",
-    "step_log": "threefold.train.callbacks.console:StepLog",
+    "step_log": "threefold.train.callbacks.step_log:StepLog",
     **added("CALLBACKS"),
 }
 _CHOSEN: Final = added("CHOSEN_CALLBACKS")  # callbacks of a run that names them in `train.callbacks`
@@ -50,8 +47,8 @@ def check_names(entries: Sequence[Entry]) -> None:
 def try_trackers(entries: Sequence[Entry]) -> None:
     """Try the trackers of `train.callbacks` before any process starts; raise a `UserError` for one that cannot log."""
     for name, arguments in map(_parsed, entries):
-        kind = _load(name) if name in _CHOSEN else None
-        if kind is not None and issubclass(kind, Tracker):
+        kind: Any = _load(name) if name in _CHOSEN else None
+        if hasattr(kind, "try_out"):
             kind(**arguments).try_out()
 
 

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from threefold.foreign import own_folder
 from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
-from threefold.train.callbacks.records import EvaluationRecord, StepRecord, evaluation_values, step_values
+from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 
 TENSORBOARD_FOLDER = "tensorboard"
 SECONDS_BETWEEN_FLUSHES = 10
@@ -33,6 +33,31 @@ _TAGS: Final = {  # tag in TensorBoard of a value, or of all values whose names 
     "valid_loss/": "loss/validation of ",
     "valid_term/": "terms/validation of ",
 }
+
+
+def step_values(record: StepRecord) -> dict[str, float]:
+    """Return the loggable values of a step by name; only `lr` and `epoch` if its samples were not read."""
+    if not record.is_read:
+        return {"lr": record.lr, "epoch": record.epoch}
+    names = ("loss", "grad_norm", "lr", "tokens_per_second", "epoch")
+    values: dict[str, float] = {name: getattr(record, name) for name in names}
+    if record.loss_scale is not None:
+        values["loss_scale"] = record.loss_scale
+    values |= {f"seconds/{phase}": seconds for phase, seconds in record.phases.items()}
+    if (used := record.performance) is not None:
+        if used.flops_per_second is not None:
+            values["tflops"] = used.flops_per_second / 1e12
+        if used.mfu is not None:
+            values["mfu"] = used.mfu
+        values |= {"memory": used.memory, "largest_memory": used.largest_memory}
+    return values | {f"term/{name}": mean for name, mean in record.terms.items()}
+
+
+def evaluation_values(record: EvaluationRecord) -> dict[str, float]:
+    """Return `valid_loss`, `valid_loss/NAME` of each corpus of a mixture, and `valid_term/NAME` of several terms."""
+    values = {"valid_loss": record.loss}
+    values |= {f"valid_loss/{name}": loss for name, loss in record.corpus_losses.items()}
+    return values | {f"valid_term/{name}": mean for name, mean in record.terms.items()}
 
 
 class Tracker(Callback):

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from tests.train.support import record
-from threefold.train.callbacks.metrics import LineFile, MetricsFile
-from threefold.train.callbacks.metrics_reading import read_metrics, read_metrics_file
+from threefold.report.metrics import MetricsFile, read_metrics, read_metrics_file
+from threefold.train.callbacks.step_log import LineFile
 
 
 def line(step: int, **values: Any) -> bytes:
@@ -124,7 +124,7 @@ def test_a_whole_line_after_half_of_one_is_kept(tmp_path: Path) -> None:
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from threefold.train.callbacks.metrics import MetricsFile
+from threefold.report.metrics import MetricsFile
 def watch(name, arguments):
     if name == {event!r} and str(arguments[0]).startswith({path!r}) and seen.append(name) is None and {when}:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -154,7 +154,7 @@ def test_lines_wait_for_a_full_disk_and_are_told_of_once(tmp_path: Path) -> None
     """A file that may not grow, as on a full disk: a line cut short is taken back, and written when there is room."""
     path = tmp_path / "lines"
     script = (
-        "import resource, sys; from pathlib import Path; from threefold.train.callbacks.metrics import LineFile\n"
+        "import resource, sys; from pathlib import Path; from threefold.train.callbacks.step_log import LineFile\n"
         f"file = LineFile(Path({str(path)!r}))\n"
         "file.open(append=False)\n"
         "hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]\n"

@@ -9,8 +9,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.train.support import Run, losses_of, train_rank
 from threefold.errors import UserError
+from threefold.report.tensorboard import TensorBoard, import_writer
 from threefold.train.callbacks.registry import check_names
-from threefold.train.callbacks.tensorboard import TensorBoard, import_writer
 from threefold.verify.worker_pool import WorkerPool
 
 

@@ -1,21 +1,127 @@
-"""Reading of a run's metrics.jsonl, in which lines may be damaged, and the cut that a resumed run begins with."""
+"""A run's metrics.jsonl: the callback that writes it, its reader, and the cut that a resumed run begins with."""
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from threefold.files import first_of, load_json
 from threefold.foreign import FolderFiles, lines_of, open_own
 from threefold.output import sync
-from threefold.train.callbacks.base import say
+from threefold.report.door import GOODPUT_FILE, METRICS_FILE
+from threefold.report.goodput import Goodput
+from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
+from threefold.train.callbacks.records import EvaluationRecord, StepRecord
+from threefold.train.callbacks.step_log import LineFile
 
 _BEGINNING = b'{"step": '
 _KINDS = ("loss", "valid_loss", "goodput")
 """Distinctive key of each kind of line, in the order of the lines of one step."""
 _NAMED_LINES = 5  # maximum number of damaged lines that a warning lists
+
+
+class RunFile(Callback):
+    """Base class of callbacks that write lines to a file, from the starting point of the run on."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.file = LineFile(self.path)
+
+    def before_fit(self, start: int) -> None:
+        self.file.open(append=bool(start))
+
+    def after_rollback(self, step: int, start: int, reason: str) -> None:
+        self.file.close()
+        self.before_fit(start)
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class MetricsFile(RunFile):
+    """Write the metrics of every step and evaluation, and the goodput at every checkpoint, as JSON lines.
+
+    A resumed run removes the steps after its starting point, then appends. Damaged lines of the existing file are
+    removed, with one warning. Without a `ledger` no goodput is written.
+    """
+
+    @classmethod
+    def for_run(cls, run: RunContext) -> Callback:
+        return cls(run.run_dir / METRICS_FILE, run.run_dir / GOODPUT_FILE)
+
+    def __init__(self, path: Path, ledger: Path | None = None) -> None:
+        super().__init__(path)
+        self.ledger = ledger
+
+    def before_fit(self, start: int) -> None:
+        if start:
+            try:
+                drop_lines_after(self.path, start)
+            except OSError as error:
+                say(
+                    f"Warning: {self.path} cannot be rewritten ({reason_of(error)}); the steps after {start} that are "
+                    "made again follow at its end."
+                )
+        super().before_fit(start)
+
+    def after_step(self, record: StepRecord) -> None:
+        values: dict[str, Any] = {
+            "step": record.step,
+            "loss": _number(record.loss),
+            "grad_norm": _number(record.grad_norm),
+            "lr": record.lr,
+            "tokens": record.tokens,
+            "tokens_per_second": round(record.tokens_per_second, 1),
+            "seconds": round(record.seconds, 6),
+        }
+        if record.phases:
+            values["phases"] = {phase: round(seconds, 6) for phase, seconds in record.phases.items()}
+        if (used := record.performance) is not None:
+            if used.flops_per_second is not None:
+                values["tflops"] = float(f"{used.flops_per_second / 1e12:.4g}")
+            if used.mfu is not None:
+                values["mfu"] = float(f"{used.mfu:.4g}")
+            values |= {name: getattr(used, name) for name in ("memory", "largest_memory", "largest_rank")}
+            values |= {"waited": round(used.waited, 6), "wall_clock": round(used.wall_clock, 3)}
+        if record.loss_scale is not None:
+            values |= {"loss_scale": record.loss_scale, "skipped": record.skipped}
+        if record.reason:
+            values |= {"skipped": True, "reason": record.reason}
+        rest = {
+            "epochs": {name: round(epochs, 6) for name, epochs in record.corpus_epochs.items()},
+            "consumed_samples": record.consumed_samples,
+            "terms": _numbers(record.terms),
+            "fingerprint": record.fingerprint,
+            "unknown_calls": list(record.unknown_calls),
+        }
+        values |= {name: value for name, value in rest.items() if value not in (None, {}, [])}
+        self.file.write(json.dumps(values))
+
+    def after_evaluation(self, record: EvaluationRecord) -> None:
+        values: dict[str, Any] = {"step": record.step, "valid_loss": _number(record.loss)}
+        values["valid_tokens"] = record.tokens
+        if record.corpus_losses:
+            values["valid_losses"] = _numbers(record.corpus_losses)
+        if record.terms:
+            values["valid_terms"] = _numbers(record.terms)
+        self.file.write(json.dumps(values))
+
+    def after_checkpoint(self, step: int, path: Path) -> None:
+        if self.ledger is not None and (found := Goodput.read(self.ledger)):
+            values = {"step": step, "goodput": round(found.share, 6), "seconds": found.seconds()}
+            self.file.write(json.dumps({**values, "restarts": found.restarts}))
+
+
+def _number(value: float) -> float | None:
+    """Return a number that JSON supports: None for NaN and infinity."""
+    return value if isfinite(value) else None
+
+
+def _numbers(values: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: _number(value) for name, value in values.items()}
 
 
 @dataclass(frozen=True)
