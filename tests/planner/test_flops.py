@@ -8,7 +8,8 @@ import torch
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import SampleInfo
 from threefold.planner.dry_step import FlopCount
-from threefold.torch_private.fake import OperationMode, fake_tensors
+from threefold.planner.torch_private import fake_tensors
+from threefold.torch_private.runtime import OperationMode
 
 
 class Counting(OperationMode):

@@ -15,8 +15,9 @@ from typing import Final, NamedTuple
 
 import torch.distributed as dist
 
+from threefold.cpu.torch_private import process_group_timeout
 from threefold.host import host_name, scratch_folder
-from threefold.torch_private.distributed import default_store, process_group_timeout
+from threefold.torch_private.distributed import default_store
 
 SIGNAL_BYTES = 16
 """Bytes that a rank writes to announce a round."""

@@ -29,8 +29,9 @@ from threefold.cpu.segments import (
     tickets,
     whole_pages,
 )
+from threefold.cpu.torch_private import stand_in, withdraw
 from threefold.errors import PeerLostError
-from threefold.torch_private.distributed import Work, stand_in
+from threefold.torch_private.distributed import Work
 
 
 class SharedMemorySizes(NamedTuple):
@@ -122,6 +123,9 @@ class SharedMemoryGroup(HostGroup):
         self._barrier.close()
         self._views.clear()
         self._slots = torch.empty(0, dtype=torch.uint8)
+
+    def withdraw(self) -> None:
+        withdraw(self)
 
     def sum_of(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor`, of any shape, over the ranks: `all_reduce` without a copy of the summand."""

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from threefold.constants import STAGED_GLOO
-from threefold.torch_private.distributed import PythonGroup, Work, with_gloo
+from threefold.cpu.torch_private import with_gloo
+from threefold.torch_private.distributed import PythonGroup, Work
 
 
 class _StagedWork(Work):

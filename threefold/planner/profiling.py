@@ -16,7 +16,7 @@ from threefold.comm.rank_state import Activity, RunSection, Wait, wait_of
 from threefold.errors import UserError
 from threefold.foreign import own_file, own_folder, write_own
 from threefold.planner.pictures import draw_run_timeline
-from threefold.torch_private.runtime import quieten_kineto
+from threefold.planner.torch_private import quieten_kineto
 from threefold.train.attachment import Profiler
 from threefold.train.callbacks.base import RunContext, reason_of, say
 from threefold.train.callbacks.records import StepRecord
