@@ -107,7 +107,7 @@ def test_what_is_written_and_read_is_progress_block_by_block(tmp_path: Path) -> 
     heartbeat, blocks = Heartbeat(), 9
     tensor = torch.arange(blocks << 20, dtype=torch.float32)  # 36 MiB: nine blocks, and two parts to wait for
     save_tensors_alone({"a": tensor}, tmp_path, Writer(tmp_path, heartbeat))
-    assert heartbeat.place().progress >= blocks + 2
+    assert heartbeat.progressed >= blocks + 2
     index = read_index(tmp_path)
     (chunk,) = index["a"].chunks
     seen = []

@@ -4,21 +4,21 @@ import pytest
 import torch
 
 from threefold.comm.axis import Axis, EventRecorder
-from threefold.comm.heartbeat import Heartbeat, wait_code
-from threefold.comm.rank_state import OPERATIONS, PAGE_BYTES, Activity, RankState, RunSection, Wait, ask, read
+from threefold.comm.heartbeat import OPERATIONS, PAGE_BYTES, Activity, Heartbeat, RunSection, Wait, wait_code
+from threefold.resilience.rank_state import RankState, ask, read
 
 
 def test_the_place_of_a_rank_in_words() -> None:
     heartbeat = Heartbeat()
-    assert str(heartbeat.place()) == "before its start-up"
+    assert str(read(heartbeat.content())) == "before its start-up"
     heartbeat.section(RunSection.STEP, 7)
     heartbeat.activity(Activity.FORWARD, stage=1, micro_batch=300)
-    assert str(heartbeat.place()) == "in the forward pass of micro-batch 300 in stage 1 in step 7"
+    assert str(read(heartbeat.content())) == "in the forward pass of micro-batch 300 in stage 1 in step 7"
     heartbeat.callback("Summary")
     heartbeat.callback("DataCheck")
-    assert str(heartbeat.place()) == "in the callback DataCheck in step 7"
+    assert str(read(heartbeat.content())) == "in the callback DataCheck in step 7"
     heartbeat.section(RunSection.SAVE, 7)
-    assert str(heartbeat.place()) == "in the save after step 7"
+    assert str(read(heartbeat.content())) == "in the save after step 7"
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (3, 7, 11), (5,), (0, 1, 4, 5), (7, 3), tuple(range(100_000))])
@@ -28,7 +28,7 @@ def test_the_ranks_of_an_axis(ranks: tuple[int, ...]) -> None:
     heartbeat.wait(code)
     assert read(heartbeat.content()).wait == Wait("gather", "dp", ranks)
     heartbeat.resume()
-    assert heartbeat.place().wait is None
+    assert read(heartbeat.content()).wait is None
 
 
 def test_more_axes_than_a_page_has_room_for() -> None:
@@ -37,9 +37,9 @@ def test_more_axes_than_a_page_has_room_for() -> None:
     assert len(heartbeat.content()) <= PAGE_BYTES
     for operation in OPERATIONS:
         heartbeat.wait(wait_code(operation, numbers[3]))
-        assert heartbeat.place().wait == Wait(operation, "axis 3", tuple(range(3, 11)))
+        assert read(heartbeat.content()).wait == Wait(operation, "axis 3", tuple(range(3, 11)))
         heartbeat.wait(wait_code(operation, numbers[-1]))
-        assert heartbeat.place().wait == Wait(operation, "an axis", None)
+        assert read(heartbeat.content()).wait == Wait(operation, "an axis", None)
 
 
 def test_a_page_of_another_process_memory() -> None:
@@ -65,34 +65,34 @@ def test_work_within_a_wait() -> None:
     )
     with heartbeat.waiting(outer):
         with heartbeat.working():
-            assert heartbeat.place().wait is None
-            before = heartbeat.place().progress
+            assert read(heartbeat.content()).wait is None
+            before = read(heartbeat.content()).progress
             heartbeat.progress()
-            assert heartbeat.place().progress == before + 1
+            assert read(heartbeat.content()).progress == before + 1
         with heartbeat.waiting(inner):
-            assert str(heartbeat.place().wait) == "send over pp"
-        assert str(heartbeat.place().wait) == "gather over world"
-    assert heartbeat.place().wait is None
+            assert str(read(heartbeat.content()).wait) == "send over pp"
+        assert str(read(heartbeat.content()).wait) == "gather over world"
+    assert read(heartbeat.content()).wait is None
     with heartbeat.working():
         pass
-    assert heartbeat.place().wait is None
+    assert read(heartbeat.content()).wait is None
 
 
 def test_every_step_is_progress_and_ends_a_wait() -> None:
     heartbeat = Heartbeat()
-    seen = [heartbeat.place().progress]
+    seen = [read(heartbeat.content()).progress]
     heartbeat.wait(wait_code("barrier", heartbeat.axis("world", (0, 1))))
     for go_on in (
         heartbeat.resume,
         lambda: heartbeat.section(RunSection.STEP, 1),
         lambda: heartbeat.activity(Activity.DATA),
     ):
-        seen.append(heartbeat.place().progress)
+        seen.append(read(heartbeat.content()).progress)
         go_on()
-        assert heartbeat.place().wait is None
+        assert read(heartbeat.content()).wait is None
         heartbeat.wait(wait_code("barrier", 0))
     assert seen == sorted(set(seen))
-    assert isinstance(heartbeat.place(), RankState)
+    assert isinstance(read(heartbeat.content()), RankState)
 
 
 def test_a_collective_that_fails_is_no_wait_any_more() -> None:
@@ -100,5 +100,5 @@ def test_a_collective_that_fails_is_no_wait_any_more() -> None:
     axis = Axis("tp", (0, 1), 0, None, EventRecorder(), heartbeat=heartbeat)
     with pytest.raises(ValueError, match="does not divide"):
         axis.reduce_scatter(torch.ones(3), 0)
-    assert heartbeat.place().wait is None
-    assert heartbeat.place().progress == 2
+    assert read(heartbeat.content()).wait is None
+    assert read(heartbeat.content()).progress == 2

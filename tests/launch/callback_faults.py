@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from threefold.comm.heartbeat import Heartbeat
-from threefold.comm.rank_state import Activity, RunSection
+from threefold.comm.heartbeat import Activity, Heartbeat, RunSection
+from threefold.resilience.rank_state import read
 from threefold.train.callbacks.base import Callback, RunContext
 
 
@@ -61,7 +61,7 @@ class StopAt(OfRank):
         sys.setswitchinterval(100.0)
         while True:
             time.sleep(0)
-            place = heartbeat.place()
+            place = read(heartbeat.content())
             here = place.section is self.section and place.step >= self.step
             if here and self.activity in (None, place.activity):
                 _stop()

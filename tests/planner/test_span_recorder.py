@@ -4,9 +4,9 @@ from itertools import pairwise
 
 import torch
 
-from threefold.comm.heartbeat import Heartbeat, wait_code
-from threefold.comm.rank_state import PAGE_BYTES, Activity, RunSection, Wait, read
+from threefold.comm.heartbeat import PAGE_BYTES, Activity, Heartbeat, RunSection, Wait, wait_code
 from threefold.planner.profiling import ObservedHeartbeat, SpanRecorder
+from threefold.resilience.rank_state import read
 
 
 def test_spans_of_a_step() -> None:

@@ -5,10 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from threefold.comm.rank_state import Activity, RankState, RunSection, Wait
+from threefold.comm.heartbeat import Activity, RunSection, Wait
 from threefold.resilience import hang_watch
 from threefold.resilience.hang_watch import Hang, HangWatch, LostStore, Stopwatch
 from threefold.resilience.processes import ProcessState
+from threefold.resilience.rank_state import RankState
 
 TIMEOUT = 10.0
 ALL = (0, 1, 2, 3)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from tests.launch.callback_faults import Slow
 from tests.train.support import Run, train
-from threefold.comm.heartbeat import Heartbeat
-from threefold.comm.rank_state import PAGE_BYTES, read
+from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat
+from threefold.resilience.rank_state import read
 from threefold.verify.worker_pool import WorkerPool
 
 LAYOUTS = ({"dp": 4}, {"tp": 4}, {"dp": 2, "tp": 2}, {"dp": 2, "pp": 2}, {"dp": 2})

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from tests.train.support import Run, record, train_rank
-from threefold.comm.heartbeat import Heartbeat, wait_code
+from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, wait_code
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.comm.rank_state import PAGE_BYTES, read
 from threefold.models.block import model_flops_per_token
 from threefold.report.console import Summary
+from threefold.resilience.rank_state import read
 from threefold.train.callbacks.records import MeanRates, Performance, step_values
 from threefold.train.callbacks.step_log import step_line
 from threefold.train.loop import PerformanceMeter

@@ -243,7 +243,7 @@ class BackgroundSaver:
             with self._mesh.world.waiting("gather"):  # for any rank's thread
                 seen = -1
                 while not self._thread.wait(0.5):
-                    if (done := self._world.heartbeat.place().progress) != seen:
+                    if (done := self._world.heartbeat.progressed) != seen:
                         seen = done
                         self._mesh.heartbeat.progress()
         written, self._written = self._written, None

@@ -58,7 +58,7 @@ def waits(operation: str) -> Callable[[_Method[_Axis, _P, _T]], _Method[_Axis, _
 class Event:
     """One recorded collective: the axis's name, the operation, and its bytes.
 
-    The operation is one of `comm.rank_state.OPERATIONS` that sends. The bytes are of the unsharded tensor: the input of
+    The operation is one of `comm.heartbeat.OPERATIONS` that sends. The bytes are of the unsharded tensor: the input of
     an all-reduce or a reduce-scatter, the output of an all-gather, the rows that this rank sends in an all-to-all.
     """
 

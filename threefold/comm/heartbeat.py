@@ -1,43 +1,94 @@
 """Heartbeats: each rank writes what it is doing into a page of memory that other processes can read at any time.
 
-A write takes a fraction of a microsecond and no system call. The format of the page is in `comm.rank_state`.
+A write takes a fraction of a microsecond and no system call. The page holds a few integers: a count that grows with all
+progress, another one that a thread increments, which distinguishes a stopped process from a waiting one, the rank's
+position, and the collective that it waits in. The names of axes and callbacks follow as JSON. The room that watches
+ranks reads it (`resilience.rank_state`).
 """
 
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from enum import IntEnum
+from typing import Any, Final, NamedTuple
 
-from threefold.comm.rank_state import (
-    AXES_PER_OPERATION,
-    HEADER_BYTES,
-    MICRO_BATCH_BITS,
-    OPERATIONS,
-    PAGE_BYTES,
-    STAGE_BITS,
-    Activity,
-    Page,
-    RankState,
-    RunSection,
-    Slot,
-    read,
-    text_of_ranks,
+PAGE_BYTES: Final = 4096
+HEADER_BYTES: Final = 128
+STAGE_BITS, MICRO_BATCH_BITS = 8, 24
+_MOST_LISTED_RANKS = 64
+OPERATIONS: Final = (
+    *("all_reduce", "all_reduce_max", "all_gather", "reduce_scatter", "all_to_all"),
+    *("send", "receive", "broadcast", "gather", "barrier"),
 )
+"""Collectives that a rank can wait in."""
+AXES_PER_OPERATION = 256
+
+
+class Slot:
+    """Positions of the integers in a page."""
+
+    BEATS, PROGRESS, SECTION, STEP, ACTIVITY, WAIT, WAITED, TEXT_BYTES, ASKED, ANSWERED = range(10)
+    WORKED, ASIDE, MEMORY = 10, 11, 12
+
+
+class RunSection(IntEnum):
+    """Part of a run that a rank is in."""
+
+    NOTHING = 0
+    START = 1
+    STEP = 2
+    EVALUATION = 3
+    SAVE = 4
+    END = 5
+
+
+class Activity(IntEnum):
+    """Activity of a rank within a section of the run."""
+
+    NOTHING = 0
+    JOIN = 1
+    MESH = 2
+    DATA = 3
+    MODEL = 4
+    RESTORE = 5
+    CALLBACK = 6
+    FORWARD = 7
+    BACKWARD = 8
+    WEIGHT_GRADIENTS = 9
+    PIPELINE = 10
+    GRADIENT_SUM = 11
+    UPDATE = 12
+    INPUT_GRADIENTS = 13
+
+
+Page = memoryview
+"""`PAGE_BYTES` writable bytes."""
+
+
+class Wait(NamedTuple):
+    """Collective of `OPERATIONS`, on the named axis, that a rank waits in; `ranks` is None if unknown."""
+
+    operation: str
+    axis: str
+    ranks: tuple[int, ...] | None
+
+    def __str__(self) -> str:
+        return f"{self.operation} over {self.axis}"
 
 
 class Heartbeat:
     """Writer of this rank's state into its page, by default into private memory, which nobody reads.
 
     Only the training thread calls the methods that write, except those listed for the heartbeat thread.
-    `everyone` reads the pages of all ranks, by rank (None for an unknown one); by default this rank's alone is known.
+    `everyone` returns the states of all ranks, by rank, as `resilience.rank_state` reads them from their pages, None
+    for an unknown one; by default there are none.
     """
 
-    def __init__(
-        self, page: Page | None = None, everyone: Callable[[], Sequence[RankState | None]] | None = None
-    ) -> None:
+    def __init__(self, page: Page | None = None, everyone: Callable[[], Sequence[Any]] = tuple) -> None:
         self._page = memoryview(bytearray(PAGE_BYTES)) if page is None else page
         self._numbers = self._page[:HEADER_BYTES].cast("q")
-        self._everyone = everyone
+        self.everyone = everyone
         self._axes: list[tuple[str, str]] = []
         self._names: list[str] = []
         self._process = ""
@@ -97,7 +148,7 @@ class Heartbeat:
 
     def axis(self, name: str, ranks: Sequence[int]) -> int:
         """Add an axis whose collectives this rank will wait in; return its number for `wait_code`."""
-        entry = (name, text_of_ranks(ranks))
+        entry = (name, _text_of(ranks))
         if entry not in self._axes:
             self._axes.append(entry)
             self._write_text()
@@ -169,17 +220,14 @@ class Heartbeat:
         """Seconds that this rank has waited in collectives, excluding the current one."""
         return float(self._numbers[Slot.WAITED]) / 1e9
 
-    def place(self) -> RankState:
-        """Read this rank's own state."""
-        return read(self._page)
+    @property
+    def progressed(self) -> int:
+        """Count that grows whenever the rank begins or ends something."""
+        return int(self._numbers[Slot.PROGRESS])
 
     def content(self) -> bytes:
         """Return the used part of the page as bytes."""
         return bytes(self._page[: HEADER_BYTES + self._numbers[Slot.TEXT_BYTES]])
-
-    def everyone(self) -> Sequence[RankState | None]:
-        """Read the state of each rank, by rank; None if unknown."""
-        return [self.place()] if self._everyone is None else self._everyone()
 
     def _write_text(self) -> None:
         """Write the names; if the page is full, the last axes stay unnamed."""
@@ -199,3 +247,27 @@ class Heartbeat:
 def wait_code(operation: str, axis: int) -> int:
     """Encode one of `OPERATIONS` on an axis, given its number from `Heartbeat.axis`, for `Heartbeat.wait`."""
     return 1 + axis + AXES_PER_OPERATION * OPERATIONS.index(operation)
+
+
+def wait_of(code: int, axes: Sequence[tuple[str, str]]) -> Wait:
+    """Decode a `wait_code`, given the name and the ranks (as text) of each axis."""
+    operation, axis = divmod(code - 1, AXES_PER_OPERATION)
+    if axis >= len(axes):
+        return Wait(OPERATIONS[operation], "an axis", None)
+    name, ranks = axes[axis]
+    return Wait(OPERATIONS[operation], name, _ranks(ranks))
+
+
+def _ranks(text: str) -> tuple[int, ...] | None:
+    if ":" in text:
+        return tuple(range(*map(int, text.split(":"))))
+    return tuple(map(int, text.split(","))) if text else None
+
+
+def _text_of(ranks: Sequence[int]) -> str:
+    """Write ranks as text: `first:end:distance` if evenly spaced, a list if they are few, else nothing."""
+    distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    spaced = range(ranks[0], ranks[0] + distance * len(ranks), distance or 1)
+    if list(spaced) == list(ranks):
+        return f"{spaced.start}:{spaced.stop}:{spaced.step}"
+    return ",".join(map(str, ranks)) if len(ranks) <= _MOST_LISTED_RANKS else ""

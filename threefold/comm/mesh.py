@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from threefold.comm.axis import REFUSED, Axis, Event, EventRecorder, HostGroup
-from threefold.comm.heartbeat import Heartbeat, wait_code
+from threefold.comm.heartbeat import Activity, Heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
-from threefold.comm.rank_state import Activity
 from threefold.doors import hook
 from threefold.errors import naming_arguments
 from threefold.torch_private import distributed

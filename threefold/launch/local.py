@@ -20,8 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, cast
 
-from threefold.comm.heartbeat import Heartbeat
-from threefold.comm.rank_state import RunSection
+from threefold.comm.heartbeat import Heartbeat, RunSection
 from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.foreign import open_own

@@ -11,8 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from threefold.comm.heartbeat import Heartbeat, wait_code
-from threefold.comm.rank_state import Activity, RunSection
+from threefold.comm.heartbeat import Activity, Heartbeat, RunSection, wait_code
 from threefold.doors import hook, needed
 from threefold.errors import UserError
 from threefold.host import usable_cores

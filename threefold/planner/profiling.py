@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Final, Literal, NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from threefold.comm.heartbeat import Heartbeat
-from threefold.comm.rank_state import Activity, RunSection, Wait, wait_of
+from threefold.comm.heartbeat import Activity, Heartbeat, RunSection, Wait, wait_of
 from threefold.errors import UserError
 from threefold.foreign import own_file, own_folder, write_own
 from threefold.planner.pictures import draw_run_timeline

@@ -5,9 +5,10 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from threefold.comm.rank_state import RankState, RunSection, Wait
+from threefold.comm.heartbeat import RunSection, Wait
 from threefold.launch.environment import PATIENCE, named_ranks
 from threefold.resilience.processes import ProcessState
+from threefold.resilience.rank_state import RankState
 
 
 class Stopwatch:

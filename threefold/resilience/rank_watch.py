@@ -17,8 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from threefold.comm.heartbeat import Heartbeat
-from threefold.comm.rank_state import PAGE_BYTES, Page, RankState, RunSection, ask, read
+from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RunSection
 from threefold.errors import UserError
 from threefold.foreign import own_file, write_own
 from threefold.launch.environment import LaunchedRank
@@ -28,6 +27,7 @@ from threefold.launch.output import log_file
 from threefold.launch.worker import Job
 from threefold.resilience.hang_watch import HangWatch, LostStore, Stopwatch
 from threefold.resilience.processes import ProcessState, identify_process, pid_if_here, process_state, worked_seconds
+from threefold.resilience.rank_state import RankState, ask, read
 
 BEAT: Final = 0.5
 """Seconds between two beats, and between two exchanges with a launcher's store in a small world."""
@@ -186,7 +186,7 @@ class StoreWatch:
     def _beat(self) -> None:
         stopwatch, seen = Stopwatch(BEAT), -1
         while not self._over.wait(BEAT):
-            place = self.heartbeat.place()
+            place = read(self.heartbeat.content())
             self.heartbeat.beat(worked_seconds(os.getpid()) if place.progress == seen else place.worked)
             seen = place.progress
             if error := self._lost.observe(place, self._exchanges, stopwatch.passed()):

@@ -8,6 +8,7 @@ from statistics import median_low
 from typing import Final, NamedTuple
 
 from threefold.comm.mesh import Mesh
+from threefold.resilience.rank_state import read
 from threefold.train.callbacks.base import Callback, RunContext, on_terminal, say
 from threefold.train.callbacks.records import StepRecord
 
@@ -137,7 +138,7 @@ class StragglerReport(Callback):
     def _look(self) -> _Look | None:
         places = self._heartbeat.everyone()
         known = [(place.waited, place.aside) for place in places if place is not None]
-        step = self._heartbeat.place().step
+        step = read(self._heartbeat.content()).step
         return _Look(step, time.monotonic(), known) if len(places) == len(known) > 1 else None
 
     def _between(self, before: _Look | None, after: _Look | None) -> list[Straggler]:

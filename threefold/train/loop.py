@@ -15,8 +15,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
+from threefold.comm.heartbeat import Activity, RunSection
 from threefold.comm.mesh import Mesh
-from threefold.comm.rank_state import Activity, RunSection
 from threefold.config import Config
 from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples

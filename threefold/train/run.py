@@ -14,10 +14,9 @@ from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.checkpoint.resume import Resume
 from threefold.checkpoint.save import BackgroundSaver, on_first
 from threefold.comm.axis import Axis
-from threefold.comm.heartbeat import Heartbeat
+from threefold.comm.heartbeat import Activity, Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.comm.rank_state import Activity
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.data.dataset import Dataset, open_dataset

@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from threefold.comm.heartbeat import Activity
 from threefold.comm.mesh import Mesh
-from threefold.comm.rank_state import Activity
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.rules import executed_micro_batches

@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.comm.heartbeat import Heartbeat
-from threefold.comm.rank_state import Activity
+from threefold.comm.heartbeat import Activity, Heartbeat
 from threefold.config.schedules import Action, Schedule
 from threefold.doors import hook
 from threefold.parallel.arithmetic import RankArithmetic

@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from threefold.comm.heartbeat import wait_code
+from threefold.comm.heartbeat import Activity, wait_code
 from threefold.comm.mesh import Mesh
-from threefold.comm.rank_state import Activity
 from threefold.config.schedules import SENDS_UNDER_WAY, Action
 from threefold.errors import UserError
 from threefold.parallel.pipeline.partition import StageMap

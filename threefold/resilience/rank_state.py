@@ -1,64 +1,20 @@
-"""State of a rank, as its heartbeat writes it into a page of memory: the format of the page, and its reading.
-
-The page holds a few integers: a count that grows with all progress, another one that a thread increments, which
-distinguishes a stopped process from a waiting one, the rank's position, and the collective that it waits in. The names
-of axes and callbacks follow as JSON.
-"""
+"""State of a rank, as read from the page of its heartbeat (`comm.heartbeat`)."""
 
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import IntEnum
-from typing import Final, NamedTuple
+from typing import Final
 
-PAGE_BYTES: Final = 4096
-HEADER_BYTES: Final = 128
-STAGE_BITS, MICRO_BATCH_BITS = 8, 24
-_MOST_LISTED_RANKS = 64
-OPERATIONS: Final = (
-    *("all_reduce", "all_reduce_max", "all_gather", "reduce_scatter", "all_to_all"),
-    *("send", "receive", "broadcast", "gather", "barrier"),
+from threefold.comm.heartbeat import (
+    HEADER_BYTES,
+    MICRO_BATCH_BITS,
+    STAGE_BITS,
+    Activity,
+    Page,
+    RunSection,
+    Slot,
+    Wait,
+    wait_of,
 )
-"""Collectives that a rank can wait in."""
-AXES_PER_OPERATION = 256
-
-
-class Slot:
-    """Positions of the integers in a page."""
-
-    BEATS, PROGRESS, SECTION, STEP, ACTIVITY, WAIT, WAITED, TEXT_BYTES, ASKED, ANSWERED = range(10)
-    WORKED, ASIDE, MEMORY = 10, 11, 12
-
-
-class RunSection(IntEnum):
-    """Part of a run that a rank is in."""
-
-    NOTHING = 0
-    START = 1
-    STEP = 2
-    EVALUATION = 3
-    SAVE = 4
-    END = 5
-
-
-class Activity(IntEnum):
-    """Activity of a rank within a section of the run."""
-
-    NOTHING = 0
-    JOIN = 1
-    MESH = 2
-    DATA = 3
-    MODEL = 4
-    RESTORE = 5
-    CALLBACK = 6
-    FORWARD = 7
-    BACKWARD = 8
-    WEIGHT_GRADIENTS = 9
-    PIPELINE = 10
-    GRADIENT_SUM = 11
-    UPDATE = 12
-    INPUT_GRADIENTS = 13
-
 
 _SECTIONS: Final = {
     RunSection.NOTHING: "before its start-up",
@@ -83,17 +39,6 @@ _ACTIVITIES: Final = {
     Activity.GRADIENT_SUM: "in the gradient sum",
     Activity.UPDATE: "in the update",
 }
-
-
-class Wait(NamedTuple):
-    """Collective of `OPERATIONS`, on the named axis, that a rank waits in; `ranks` is None if unknown."""
-
-    operation: str
-    axis: str
-    ranks: tuple[int, ...] | None
-
-    def __str__(self) -> str:
-        return f"{self.operation} over {self.axis}"
 
 
 @dataclass(frozen=True)
@@ -121,10 +66,6 @@ class RankState:
         values = {"step": self.step, "stage": self.stage, "micro_batch": self.micro_batch, "name": self.name}
         parts = [_ACTIVITIES.get(self.activity, ""), _SECTIONS[self.section]]
         return " ".join(part.format(**values) for part in parts if part)
-
-
-Page = memoryview
-"""`PAGE_BYTES` writable bytes."""
 
 
 def ask(page: Page) -> None:
@@ -159,27 +100,3 @@ def read(page: Page | bytes) -> RankState:
         answered=bool(numbers[Slot.ANSWERED]),
         memory=numbers[Slot.MEMORY],
     )
-
-
-def wait_of(code: int, axes: Sequence[tuple[str, str]]) -> Wait:
-    """Decode a `wait_code`, given the name and the ranks (as text) of each axis."""
-    operation, axis = divmod(code - 1, AXES_PER_OPERATION)
-    if axis >= len(axes):
-        return Wait(OPERATIONS[operation], "an axis", None)
-    name, ranks = axes[axis]
-    return Wait(OPERATIONS[operation], name, _ranks(ranks))
-
-
-def text_of_ranks(ranks: Sequence[int]) -> str:
-    """Write ranks as text: `first:end:distance` if evenly spaced, a list if they are few, else nothing."""
-    distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
-    spaced = range(ranks[0], ranks[0] + distance * len(ranks), distance or 1)
-    if list(spaced) == list(ranks):
-        return f"{spaced.start}:{spaced.stop}:{spaced.step}"
-    return ",".join(map(str, ranks)) if len(ranks) <= _MOST_LISTED_RANKS else ""
-
-
-def _ranks(text: str) -> tuple[int, ...] | None:
-    if ":" in text:
-        return tuple(range(*map(int, text.split(":"))))
-    return tuple(map(int, text.split(","))) if text else None
