@@ -53,6 +53,7 @@ NEEDED = {
     "train.exact": ("exact", "--set", "train.exact=true"),
     "train.grain_leaf": ("exact", "--set", "train.grain_leaf=1"),
     "--profile": ("planner", "--profile=2"),
+    "parallel.schedule own.csv": ("planner", "--set", "parallel.schedule=own.csv"),
 }
 """Setting or option → the room that follows it, and how it is given."""
 

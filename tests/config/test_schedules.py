@@ -1,7 +1,5 @@
-"""The table of pipeline schedules and CSV files of actions: names, shapes, and every rule that a file may break."""
+"""The table of pipeline schedules: names, the rules of the settings beside them, and the default micro-batches."""
 
-import pickle
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,16 +7,10 @@ from torch.distributed.pipelining.schedules import get_schedule_class
 
 from threefold.config import Config
 from threefold.config.resolve import resolve
-from threefold.config.schedules import SCHEDULES, Action, OwnSchedule, find_schedule, read_schedule_file, schedule_name
+from threefold.config.schedules import SCHEDULES, find_schedule, schedule_name
 from threefold.errors import UserError
 
 ABSTRACT = ("PipelineScheduleSingle", "PipelineScheduleMulti")
-ONE_F_ONE_B = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
-
-
-def write(folder: Path, text: str, name: str = "own.csv") -> str:
-    (folder / name).write_text(text)
-    return str(folder / name)
 
 
 def resolved(parallel: dict[str, Any], **train: Any) -> Config:
@@ -49,15 +41,6 @@ def test_a_class_of_torch_is_another_name_of_a_row() -> None:
     assert config.parallel.stage_chunks == 2
 
 
-def test_a_schedule_travels_with_its_config(tmp_path: Path) -> None:
-    for name in (*SCHEDULES, write(tmp_path, ONE_F_ONE_B)):
-        config = resolved({"pp": 2, "schedule": name}, gradient_accumulation_steps=4 if name in SCHEDULES else 2)
-        again = pickle.loads(pickle.dumps(config))
-        assert again.parallel.pipeline_schedule.name == config.parallel.pipeline_schedule.name
-    (tmp_path / "own.csv").unlink()
-    assert again.parallel.pipeline_schedule.accepts(2, 2)  # read once, before there are workers
-
-
 @pytest.mark.parametrize("given", ["zbw", "Schedule", "PipelineScheduleMulti", "3", "own.cvs"])
 def test_a_wrong_name_lists_what_there_is(given: str) -> None:
     with pytest.raises(
@@ -69,83 +52,41 @@ def test_a_wrong_name_lists_what_there_is(given: str) -> None:
         assert row.torch_class in str(caught.value)
 
 
-def test_facts_follow_from_a_file(tmp_path: Path) -> None:
-    schedule = find_schedule(write(tmp_path, ONE_F_ONE_B))
-    assert isinstance(schedule, OwnSchedule)
-    assert (schedule.ranks, schedule.micro_batches, schedule.stages_per_rank) == (2, 2, 1)
-    assert schedule.stage_ranks(2, 1) == (0, 1)
-    assert [schedule.in_flight(2, rank, 1) for rank in (0, 1)] == [2, 1]
-    assert not schedule.defers_weight_gradients
-    assert schedule.one_backward_per_micro_batch
-    assert [schedule.accepts(2, count) for count in (1, 2, 3)] == [False, True, False]
-    config = resolved({"pp": 2, "schedule": schedule.name}, global_batch_size=6)
-    assert (config.train.gradient_accumulation_steps, config.parallel.stage_chunks) == (2, 1)
-
-
-def test_stages_may_lie_in_a_v_and_in_any_other_way(tmp_path: Path) -> None:
-    v = find_schedule(write(tmp_path, "0F0,3F0,3I0,0I0,3W0,0W0\n1F0,2F0,2B0,1B0\n"))
-    assert v.stage_ranks(2, 2) == (0, 1, 1, 0)
-    assert v.defers_weight_gradients
-    assert v.in_flight(2, 0, 2) == 1
-    uneven = find_schedule(write(tmp_path, "1F0,1B0\n0F0,2F0,2B0,0B0\n"))
-    assert uneven.stage_ranks(2, 2) == (1, 0, 1)
-    assert uneven.stages_per_rank == 2
-    assert [uneven.in_flight(2, rank, 2) for rank in (0, 1)] == [1, 1]
-
-
-def test_the_format_is_that_of_torch(tmp_path: Path) -> None:
-    """Empty fields are idle time in torch's table, and two actions in brackets are started together."""
-    orders = read_schedule_file(
-        write(tmp_path, '0F0,, 0F1 ,(0B0;0F2)OVERLAP_F_B,0B1,0B2,\n,1F0,1B0,1F1,1B1,1F2,"1B2"\n\n')
-    )
-    assert [str(action) for action in orders[0]] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
-    assert orders[1][-1] == Action(1, "B", 2)
-
-
 @pytest.mark.parametrize(
-    ("text", "sentence"),
+    ("parallel", "train", "expected"),
     [
-        ("", "The pipeline schedule own.csv is empty; write one line of actions for each rank."),
-        ("0F0,0B0\n\n1F0,1B0\n", "parallel.schedule own.csv, line 2: it has no action, and each line is one pipeline rank; leave it out."),
-        ("0F0,0X0\n", "parallel.schedule own.csv, line 1: '0X0' must be a stage, one of F, B, I and W, and a micro-batch, such as 0F2, the forward pass of micro-batch 2 on stage 0."),
-        ("0F0,0SEND_F0\n", "parallel.schedule own.csv, line 1: '0SEND_F0' must be a stage, one of F, B, I and W, and a micro-batch, such as 0F2, the forward pass of micro-batch 2 on stage 0."),
-        ("0F0,0B0\n0F1,0B1\n", "parallel.schedule own.csv, line 2: 0F1 cannot be here, as stage 0 has actions on line 1 already; put all of a stage on one line."),
-        ("0F0,0B0\n1F0,1F0,1B0\n", "parallel.schedule own.csv, line 2: 1F0 is there twice; leave one of them out."),
-        ("0F0,0B0\n1F0,1I0,1B0\n", "parallel.schedule own.csv, line 2: 1B0 computes again what 1I0 computes; leave one of them out."),
-        ("0F0,0B0\n1F0,1B0,1W0\n", "parallel.schedule own.csv, line 2: 1W0 computes again what 1B0 computes; leave one of them out."),
-        ("0F0,0B0\n2F0,2B0\n", "parallel.schedule own.csv has actions of 2 as its last stage but none of stage 1; number the stages from 0 without a gap."),
-        ("0F0,0B0,0F1,0B1\n1F0,1B0,1B1\n", "parallel.schedule own.csv, line 2: 1F1 is missing, and each stage needs F and B (or I and W) of all 2 micro-batches; add it."),
-        ("0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n", "parallel.schedule own.csv, line 1: 0B1 is missing, and each stage needs F and B (or I and W) of all 2 micro-batches; add it."),
-        ("0F0,0B0\n1F0,1I0\n", "parallel.schedule own.csv, line 2: 1W0 is missing, and each stage needs F and B (or I and W) of all 1 micro-batches; add it."),
-        ("0F0,0B0\n1B0,1F0\n", "parallel.schedule own.csv, line 1: 0B0 can never run, as it needs 1B0, which comes later or waits for it; move 1B0 before it."),
-        ("0F0,0B0\n1F0,1W0,1I0\n", "parallel.schedule own.csv, line 1: 0B0 can never run, as it needs 1I0, which comes later or waits for it; move 1I0 before it."),
-        ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", "parallel.schedule own.csv, line 1: 0B0 can never run, as it needs 1B0, which comes later or waits for it; move 1B0 before it."),
+        ({"schedule": "zbv"}, {}, "parallel.schedule is zbv but there is no pipeline where parallel.pp is 1; use 1f1b or parallel.pp 2."),
+        ({"pp": 2, "stage_chunks": 2}, {}, "parallel.stage_chunks is 2 but parallel.schedule 1f1b has 1 of them on each rank; use 1 or schedule interleaved."),
+        ({"pp": 2, "stage_chunks": 3, "schedule": "dualpipev"}, {}, "parallel.stage_chunks is 3 but parallel.schedule dualpipev has 2 of them on each rank; use 2 or schedule zero-bubble."),
+        ({"pp": 4, "stage_chunks": 3, "schedule": "looped-bfs"}, {}, "parallel.stage_chunks is 3 but parallel.pp 4 then has 12 stages for 10 layers, the embedding and the head among them; use 2 or model.num_layers 10."),
+        ({"pp": 6, "schedule": "zbv"}, {}, "parallel.stage_chunks is 2 but parallel.pp 6 then has 12 stages for 10 layers, the embedding and the head among them; use parallel.pp 5 or model.num_layers 10."),
+        ({"pp": 2, "schedule": "interleaved"}, {"global_batch_size": 42, "gradient_accumulation_steps": 7}, "train.gradient_accumulation_steps is 7 but parallel.schedule interleaved runs them in 3 equal rounds of at least parallel.pp 2; use 6."),
+        ({"pp": 4, "schedule": "zero-bubble"}, {"global_batch_size": 11, "micro_batch_size": 1}, "train.gradient_accumulation_steps is 11 but parallel.schedule zero-bubble runs them in 2 equal rounds of at least parallel.pp 4; use 1."),
+        ({"pp": 4, "schedule": "dualpipev"}, {"global_batch_size": 16, "micro_batch_size": 4}, "train.gradient_accumulation_steps is 4 but parallel.schedule dualpipev needs at least 2 for each of the 4 pipeline ranks; use 8."),
+        ({"pp": 4, "schedule": "dualpipev"}, {"global_batch_size": 4, "micro_batch_size": 2}, "train.gradient_accumulation_steps is 2 but parallel.schedule dualpipev needs at least 2 for each of the 4 pipeline ranks; use 8 with train.global_batch_size 16."),
+        ({"pp": 2, "partition": "even"}, {}, "parallel.partition is even but must be cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers; use cost."),
     ],
 )  # fmt: skip
-def test_a_file_that_breaks_a_rule(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, sentence: str) -> None:
-    write(tmp_path, text)
-    monkeypatch.chdir(tmp_path)
+def test_settings_that_cannot_be(parallel: dict[str, Any], train: dict[str, int], expected: str) -> None:
     with pytest.raises(UserError) as caught:
-        resolved({"pp": 2, "schedule": "own.csv"})
-    assert str(caught.value) == sentence
+        resolved(parallel, **train)
+    assert str(caught.value) == expected
 
 
 @pytest.mark.parametrize(
-    ("parallel", "train", "sentence"),
+    ("schedule", "pp", "total", "expected"),
     [
-        ({"pp": 1}, {}, "parallel.schedule is own.csv but there is no pipeline where parallel.pp is 1; use 1f1b or parallel.pp 2."),
-        ({"pp": 4}, {}, "parallel.pp is 4 but parallel.schedule own.csv has a line for each of 2 ranks; use 2."),
-        ({"pp": 2, "stage_chunks": 3}, {}, "parallel.stage_chunks is 3 but parallel.schedule own.csv has 1 of them on each rank; use 1 or schedule interleaved."),
-        ({"pp": 2}, {"gradient_accumulation_steps": 4}, "train.gradient_accumulation_steps is 4 but parallel.schedule own.csv has actions for 2 micro-batches; use 2."),
-        ({"pp": 2}, {"global_batch_size": 5}, "train.gradient_accumulation_steps is 5 but parallel.schedule own.csv has actions for 2 micro-batches; use 2 with train.global_batch_size 2."),
-        ({"pp": 2, "schedule": "other.csv"}, {}, "Cannot read the pipeline schedule other.csv: No such file or directory."),
+        ("interleaved", 2, 32, (8, 4)),
+        ("interleaved", 4, 42, (6, 7)),  # 21 do not go into 5 equal rounds, nor 14 into 3
+        ("zero-bubble", 3, 7, (7, 1)),
+        ("dualpipev", 4, 32, (4, 8)),
+        ("dualpipev", 4, 24, (3, 8)),
+        ("zbv", 4, 6, (1, 6)),
     ],
-)  # fmt: skip
-def test_settings_that_a_file_does_not_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, parallel: dict[str, Any], train: dict[str, int], sentence: str
+)
+def test_default_micro_batches_are_a_number_that_the_schedule_takes(
+    schedule: str, pp: int, total: int, expected: tuple[int, int]
 ) -> None:
-    write(tmp_path, ONE_F_ONE_B)
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError) as caught:
-        resolved({"schedule": "own.csv", **parallel}, **train)
-    assert str(caught.value) == sentence
+    train = resolved({"pp": pp, "schedule": schedule}, global_batch_size=total).train
+    assert (train.micro_batch_size, train.gradient_accumulation_steps) == expected
+    assert SCHEDULES[schedule].accepts(pp, train.gradient_accumulation_steps)

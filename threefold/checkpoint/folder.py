@@ -33,7 +33,7 @@ from threefold.checkpoint.manifest import PARTIAL, REPLACED, Checkpoint, read_ma
 from threefold.config import Config, resolve
 from threefold.config.loading import load_stored_config
 from threefold.config.model import OWN
-from threefold.config.schedules import is_own_schedule
+from threefold.config.schedules import is_custom_schedule
 from threefold.errors import UserError
 from threefold.files import LARGEST_TEXT, first_of, read_text, shown
 from threefold.foreign import FolderFiles
@@ -100,7 +100,7 @@ def stored_config(path: Path, *, with_code: bool = False) -> Config:
     checkpoint's copy of the file (`threefold.checkpoint.code`).
     """
     config = load_stored_config(path / CONFIG)
-    if is_own_schedule(config.parallel.schedule):
+    if is_custom_schedule(config.parallel.schedule):
         config = load_stored_config(path / CONFIG, ("parallel.schedule=null", "parallel.stage_chunks=null"))
     if config.model.architecture == OWN:
         _, colon, name = config.model.file.partition(":")

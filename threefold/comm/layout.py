@@ -13,7 +13,7 @@ from math import gcd, prod
 from typing import Any, Final, NamedTuple, Self
 
 from threefold.config.schedules import SCHEDULES as ROWS
-from threefold.config.schedules import is_own_schedule
+from threefold.config.schedules import is_custom_schedule
 from threefold.config.schema import ParallelConfig
 from threefold.errors import UserError
 
@@ -278,7 +278,7 @@ def _facts(text: str) -> Iterator[tuple[str, Any]]:
 
 
 def _word(key: str, value: Any) -> str:
-    if key == "parallel.schedule" and is_own_schedule(value):
+    if key == "parallel.schedule" and is_custom_schedule(value):
         return f"schedule={value}"
     if key in ("parallel.schedule", "parallel.cp_method", "train.recompute"):
         return str(value)

@@ -9,7 +9,6 @@ from threefold.config.loading import config_of, problem
 from threefold.config.model import FAMILIES, OWN
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.rules import executed_micro_batches
-from threefold.config.schedules import OwnSchedule
 from threefold.config.section import nearest_divisor
 
 GRAIN = ("grain_leaf", "grain_samples", "grain_tensor", "grain_context")
@@ -122,10 +121,8 @@ def _check_schedule(config: Config) -> None:
         rule = f"train.exact runs the {count} leaves of a replica one by one, but {schedule.name}"
         rule = f"{rule} {schedule.micro_batch_rule(pp, count)}; use {next(works, '1f1b')}"
         raise problem(config, "parallel.schedule", rule)
-    if not isinstance(schedule, OwnSchedule):
-        return  # an exact run turns the backward passes of looped-bfs around
-    last: dict[tuple[int, bool], int] = {}
-    for action in (each for order in schedule.orders(pp, count) for each in order if each.kind != "F"):
+    last: dict[tuple[int, bool], int] = {}  # for a class of torch, the arithmetic asks for ascending micro-batches
+    for action in (each for order in schedule.orders(pp, count) or () for each in order if each.kind != "F"):
         passed = action.stage, action.kind == "W"
         if action.micro_batch < last.get(passed, 0):
             rule = "has backward passes of a later micro-batch before those of an earlier one, and train.exact is true"

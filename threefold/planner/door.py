@@ -17,6 +17,7 @@ COMMANDS: Final = {
     "config presets": ("", "threefold.planner.commands.sizes:presets"),
 }
 HOOKS: Final = {
+    "custom_schedule": "threefold.planner.custom_schedule:custom_schedule",
     "peak_rate": "threefold.planner.hardware:peak_rate",
     "profiler": "threefold.planner.profiling:StepProfiler",
     "largest_micro_batch": "threefold.planner.activations:largest_micro_batch",

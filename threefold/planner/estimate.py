@@ -9,7 +9,7 @@ from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.resolve import on_device
 from threefold.config.rules import as_executed
-from threefold.config.schedules import is_own_schedule
+from threefold.config.schedules import is_custom_schedule
 from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
 from threefold.models.block import describe_model, model_flops_per_token
@@ -177,7 +177,7 @@ def _pipeline(
 ) -> Pipeline:
     parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
     send = send_time(config, hardware, system)
-    is_own = parallel.pp > 1 and is_own_schedule(parallel.schedule)
+    is_own = parallel.pp > 1 and is_custom_schedule(parallel.schedule)
     # The seconds of all forward passes, of the backward passes for inputs, and of those for weights.
     passes = zip(*(stages if is_own else ranks), strict=True)
     forward, backward, weight = (tuple(part.total for part in parts) for parts in passes)

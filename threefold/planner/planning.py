@@ -11,7 +11,7 @@ from typing import Any, Final
 from threefold.config.loading import config_of, parse_value
 from threefold.config.model import OWN
 from threefold.config.resolve import on_device
-from threefold.config.schedules import SCHEDULES, is_own_schedule
+from threefold.config.schedules import SCHEDULES, is_custom_schedule
 from threefold.config.schema import Config, to_yaml
 from threefold.config.section import MOST_STEPS, divisors, nearest_multiple
 from threefold.data.dataset import resolve_without_data
@@ -118,7 +118,7 @@ class Request:
 
     def space(self, fixed: Mapping[str, Any]) -> Space:
         own = self.given.parallel.schedule
-        schedules = [*SCHEDULES, *([own] if is_own_schedule(own) else [])]
+        schedules = [*SCHEDULES, *([own] if is_custom_schedule(own) else [])]
         layers = model_plan(self.config.model, self.config.data.sequence_length).layers
         return Space(self.config, len(layers), fixed, schedules)
 

@@ -11,15 +11,13 @@ from threefold.config.schedules import (
     SCHEDULES,
     Action,
     Orders,
-    OwnSchedule,
     Schedule,
     TorchSchedule,
     find_schedule,
-    in_order,
-    is_own_schedule,
-    stage_count,
+    is_custom_schedule,
 )
 from threefold.errors import UserError
+from threefold.planner.custom_schedule import in_order, stage_count
 from threefold.plugins import one_of
 
 _KINDS: Final = "FBIW"
@@ -293,7 +291,7 @@ def find_planned(name: str) -> Schedule:
     """Find a schedule by its name in `parallel.schedule` or torch, a path of the user's own, or `zb-h1` or `zb-h2`."""
     if row := ONLY_PLANNED.get(name.lower()):
         return row
-    if is_own_schedule(name):
+    if is_custom_schedule(name):
         return find_schedule(name)
     try:
         return find_schedule(name)
@@ -313,8 +311,8 @@ def program_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: in
 
 @lru_cache(maxsize=64)
 def _orders_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Orders:
-    if isinstance(row, OwnSchedule):
-        return row.orders(pp, micro_batches)
+    if (given := row.orders(pp, micro_batches)) is not None:
+        return given
     if (order := _WRITTEN.get(row.name)) is not None:
         return tuple(order(pp, rank, chunks, micro_batches) for rank in range(pp))
     from threefold.parallel.pipeline.schedules import orders_of_all_ranks  # imports torch

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.config.python_schedules import TOY
+from tests.planner.python_schedules import TOY
 from tests.support.parity import Case, check
 from tests.verify.support import task, verify
 from threefold.comm.layout import parse

@@ -10,10 +10,10 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, steps_of, train_rank
 from tests.verify.support import task, verify
 from threefold.checkpoint.folder import newest, stored_config
-from threefold.config.schedules import read_schedule_file
 from threefold.errors import UserError
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.planner.commands.simulate import write_schedule
+from threefold.planner.custom_schedule import read_schedule_file
 from threefold.planner.schedule import orders_of
 
 OUT_OF_TURN = """\

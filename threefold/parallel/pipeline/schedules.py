@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSingle, W, get_schedule_class
 
 from threefold.comm.mesh import Mesh
-from threefold.config.schedules import Action, Orders, OwnSchedule, Schedule, TorchSchedule
+from threefold.config.schedules import Action, Orders, Schedule, TorchSchedule
 from threefold.models.own_batch import inputs_from
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
@@ -59,9 +59,8 @@ def training_schedule(
             for order in orders
         ]
         return ActionSchedule(stages, schedule.stage_ranks(pp, count), turned, micro_batches, loss)
-    if isinstance(schedule, OwnSchedule):
-        ranks, orders = schedule.stage_ranks(pp, len(stages)), schedule.orders(pp, micro_batches)
-        return ActionSchedule(stages, ranks, orders, micro_batches, loss)
+    if (given := schedule.orders(pp, micro_batches)) is not None:
+        return ActionSchedule(stages, schedule.stage_ranks(pp, len(stages)), given, micro_batches, loss)
     kind: Any = _torch_class(schedule)
     if issubclass(kind, PipelineScheduleSingle):
         kind = pipelining.Schedule1F1BOfAnyCount if schedule.name == "1f1b" else kind

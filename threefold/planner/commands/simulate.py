@@ -156,7 +156,7 @@ def _named(found: "Simulation") -> str:
 
 def write_schedule(path: Path, orders: "Sequence[Sequence[Action]]") -> None:
     """Write actions as a CSV file; raise a `UserError` if it cannot be written or exists with other actions."""
-    from threefold.config.schedules import LARGEST_FILE
+    from threefold.planner.custom_schedule import LARGEST_FILE
 
     text, what = "".join(",".join(map(str, order)) + "\n" for order in orders), f"The pipeline schedule {shown(path)}"
     _check_path(path)
