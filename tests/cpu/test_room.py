@@ -1,10 +1,14 @@
-"""A run without the room: gloo's own groups, with the same sums and the same record of collectives."""
+"""A run without the room: gloo's own groups and torch's own kernels, with the same sums and record of collectives."""
 
+from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 
+from tests.ops.attention import numbered
+from tests.support.parity import LLAMA, make_engine, shard_of, trained
 from threefold import doors
 from threefold.comm import mesh
 from threefold.comm.axis import Event
@@ -12,6 +16,13 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.launch import worker
+from threefold.models.layers import attention as layers
+from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.decoder import SampleInfo
+from threefold.ops import attention
+from threefold.ops.kernels import whole_tiles
+from threefold.parallel import context
+from threefold.random.dropout import sample_keys
 
 
 def sums(with_room: bool) -> tuple[bool, list[bytes], list[Event]]:
@@ -38,3 +49,38 @@ def test_gloo_between_gpus_needs_the_room() -> None:
     assert str(caught.value) == (
         "parallel.backend gloo on GPUs needs threefold.cpu, which is not installed; install it, or leave that out."
     )
+
+
+def attended(with_room: bool, dropout: float, window: int, kind: str) -> list[Tensor]:
+    """The output of attention, with grouped heads, and the gradients of queries, keys and values."""
+    draw = torch.Generator().manual_seed(1)
+    given = [torch.randn(3, 70, heads, 6, generator=draw).double().requires_grad_() for heads in (4, 2, 2)]
+    samples = SampleInfo(sample_keys(1, 2, torch.arange(3)), numbered(kind, 3, 70))
+    rooms = (
+        patch.object(attention, "_TILED", attention._TILED if with_room else None),
+        patch.object(layers, "dropped_attention", attention.dropped_attention if with_room else None),
+    )
+    with rooms[0], rooms[1]:
+        out = CausalAttention(dropout, window, "core")(*given, samples)
+    out.backward(torch.ones_like(out).cumsum(-1))
+    return [out, *(each.grad for each in given if each.grad is not None)]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(("window", "kind"), [(0, "few"), (9, "none"), (9, "apart")])
+def test_attention_needs_no_room(dropout: float, window: int, kind: str) -> None:
+    """Windows, documents in one part or several, and dropout, with a mask of all queries and keys."""
+    for ours, theirs in zip(*(attended(room, dropout, window, kind) for room in (True, False)), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
+
+
+def around_a_ring(with_room: bool) -> list[float]:
+    tiles = context._TILES if with_room else whole_tiles
+    case = replace(LLAMA.with_layout(1, 1, 1, settings=(("parallel.cp_method", "ring"),)), cp=2, dtype="fp64")
+    with patch.object(context, "_TILES", tiles):
+        engine = make_engine(case)
+        return list(trained(engine, 2, lambda step: shard_of(case, step, engine.mesh.dp.index)).norms)
+
+
+def test_ring_attention_needs_no_room(pool) -> None:
+    assert pool.run(2, around_a_ring, False)[0] == pytest.approx(pool.run(2, around_a_ring, True)[0], rel=1e-12)

@@ -10,10 +10,10 @@ from torch import Tensor
 from tests.ops.attention import masked_attention, numbered
 from tests.support.compiled import operators_of
 from tests.support.saved_tensors import recording_saved
-from threefold.ops import tiles as module
+from threefold.cpu import tiles as module
+from threefold.cpu.tiles import TileGradients, tile_inputs
 from threefold.ops.attention import attention
 from threefold.ops.kernels import AttentionMask
-from threefold.ops.tiles import TileGradients, tile_inputs
 from threefold.planner.torch_private import fake_tensors, leaves
 from threefold.torch_private.runtime import OperationMode
 

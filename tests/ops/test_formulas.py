@@ -19,6 +19,7 @@ from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.constants import IGNORE_INDEX
+from threefold.cpu.tiles import plain_tile, plain_tile_gradients
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import Embedding, Head, Linear, PositionEmbedding, SampleInfo
 from threefold.models.layers.experts import MixtureOfExperts, SwiGLU, grouped_linear
@@ -27,7 +28,6 @@ from threefold.models.llama import LlamaConfig
 from threefold.ops.attention import attention
 from threefold.ops.cross_entropy import chunked_cross_entropy, cross_entropy
 from threefold.ops.kernels import ACTIVATIONS, AttentionMask, embedding, linear
-from threefold.ops.tiles import plain_tile, plain_tile_gradients
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 from threefold.random.dropout import sample_keys
 from threefold.verify.worker_pool import WorkerPool

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from threefold.ops import kernels
+from threefold.cpu import kernels as cpu_kernels
 from threefold.ops.kernels import causal_attention, embedding, later, linear
 
 
@@ -28,7 +28,7 @@ def test_linear(
     monkeypatch: pytest.MonkeyPatch, mkl: bool, lead: tuple[int, ...], bias: bool, dtype: torch.dtype
 ) -> None:
     """As on a processor on which either library is the faster."""
-    monkeypatch.setattr(kernels, "_MKL_IS_FAST", mkl)
+    monkeypatch.setattr(cpu_kernels, "_MKL_IS_FAST", mkl)
 
     def run(function) -> list[Tensor]:
         x, weight, shift = leaf(*lead, 13, dtype=dtype), leaf(9, 13, dtype=dtype), leaf(9, dtype=dtype, seed=1)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.ops.attention import masked_attention, numbered
 from threefold.ops import attention as module
-from threefold.ops.attention import attention, varlen_lengths
+from threefold.ops.attention import attention, document_bounds, varlen_lengths
 from threefold.ops.kernels import AttentionMask
 
 
@@ -49,3 +49,10 @@ def test_bounds(queries: int, window: int, kind: str) -> None:
 def test_documents_whose_parts_lie_apart_have_no_bounds() -> None:
     q = torch.zeros(2, 20, 1, 8)
     assert varlen_lengths(q, q, AttentionMask(0, numbered("apart", 2, 20))) is None
+
+
+def test_document_bounds() -> None:
+    documents = torch.tensor([[3, 3, 4, 6, 6], [0, 0, 0, 0, 0], [1, 0, 0, 2, 2], [1, 0, 1, 2, 2]])
+    assert list(document_bounds(4, 5, documents)) == [[0, 2, 3, 5], [0, 5], [0, 1, 3, 5], None]
+    assert list(document_bounds(2, 4, documents)) == [[0, 2, 3, 4], [0, 4]]
+    assert list(document_bounds(2, 4, None)) == [[0, 4]] * 2

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from tests.planner.golden_collectives import LAYOUTS
 from tests.support.sweep import sweep
-from threefold.ops import kernels
+from threefold.cpu import kernels
 from threefold.planner.dry_run import run_ranks, stage_ranks
 from threefold.planner.dry_step import DryRunReport
 

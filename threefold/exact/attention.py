@@ -1,6 +1,6 @@
 """Causal attention of exact runs, whose bits depend neither on the heads that a rank holds nor on its threads.
 
-It is computed in the tiles of `ops.tiles`, whose bounds depend on the mask alone; the backward pass computes those of
+It is computed in the tiles of `cpu.tiles`, whose bounds depend on the mask alone; the backward pass computes those of
 long sequences again. The products are those of `exact.products`: torch's batches may have other bits for other
 numbers of heads and threads.
 """
@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from threefold.cpu.dropped_attention import HeadDrop
+from threefold.cpu.tiles import TileGradients, TileInputs, tile_inputs
 from threefold.exact.layers import last_dim_summed
 from threefold.exact.products import products, tree_sum
 from threefold.exact.torch_private import UninterceptedFunction
 from threefold.ops.kernels import AttentionMask
-from threefold.ops.tiles import TileGradients, TileInputs, tile_inputs
-from threefold.random.attention_dropout import HeadDrop
 
 _AT_ONCE: Final = 1 << 20  # attention weights of a run of samples or heads
 _LONGEST_KEPT: Final = 512  # keys up to which the backward pass keeps the attention weights, as plain attention does

@@ -113,7 +113,7 @@ _WRAPPERS: Final = (
 """Modules of torch that call its functions on behalf of their callers."""
 _NOT_OURS: Final = (
     *("threefold.models.layers", "threefold.ops.attention"),
-    *("threefold.ops.kernels", "threefold.ops.tiles"),
+    *("threefold.ops.kernels", "threefold.cpu.tiles"),
 )
 """Modules of this package whose functions are exact only in the families of the package, which replace them."""
 _SHOWN: Final = frozenset(("_WideEmbedding",))  # functions of these modules that are exact

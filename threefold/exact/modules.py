@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from threefold.comm.axis import Axis
 from threefold.comm.differentiable import copy_to, gather_from, reduce_from, reduce_scatter, scatter_to
 from threefold.comm.layout import shard_bounds
+from threefold.cpu.dropped_attention import head_drop
 from threefold.exact import layers
 from threefold.exact.attention import exact_attention
 from threefold.exact.experts import AddGradient, grouped_linear
@@ -33,7 +34,6 @@ from threefold.parallel.experts import ParallelExperts
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.leaf import local, stored
 from threefold.parallel.shard_modules import MakeModule, extend, heads_of
-from threefold.random.attention_dropout import head_drop
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
 

@@ -2,20 +2,26 @@
 
 Without either, torch's kernels or plain products compute it (`ops.kernels`). On a GPU, torch's fused kernel for
 sequences of different lengths takes windows, and documents that are each in one piece (`varlen_attention`). Everything
-else is computed tile by tile (`ops.tiles`): windows and documents on a CPU or in fp32, documents in several parts, and
-on a CPU the last queries of a long sequence.
+else, windows and documents on a CPU or in fp32, documents in several parts, and on a CPU the last queries of a long
+sequence, is computed tile by tile (`cpu.tiles`), or without that room with a mask of all queries and keys.
 """
 
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Final, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from threefold.ops.kernels import AttentionMask, causal_attention, plain_attention_serves
-from threefold.ops.tiles import document_bounds, tiled_attention
+from threefold.doors import hook
+from threefold.ops.kernels import AttentionMask, causal_attention, hidden_keys, plain_attention_serves
 
 _ALL_BEFORE: Final = AttentionMask()
+_TILED: Final[Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor] | None] = hook("tiled_attention")
+dropped_attention: Final[Callable[..., Tensor] | None] = hook("dropped_attention")
+"""Attention with dropout whose masks the backward pass draws again (`cpu.dropped_attention`); None without the room."""
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = _ALL_BEFORE) -> Tensor:
@@ -32,7 +38,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = _ALL_BEFORE
         return causal_attention(q, k, v)
     if varlen_serves(q) and (lengths := varlen_lengths(q, k, mask)) is not None:
         return varlen_attention(q, k, v, lengths)
-    return tiled_attention(q, k, v, mask)
+    if _TILED is not None:
+        return _TILED(q, k, v, mask)
+    hidden = hidden_keys(len(q), q.shape[1], k.shape[1], mask, q.device)
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, enable_gqa=grouped).transpose(1, 2).flatten(2)
 
 
 class Lengths(NamedTuple):
@@ -69,6 +80,14 @@ def varlen_lengths(q: Tensor, k: Tensor, mask: AttentionMask) -> Lengths | None:
     both = torch.tensor([ends_q, ends_k], dtype=torch.int32, pin_memory=q.is_cuda).to(q.device, non_blocking=True)
     of_queries, of_keys = both
     return Lengths(of_queries, of_keys, most_q, most_k, mask.window)
+
+
+def document_bounds(rows: int, keys: int, documents: Tensor | None) -> Iterator[list[int] | None]:
+    """Yield the starts of the documents among each sample's first `keys` positions, and `keys`; None for mixed ones."""
+    for row in range(rows):
+        ids = np.zeros(keys, np.int64) if documents is None else documents[row, :keys].numpy(force=True)
+        bounds = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), keys]
+        yield bounds if len(np.unique(ids)) == len(bounds) - 1 else None
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:

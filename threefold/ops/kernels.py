@@ -1,28 +1,31 @@
-"""Linear layers, embeddings and attention: torch's arithmetic, faster on a CPU; elsewhere torch's own kernels.
+"""Linear layers, embeddings, attention masks and activation functions, by torch's kernels; faster on a CPU with a room.
 
-Torch's fp32 linear uses MKL, which takes a slow path on processors other than Intel's; oneDNN, which torch includes,
-does not. On Intel's, MKL is faster: oneDNN copies the transposed inputs of a weight's gradient. On a CPU, torch's fused
-bf16 attention takes three times as long as plain products, and saves little memory for short sequences.
+The attached room `cpu` knows when oneDNN, which torch includes, has the faster products, and when plain products are
+faster than fused attention (hooks `onednn_serves`, `plain_attention_serves`).
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from math import pi, sqrt
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol, TypeAlias
 from weakref import ref
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
-from threefold.host import processor_vendor
+from threefold.doors import hook
 from threefold.torch_private.runtime import Handle, operator
 from threefold.torch_private.tensors import onednn_linear
 
-_MKL_IS_FAST: Final = torch.backends.mkl.is_available() and processor_vendor() == "GenuineIntel"
-"""Whether to use torch's own fp32 products. By processor rather than measurement, so that ranks and restarts agree."""
+_onednn_serves: Final[Callable[[Tensor, Tensor], bool]] = hook("onednn_serves") or (lambda x, weight: False)
+plain_attention_serves: Final[Callable[[Tensor], bool]] = hook("plain_attention_serves") or (lambda k: False)
+Ids: TypeAlias = npt.NDArray[np.int64]
 
 
 class GradientStore(Protocol):
@@ -101,6 +104,64 @@ class AttentionMask(NamedTuple):
         return AttentionMask(self.window if self.window < keys else 0, self.documents)
 
 
+@dataclass(frozen=True)
+class Tile:
+    """Some queries, and every key that any of them attends to; `ids` are documents by position, if it has several."""
+
+    rows: slice
+    queries: range
+    keys: range
+    window: int
+    ids: Ids | None = None
+
+    @property
+    def crosses_window(self) -> bool:
+        """Whether some key is too far back for some query."""
+        return 0 < self.window <= self.queries.stop - 1 - self.keys.start
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether it has as many keys as queries and only the causal mask."""
+        return self.queries == self.keys and not self.crosses_window and self.ids is None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether no key is masked."""
+        return self.keys.stop - 1 <= self.queries.start and not self.crosses_window and self.ids is None
+
+    def hidden(self, device: torch.device) -> Tensor:
+        """Return the mask, bool [queries, keys]: True for keys that a query does not attend to."""
+        query = torch.arange(self.queries.start, self.queries.stop, device=device).unsqueeze(1)
+        key = torch.arange(self.keys.start, self.keys.stop, device=device)
+        hidden = key > query
+        if self.crosses_window:
+            hidden |= key <= query - self.window
+        if self.ids is not None:
+            ids = torch.from_numpy(self.ids)
+            apart = ids[self.queries.start : self.queries.stop, None] != ids[self.keys.start : self.keys.stop]
+            hidden |= apart.to(device)
+        return hidden
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Key that is equal for tiles of one `AttentionMask` with equal masks, if `ids` is None."""
+        return len(self.queries), len(self.keys), self.queries.start - self.keys.start
+
+
+def whole_tiles(rows: int, queries: range, keys: range, mask: AttentionMask, longest: int | None = None) -> list[Tile]:
+    """Return tiles as `cpu.tiles.tiles` yields them: one of all rows, or one of each row that has documents."""
+    if mask.documents is None:
+        return [Tile(slice(0, rows), queries, keys, mask.window)]
+    documents = mask.documents.numpy(force=True)
+    return [Tile(slice(row, row + 1), queries, keys, mask.window, documents[row]) for row in range(rows)]
+
+
+def hidden_keys(rows: int, queries: int, keys: int, mask: AttentionMask, device: torch.device) -> Tensor:
+    """Return bool [rows or 1, 1, queries, keys]: whether each of the last `queries` positions does not see a key."""
+    tiles = whole_tiles(rows, range(keys - queries, keys), range(keys), mask)
+    return torch.stack([tile.hidden(device) for tile in tiles]).unsqueeze(1)
+
+
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attend from the last Q of K positions to all positions up to their own, as `ops.attention.attention` does."""
     if plain_attention_serves(k):
@@ -129,22 +190,6 @@ def serve_heads(x: Tensor, heads: int, dim: int = 2) -> Tensor:
 def later(queries: int, keys: int, device: torch.device) -> Tensor:
     """Return bool [queries, keys]: whether a key comes after each of the last `queries` positions."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).triu(1 + keys - queries)
-
-
-def _onednn_serves(x: Tensor, weight: Tensor) -> bool:
-    return (
-        not _MKL_IS_FAST
-        and x.dtype == torch.float32 == weight.dtype
-        and x.device.type == "cpu"
-        and x.numel() > 0 < weight.numel()
-        and torch.backends.mkldnn.is_available()
-        and not torch.is_autocast_enabled("cpu")
-    )
-
-
-def plain_attention_serves(k: Tensor) -> bool:
-    """Return whether attention to keys [B, K, heads, d] uses plain products; above 512 keys, their memory matters."""
-    return k.dtype == torch.bfloat16 and k.device.type == "cpu" and k.shape[1] <= 512
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,8 +1,8 @@
 """Sequence and context parallelism: positions of a sequence that a rank works on, and attention over all of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -10,14 +10,16 @@ from torch.autograd.function import once_differentiable
 
 from threefold.comm.axis import Axis
 from threefold.comm.differentiable import all_gather_equal, reduce_scatter
+from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
-from threefold.ops.kernels import AttentionMask, serve_heads
-from threefold.ops.tiles import Tile, tiles
+from threefold.ops.kernels import AttentionMask, Tile, serve_heads, whole_tiles
 from threefold.random.dropout import drop
 from threefold.random.rng import Positions, Slice
+
+_TILES: Final[Callable[..., Iterable[Tile]]] = hook("attention_tiles") or whole_tiles
 
 
 @dataclass(frozen=True)
@@ -279,7 +281,7 @@ class _Ring:
         for row, query in enumerate(SequenceCut(self.axis.size, self.axis.index).chunks):
             for column, key in enumerate(SequenceCut(self.axis.size, owner).chunks):
                 queries, keys = (range(each * size, (each + 1) * size) for each in (query, key))
-                for tile in tiles(batch, queries, keys, mask, longest=0):
+                for tile in _TILES(batch, queries, keys, mask, longest=0):
                     before, above = row * size - queries.start, column * size - keys.start
                     at_queries = slice(tile.queries.start + before, tile.queries.stop + before)
                     at_keys = slice(tile.keys.start + above, tile.keys.stop + above)

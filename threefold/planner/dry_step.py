@@ -16,12 +16,12 @@ from torch.utils.flop_counter import flop_registry
 
 from threefold.comm.mesh import Event
 from threefold.config import Config
+from threefold.cpu.dropped_attention import DROPPED_ATTENTION, DROPPED_ATTENTION_BACKWARD
+from threefold.cpu.tiles import TILED_ATTENTION, TILED_ATTENTION_BACKWARD, tiles
 from threefold.data.loader import Batch
 from threefold.ops.kernels import AttentionMask
-from threefold.ops.tiles import TILED_ATTENTION, TILED_ATTENTION_BACKWARD, tiles
 from threefold.planner import torch_private as fake
 from threefold.planner.torch_private import leaves, unreduced_gradients, with_memory
-from threefold.random.attention_dropout import DROPPED_ATTENTION, DROPPED_ATTENTION_BACKWARD
 from threefold.torch_private.runtime import FakeTensor, OperationMode
 from threefold.torch_private.tensors import storage_key
 from threefold.train.step import Engine

@@ -7,9 +7,8 @@ from torch import Tensor, nn
 
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling, cos_and_sin, frequencies
-from threefold.ops.attention import attention
-from threefold.ops.kernels import AttentionMask, later, serve_heads
-from threefold.random.attention_dropout import dropped_attention
+from threefold.ops.attention import attention, dropped_attention
+from threefold.ops.kernels import AttentionMask, hidden_keys, later, serve_heads
 from threefold.random.dropout import Dropout
 from threefold.random.rng import ALL, Positions, Slice
 
@@ -37,11 +36,13 @@ class CausalAttention(nn.Module):
         if samples.keys is None or not self.dropout.draws(samples.keys):
             return attention(q, k, v, hidden)
         whole = self.dropout.parts.get(2, ALL).whole(q.shape[1])  # length of the sequence, independent of the layout
-        if whole > _LONGEST_KEPT or 0 < self.window < whole or hidden.documents is not None:
+        hides = 0 < self.window < whole or hidden.documents is not None
+        if dropped_attention is not None and (whole > _LONGEST_KEPT or hides):
             return dropped_attention(q, k, v, hidden, self.dropout, samples.keys)
         k, v = (serve_heads(each, q.shape[2]) for each in (k, v))
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # [B, heads, S, d]
-        mask = later(q.shape[2], k.shape[2], q.device)
+        sizes = q.shape[2], k.shape[2]
+        mask = hidden_keys(len(q), *sizes, hidden, q.device) if hides else later(*sizes, q.device)
         weights = (q * q.shape[-1] ** -0.5 @ k.mT).masked_fill(mask, -torch.inf).softmax(-1)
         return (self.dropout(weights, samples.keys) @ v).transpose(1, 2).flatten(2)
 

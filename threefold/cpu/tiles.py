@@ -8,67 +8,21 @@ which differ from batch to batch.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.kernels import AttentionMask, serve_heads
+from threefold.ops.kernels import AttentionMask, Ids, Tile, serve_heads
 from threefold.torch_private.runtime import cpu_attention, cpu_attention_backward, operator, softmax_gradient
 
-Ids: TypeAlias = npt.NDArray[np.int64]
 _LONGEST_QUERIES: Final = 256
 """Maximum number of queries in a tile bounded by a window, or with keys before its first query: with more, a larger
 part of the tile is masked; with fewer, a call computes too little."""
 _SHORTEST_QUERIES: Final = 64
 """Maximum number of queries for which neighboring documents share a tile, and minimum for a tile of a small window."""
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Some queries, and every key that any of them attends to; `ids` are documents by position, if it has several."""
-
-    rows: slice
-    queries: range
-    keys: range
-    window: int
-    ids: Ids | None = None
-
-    @property
-    def crosses_window(self) -> bool:
-        """Whether some key is too far back for some query."""
-        return 0 < self.window <= self.queries.stop - 1 - self.keys.start
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether it has as many keys as queries and only the causal mask."""
-        return self.queries == self.keys and not self.crosses_window and self.ids is None
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no key is masked."""
-        return self.keys.stop - 1 <= self.queries.start and not self.crosses_window and self.ids is None
-
-    def hidden(self, device: torch.device) -> Tensor:
-        """Return the mask, bool [queries, keys]: True for keys that a query does not attend to."""
-        query = torch.arange(self.queries.start, self.queries.stop, device=device).unsqueeze(1)
-        key = torch.arange(self.keys.start, self.keys.stop, device=device)
-        hidden = key > query
-        if self.crosses_window:
-            hidden |= key <= query - self.window
-        if self.ids is not None:
-            ids = torch.from_numpy(self.ids)
-            apart = ids[self.queries.start : self.queries.stop, None] != ids[self.keys.start : self.keys.stop]
-            hidden |= apart.to(device)
-        return hidden
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Key that is equal for tiles of one `AttentionMask` with equal masks, if `ids` is None."""
-        return len(self.queries), len(self.keys), self.queries.start - self.keys.start
 
 
 def tiles(rows: int, queries: range, keys: range, mask: AttentionMask, longest: int | None = None) -> Iterator[Tile]:
@@ -89,13 +43,6 @@ def tiles(rows: int, queries: range, keys: range, mask: AttentionMask, longest: 
             end += 1
         yield from _of_rows(slice(row, end), _runs(documents[row]), queries, keys, mask.window, longest)
         row = end
-
-
-def document_bounds(rows: int, keys: int, documents: Tensor | None) -> Iterator[list[int] | None]:
-    """Yield the starts of the documents among each sample's first `keys` positions, and `keys`; None for mixed ones."""
-    for row in range(rows):
-        runs = _Runs(np.array([0, keys])) if documents is None else _runs(documents[row, :keys].numpy(force=True))
-        yield None if runs.mixed else runs.bounds.tolist()
 
 
 class _Runs(NamedTuple):

@@ -1,6 +1,6 @@
 """Attention whose weights are dropped, in masks that do not depend on the layout (`random.dropout`).
 
-It is computed tile by tile, as `ops.tiles` does, and the masks are drawn again in the backward pass, so that no mask of
+It is computed tile by tile, as `cpu.tiles` does, and the masks are drawn again in the backward pass, so that no mask of
 the size of the attention matrix exists. Compiled code calls it as one operator.
 """
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops import tiles
+from threefold.cpu import tiles
 from threefold.random.dropout import Dropout, drop_rows
 from threefold.random.rng import ALL, row_major
 from threefold.torch_private.runtime import Handle, operator

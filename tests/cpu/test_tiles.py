@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from tests.ops.attention import hidden, numbered
+from threefold.cpu.tiles import tiles
 from threefold.ops.kernels import AttentionMask
-from threefold.ops.tiles import document_bounds, tiles
 
 DEVICE = torch.device("cpu")
 SHAPES = [  # queries and keys
@@ -58,10 +58,3 @@ def test_rows_that_are_alike_share_tiles() -> None:
     rows = [tile.rows for tile in tiles(4, range(3), range(3), AttentionMask(0, documents))]
     assert rows == [slice(0, 1), slice(1, 3), slice(3, 4)]
     assert [tile.rows for tile in tiles(4, range(3), range(3), AttentionMask())] == [slice(0, 4)]
-
-
-def test_document_bounds() -> None:
-    documents = torch.tensor([[3, 3, 4, 6, 6], [0, 0, 0, 0, 0], [1, 0, 0, 2, 2], [1, 0, 1, 2, 2]])
-    assert list(document_bounds(4, 5, documents)) == [[0, 2, 3, 5], [0, 5], [0, 1, 3, 5], None]
-    assert list(document_bounds(2, 4, documents)) == [[0, 2, 3, 4], [0, 4]]
-    assert list(document_bounds(2, 4, None)) == [[0, 4]] * 2
