@@ -15,8 +15,8 @@ from typing import Final, NamedTuple
 
 import torch.distributed as dist
 
+from threefold.cpu.scratch import host_name, scratch_folder
 from threefold.cpu.torch_private import process_group_timeout
-from threefold.host import host_name, scratch_folder
 from threefold.torch_private.distributed import default_store
 
 SIGNAL_BYTES = 16

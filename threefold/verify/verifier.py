@@ -13,9 +13,9 @@ from typing import Any, Final, Literal
 
 from threefold.comm.layout import LayoutSpec
 from threefold.config import Config
+from threefold.cpu.scratch import scratch_folder
 from threefold.data.dataset import names_data, open_dataset
 from threefold.errors import UserError
-from threefold.host import scratch_folder
 from threefold.models.loss_terms import LossFunction
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.parallel.layout_check import check_source

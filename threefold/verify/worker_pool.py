@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from threefold.comm.axis import dumps
-from threefold.host import scratch_folder
+from threefold.cpu.scratch import scratch_folder
 from threefold.launch.failure import pickled
 from threefold.launch.output import whole_lines
 from threefold.launch.process import die_with_parent, signal_name
