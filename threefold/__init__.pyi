@@ -13,13 +13,13 @@ from threefold.api.launch import spawn as spawn
 from threefold.api.model import parallelize as parallelize
 from threefold.api.model_optimizer import distributed_optimizer as distributed_optimizer
 from threefold.api.pipeline import PipelineLayers as PipelineLayers
-from threefold.api.prepare import clip_grad_norm_ as clip_grad_norm_
-from threefold.api.prepare import prepare as prepare
-from threefold.api.prepared_loader import gather_for_metrics as gather_for_metrics
-from threefold.api.prepared_model import backward as backward
 from threefold.api.trainer import Trainer as Trainer
 from threefold.comm.mesh import Mesh as Mesh
 from threefold.compat.paddle import split as split
+from threefold.compat.prepared.loader import gather_for_metrics as gather_for_metrics
+from threefold.compat.prepared.model import backward as backward
+from threefold.compat.prepared.prepare import clip_grad_norm_ as clip_grad_norm_
+from threefold.compat.prepared.prepare import prepare as prepare
 from threefold.config import Config as Config
 from threefold.config import load_config as load_config
 from threefold.data.map_dataset import DistributedDataLoader as DistributedDataLoader

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import threefold as t3
-from tests.api.prepared_scripts import gradient as prepared_gradient
+from tests.compat.prepared.scripts import gradient as prepared_gradient
 from threefold.comm.layout import Layout
 from threefold.config.loading import config_of
 from threefold.parallel.parameter import whole

@@ -1,27 +1,24 @@
 """Checkpoints of custom training loops (`save`, `load`), in the common format that any layout can read."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from threefold.api.model import DistributedModel
-from threefold.api.model_optimizer import ModelOptimizer
-from threefold.api.prepared_model import PreparedModule
-from threefold.api.prepared_optimizer import PreparedOptimizer
-from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
+from threefold.checkpoint.errors import OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import LOOP, from_first, newest
 from threefold.checkpoint.manifest import WRITER, Facts, record_of
 from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.comm.mesh import Mesh
 from threefold.errors import UserError, require_whole
 from threefold.files import parse_json
 from threefold.foreign import FolderFiles
-from threefold.parallel.leaf import like, local, stored
-from threefold.parallel.moving_buffers import stored_buffers
+from threefold.parallel.leaf import like
 from threefold.train.update_rule import LossScale
 
 if TYPE_CHECKING:
@@ -30,12 +27,74 @@ if TYPE_CHECKING:
 _NUMBERS = {"bool": bool, "int": int, "float": float}
 
 
+@dataclass(frozen=True)
+class LoopState:
+    """State of a model between the steps of a custom loop.
+
+    Attributes:
+        tensors: weights, in the dtype of the update, and persistent buffers, by their names in a checkpoint; global
+            tensors that share memory with the model.
+        optimizers: name of the function that makes its optimizers.
+        facts: further facts of the model, which JSON can represent.
+        seed: seed of its random numbers; 0 if it has none.
+        refusal: why no checkpoint can hold the state; empty if one can.
+    """
+
+    mesh: Mesh
+    tensors: dict[str, Tensor]
+    loss_scale: LossScale | None
+    optimizers: str
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    seed: int = 0
+    refusal: str = ""
+
+
+class LoopModel:
+    """Base class of models that `save` and `load` take."""
+
+    def loop_state(self) -> LoopState:
+        """Return the state to save, or to fill."""
+        raise NotImplementedError
+
+    def loop_state_filled(self, facts: Mapping[str, Any]) -> None:
+        """Take over the tensors of `loop_state`, which a checkpoint has filled, and its facts."""
+        raise NotImplementedError
+
+
+class LoopOptimizer:
+    """Base class of optimizers that `save` and `load` take; `made_by` is the function that makes it of a model."""
+
+    made_by: ClassVar[str]
+    param_groups: list[dict[str, Any]]
+
+    def is_of(self, model: LoopModel) -> bool:
+        """Return whether it updates this model."""
+        raise NotImplementedError
+
+    def parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
+        """Yield the name of each trained weight, the weight, and this rank's shard of it; None for whole states."""
+        raise NotImplementedError
+
+    def states(self) -> Iterator[tuple[str, str, Any, Tensor]]:
+        """Yield the optimizer state: weight name, state name, value, and the value as a global tensor. Collective."""
+        raise NotImplementedError
+
+    def fill_states(self, shards: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Mapping[str, Any]]) -> None:
+        """Set the optimizer state of each trained weight. Collective over the ranks that shard it.
+
+        Args:
+            shards: weight name → state name → this rank's part of a state that has the weight's shape.
+            others: weight name → state name → number, or tensor that is equal on all ranks.
+        """
+        raise NotImplementedError
+
+
 def save(
     folder: str | Path,
     step: int,
     *,
-    model: DistributedModel | PreparedModule,
-    optimizer: ModelOptimizer | PreparedOptimizer | None = None,
+    model: LoopModel,
+    optimizer: LoopOptimizer | None = None,
     loader: "DistributedDataLoader | None" = None,
 ) -> Path:
     """Write a checkpoint atomically to `FOLDER/checkpoints/step_00000100`.
@@ -61,19 +120,13 @@ def save(
     Example:
         >>> threefold.save("ckpt", step, model=model, optimizer=optimizer, loader=loader)
     """
-    _check(model, optimizer, loader)
+    held = _checked(model, optimizer, loader)
     require_whole("step", step, least=0)
-    run_dir, world, seed = Path(folder), model.mesh.world, 0
-    weights, buffers = _stored(model)
-    tensors = weights | buffers
-    state: dict[str, Any] = {"loader": None if loader is None else loader.state_dict(), "groups": None}
-    if isinstance(model, DistributedModel):
-        if model.gradient_step.streams.used:
-            raise UserError(
-                "The model draws from random streams in sequence, which threefold.save does not keep; use keys."
-            )
-        state["updates"], seed = model.updates, model.gradient_step.settings.seed
-    if (scale := _loss_scale(model)) is not None:
+    run_dir, world, tensors = Path(folder), held.mesh.world, held.tensors
+    if held.refusal:
+        raise UserError(held.refusal)
+    state: dict[str, Any] = {"loader": None if loader is None else loader.state_dict(), "groups": None, **held.facts}
+    if (scale := held.loss_scale) is not None:
         state["loss_scale"] = [scale.value, scale.good_steps]
     if optimizer is not None:
         state["groups"] = [_options(group) for group in optimizer.param_groups]
@@ -87,16 +140,16 @@ def save(
         run_dir.mkdir(parents=True, exist_ok=True)
     world.barrier()
     consumed = 0 if loader is None else loader.consumed_samples
-    facts = Facts(step, consumed, seed, eod=None, tokenizer_sha256=None, tokens=0, documents=0)
-    texts = {LOOP: json.dumps(state, indent=2), WRITER: record_of(model.mesh.layout).text}
+    facts = Facts(step, consumed, held.seed, eod=None, tokenizer_sha256=None, tokens=0, documents=0)
+    texts = {LOOP: json.dumps(state, indent=2), WRITER: record_of(held.mesh.layout).text}
     return save_checkpoint(run_dir, facts, tensors, texts, world)
 
 
 def load(
     folder: str | Path,
     *,
-    model: DistributedModel | PreparedModule,
-    optimizer: ModelOptimizer | PreparedOptimizer | None = None,
+    model: LoopModel,
+    optimizer: LoopOptimizer | None = None,
     loader: "DistributedDataLoader | None" = None,
 ) -> int:
     """Load the newest complete checkpoint of a folder and return its step; any layout may have saved it.
@@ -116,7 +169,7 @@ def load(
     Example:
         >>> step = threefold.load("ckpt", model=model, optimizer=optimizer, loader=loader)
     """
-    _check(model, optimizer, loader)
+    held = _checked(model, optimizer, loader)
 
     def find() -> tuple[Path, int, dict[str, Any]]:
         found = newest(Path(folder))
@@ -126,10 +179,9 @@ def load(
         text = files.text(LOOP) if files.holds(LOOP) else "{}"
         return found.path, found.step, parse_json(text, LOOP)
 
-    path, step, state = from_first(model.mesh.world, find)
+    path, step, state = from_first(held.mesh.world, find)
     try:
-        weights, buffers = _stored(model)
-        load_tensors(weights | buffers, path)
+        load_tensors(held.tensors, path)
         if optimizer is not None:
             _load_states(optimizer, path, state)
     except DamagedCheckpoint as damage:
@@ -138,59 +190,32 @@ def load(
         if state.get("loader") is None:
             raise UserError(f"{path} has no place in the data; save it with loader=, or load it without.")
         loader.load_state_dict(state["loader"])
-    scale, saved = _loss_scale(model), state.get("loss_scale")
+    scale, saved = held.loss_scale, state.get("loss_scale")
     if scale is not None and saved is not None:
         scale.value, scale.good_steps = float(saved[0]), int(saved[1])
-    if isinstance(model, DistributedModel):
-        model.publish()
-        model.updates, model.has_gradients = int(state.get("updates", 0)), False
-    else:
-        model.sync.gradients.weights_changed()
+    model.loop_state_filled(state)
     return step
 
 
-def _check(model: Any, optimizer: Any, loader: Any) -> None:
-    if not isinstance(model, DistributedModel | PreparedModule):
+def _checked(model: Any, optimizer: Any, loader: Any) -> LoopState:
+    """Return the state of the model; raise a `UserError` unless the objects are of this package and belong together."""
+    if not isinstance(model, LoopModel):
         raise UserError(f"model is a {type(model).__name__} but must be one of threefold.parallelize(); give that.")
-    prepared_model = isinstance(model, PreparedModule)
-    if optimizer is not None and not isinstance(optimizer, PreparedOptimizer if prepared_model else ModelOptimizer):
-        made_by = "prepare" if prepared_model else "distributed_optimizer"
-        raise UserError(f"optimizer is a {type(optimizer).__name__} but must be of threefold.{made_by}(); give that.")
-    of = getattr(optimizer, "sync" if prepared_model else "model", None)
-    if of is not None and of is not (model.sync if isinstance(model, PreparedModule) else model):
+    state = model.loop_state()
+    if optimizer is not None and getattr(optimizer, "made_by", "") != state.optimizers:
+        raise UserError(
+            f"optimizer is a {type(optimizer).__name__} but must be of threefold.{state.optimizers}(); give that."
+        )
+    if optimizer is not None and not optimizer.is_of(model):
         raise UserError("optimizer is of another model; give the model that it was made with.")
     if loader is not None and not hasattr(loader, "consumed_samples"):
         raise UserError(
             f"loader is a {type(loader).__name__} but must be a threefold.DistributedDataLoader; give that."
         )
+    return state
 
 
-def _loss_scale(model: DistributedModel | PreparedModule) -> LossScale | None:
-    return model.loss_scale if isinstance(model, DistributedModel) else model.sync.loss_scale
-
-
-def _stored(model: DistributedModel | PreparedModule) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return weights and persistent buffers under their stored names, as global tensors that share memory."""
-    if isinstance(model, DistributedModel):
-        weights = model.gradient_step.model.weights
-        found = {MODEL + weight.name: like(weight.parameter, weight.master.detach()) for weight in weights}
-        buffers = stored_buffers(model.gradient_step.stages)
-        return found, {MODEL + name: buffer for name, buffer in buffers.items()}
-    found = {}
-    seen: set[int] = set()
-    for name, value in model.module.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor) or id(value) in seen:  # keep a tied weight once
-            continue
-        seen.add(id(value))
-        if isinstance(value, nn.Parameter):
-            whole = stored(value)
-            found[MODEL + name] = like(whole, local(whole).detach())
-        else:
-            found[MODEL + name] = value.detach()
-    return found, {}
-
-
-def _load_states(optimizer: ModelOptimizer | PreparedOptimizer, path: Path, state: Mapping[str, Any]) -> None:
+def _load_states(optimizer: LoopOptimizer, path: Path, state: Mapping[str, Any]) -> None:
     """Fill an optimizer's state, even before its first step; raise UserError if the checkpoint's state does not fit."""
     groups: list[dict[str, Any]] | None = state.get("groups")
     if groups is None:

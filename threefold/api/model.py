@@ -11,6 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
+from threefold.api.checkpoint import LoopModel, LoopState
 from threefold.api.launch import mesh_of_all_ranks
 from threefold.comm.agreement import require_same_arguments
 from threefold.comm.mesh import Mesh
@@ -29,6 +30,7 @@ from threefold.parallel.parallelize import ChunkSizes, TrainingSettings
 from threefold.parallel.parameter import publish_
 from threefold.parallel.whole_state import LoadedKeys, load_whole_state, on_all_stages, whole_state
 from threefold.plugins import require_one_of
+from threefold.train.state import model_tensors
 from threefold.train.step import GradientStep
 from threefold.train.terms import checksum_of_code
 from threefold.train.update_rule import LossScale
@@ -63,7 +65,7 @@ _MOST_FOR_A_STAGE = 64
 """Upper limit, in micro-batches per stage, of the search for the smallest number that a schedule accepts."""
 
 
-class DistributedModel:
+class DistributedModel(LoopModel):
     """This rank's part of a model, and the gradients of a global batch.
 
     Made by `parallelize`. The optimizer updates `parameters()`: this rank's shards of the weights, in the dtype of the
@@ -212,6 +214,25 @@ class DistributedModel:
         loaded = load_whole_state(self.gradient_step.model, state_dict, strict)
         self.publish()
         return loaded
+
+    def loop_state(self) -> LoopState:
+        """Return the state for a checkpoint, which lacks random streams that were drawn from in sequence."""
+        step = self.gradient_step
+        draws = "The model draws from random streams in sequence, which threefold.save does not keep; use keys."
+        return LoopState(
+            self.mesh,
+            model_tensors(step),
+            self.loss_scale,
+            "distributed_optimizer",
+            {"updates": self.updates},
+            step.settings.seed,
+            draws if step.streams.used else "",
+        )
+
+    def loop_state_filled(self, facts: Mapping[str, Any]) -> None:
+        """Take over a checkpoint."""
+        self.publish()
+        self.updates, self.has_gradients = int(facts.get("updates", 0)), False
 
     def _compare(self, call: str, batch: Any) -> None:
         """Compare the batch of the first call with those of the other ranks of the replica."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from threefold.api.checkpoint import LoopModel, LoopOptimizer
 from threefold.api.model import DistributedModel
 from threefold.errors import UserError
 from threefold.parallel.parameter import ShardedMatrix
@@ -14,7 +15,7 @@ from threefold.train.optimizers import UpdatedWeights
 from threefold.train.update_rule import Entry
 
 
-class ModelOptimizer(torch.optim.Optimizer):
+class ModelOptimizer(LoopOptimizer, torch.optim.Optimizer):
     """One or several optimizers over this rank's shards of a model, with the exact global gradient norm.
 
     Made by `distributed_optimizer`. If an optimizer needs whole weights, its groups contain whole weights instead of
@@ -27,6 +28,8 @@ class ModelOptimizer(torch.optim.Optimizer):
         grad_norm: global gradient norm of the last step before clipping; None before the first step.
         step_was_skipped: whether the last step updated nothing because fp16 gradients overflowed.
     """
+
+    made_by = "distributed_optimizer"
 
     def __init__(
         self,
@@ -142,12 +145,13 @@ class ModelOptimizer(torch.optim.Optimizer):
         """Discard the gradients; each step does so by itself."""
         self.model.has_gradients = False
 
+    def is_of(self, model: LoopModel) -> bool:
+        return self.model is model
+
     def parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield the name of each trained weight, the weight, and this rank's shard of it."""
         return ((entry.name, entry.parameter, entry.master) for entry in self.entries)
 
     def states(self) -> Iterator[tuple[str, str, Any, Tensor]]:
-        """Yield the optimizer state: weight name, state name, value, and the value as a global tensor."""
         for entry in self.entries:
             optimizer, updated = self._of[entry.name]
             for name, value in optimizer.state.get(updated.of(entry), {}).items():
@@ -159,12 +163,6 @@ class ModelOptimizer(torch.optim.Optimizer):
                 yield entry.name, name, value, whole
 
     def fill_states(self, shards: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set the optimizer state of each trained weight. Collective over the axes that shard the weights.
-
-        Args:
-            shards: weight name → state name → this rank's part of a state that has the weight's shape.
-            others: weight name → state name → number, or tensor that is equal on all ranks.
-        """
         for entry in self.entries:
             optimizer, updated = self._of[entry.name]
             weight = updated.of(entry)

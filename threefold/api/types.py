@@ -4,10 +4,6 @@ from typing import Any
 
 from threefold.api.model import DistributedModel as DistributedModel
 from threefold.api.model_optimizer import ModelOptimizer as ModelOptimizer
-from threefold.api.prepared_loader import PreparedLoader as PreparedLoader
-from threefold.api.prepared_model import PreparedModule as PreparedModule
-from threefold.api.prepared_optimizer import PreparedOptimizer as PreparedOptimizer
-from threefold.api.prepared_optimizer import PreparedScheduler as PreparedScheduler
 from threefold.comm.axis import Axis as Axis
 from threefold.comm.layout import Coordinates as Coordinates
 from threefold.comm.layout import Layout as Layout

@@ -1,4 +1,4 @@
-"""Calls of other systems under their own names: Horovod's in `horovod`, Paddle's and Fleet's in `paddle`."""
+"""Calls in the manner of others: Horovod's in `horovod`, Paddle's in `paddle`, Accelerate's in `prepared`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

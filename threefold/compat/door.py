@@ -2,4 +2,16 @@
 
 from typing import Final
 
-NAMES: Final = {"split": "threefold.compat.paddle:split"}
+NAMES: Final = {
+    "backward": "threefold.compat.prepared.model:backward",
+    "clip_grad_norm_": "threefold.compat.prepared.prepare:clip_grad_norm_",
+    "gather_for_metrics": "threefold.compat.prepared.loader:gather_for_metrics",
+    "prepare": "threefold.compat.prepared.prepare:prepare",
+    "split": "threefold.compat.paddle:split",
+}
+TYPES: Final = {
+    "PreparedLoader": "threefold.compat.prepared.loader:PreparedLoader",
+    "PreparedModule": "threefold.compat.prepared.model:PreparedModule",
+    "PreparedOptimizer": "threefold.compat.prepared.optimizer:PreparedOptimizer",
+    "PreparedScheduler": "threefold.compat.prepared.optimizer:PreparedScheduler",
+}

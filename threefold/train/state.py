@@ -21,7 +21,7 @@ from threefold.doors import hook
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.random.rng import STREAMS, is_of_process, stored_as
 from threefold.train.callbacks.base import RunContext
-from threefold.train.step import Engine
+from threefold.train.step import Engine, GradientStep
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class Start:
         return lines
 
 
-def model_tensors(engine: Engine) -> dict[str, Tensor]:
+def model_tensors(engine: GradientStep) -> dict[str, Tensor]:
     """Return master weights and persistent buffers by their names in the unsplit model, sharing memory."""
     weights = {MODEL + weight.name: weight.stored(weight.master.detach()) for weight in engine.model.weights}
     return weights | {MODEL + name: buffer for name, buffer in stored_buffers(engine.stages).items()}

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from threefold.api.prepared_optimizer import WrappedOptimizer
 from threefold.compat.horovod.collectives import (
     Average,
     Compression,
@@ -26,6 +25,7 @@ from threefold.compat.horovod.collectives import (
     require_operation,
 )
 from threefold.compat.horovod.ranks import world
+from threefold.compat.prepared.optimizer import WrappedOptimizer
 from threefold.compat.torch_private import at_end_of_backward_pass, backward_pass
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole

@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from threefold.api.prepared_model import GradSync
+from threefold.api.checkpoint import LoopModel, LoopOptimizer
 from threefold.comm.axis import Axis
+from threefold.compat.prepared.model import GradSync, PreparedModule
 from threefold.errors import UserError
 from threefold.parallel.leaf import like, local, stored
 from threefold.parallel.parameter import slice_of, whole
@@ -110,7 +111,7 @@ ELEMENTWISE = tuple(
 """Optimizers that treat elements of a weight independently, so updating a shard equals updating the whole."""
 
 
-class PreparedOptimizer(WrappedOptimizer):
+class PreparedOptimizer(LoopOptimizer, WrappedOptimizer):
     """An optimizer returned by `prepare`, with the same groups, state and defaults.
 
     `step` does nothing while gradients are accumulated or if they overflowed in fp16. `state_dict` has whole tensors in
@@ -123,6 +124,8 @@ class PreparedOptimizer(WrappedOptimizer):
         names: names of its weights, in the order of its groups.
         weights: the weights in that order, as the model stores them.
     """
+
+    made_by = "prepare"
 
     def __init__(self, optimizer: Optimizer, before: Mapping[str, nn.Parameter], sync: GradSync) -> None:
         super().__init__(optimizer)
@@ -199,19 +202,19 @@ class PreparedOptimizer(WrappedOptimizer):
         state = {n: _mapped(weight, given[n], joins=False) for n, weight in enumerate(self.weights) if n in given}
         self.optimizer.load_state_dict({**state_dict, "state": state})
 
+    def is_of(self, model: LoopModel) -> bool:
+        return isinstance(model, PreparedModule) and self.sync is model.sync
+
     def parts(self) -> Iterator[tuple[str, Tensor, Tensor | None]]:
-        """Yield the name of each weight, the weight, and None, as its states are stored whole."""
         return ((name, weight, None) for name, weight in zip(self.names, self.weights, strict=True))
 
     def states(self) -> Iterator[tuple[str, str, Any, Tensor]]:
-        """Yield the optimizer state: weight name, state name, value, and the value as a global tensor. Collective."""
         for number, state in self.state_dict()["state"].items():
             for name, value in state.items():
                 if value is not None:
                     yield self.names[number], name, value, torch.as_tensor(value)
 
     def fill_states(self, shards: Mapping[str, Mapping[str, Tensor]], others: Mapping[str, Mapping[str, Any]]) -> None:
-        """Set the optimizer state from `others`: weight name → state name → value or whole tensor."""
         found = {number: dict(others[name]) for number, name in enumerate(self.names) if others.get(name)}
         self.load_state_dict({**self.state_dict(), "state": found})
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import threefold as t3
-from tests.api.prepared_scripts import Updates, gradient, worst
+from tests.compat.prepared.scripts import Updates, gradient, worst
 from tests.support.layer_models import Split, both, loss_of
 from tests.support.sweep import sweep
 from threefold.comm.layout import Layout

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import threefold as t3
-from tests.api.prepared_scripts import Updates, gradient, worst
+from tests.compat.prepared.scripts import Updates, gradient, worst
 from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh

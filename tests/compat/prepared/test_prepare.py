@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import threefold as t3
-from tests.api.prepared_scripts import Script, Updates, plain, prepared, run, worst
+from tests.compat.prepared.scripts import Script, Updates, plain, prepared, run, worst
 from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import threefold as t3
-from tests.api.prepared_scripts import Script, Updates, run, worst
+from tests.compat.prepared.scripts import Script, Updates, run, worst
 from tests.support.sweep import sweep
 
 

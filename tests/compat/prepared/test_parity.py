@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.api.prepared_scripts import Script, Updates, plain, prepared, worst
+from tests.compat.prepared.scripts import Script, Updates, plain, prepared, worst
 from tests.support.sweep import sweep
 
 TOLERANCE = {"float32": 2e-3, "float64": 1e-10}

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from threefold.api.prepared_loader import BatchRows, CurrentBatch, map_tensors, tensors_in
+from threefold.api.checkpoint import LoopModel, LoopState
+from threefold.checkpoint.errors import MODEL
 from threefold.comm.mesh import Mesh
+from threefold.compat.prepared.loader import BatchRows, CurrentBatch, map_tensors, tensors_in
 from threefold.data.agreement import require_one_batch
 from threefold.errors import UserError
 from threefold.parallel.gradients import Gradients
@@ -320,7 +322,7 @@ def backward(
 _NARROW = (torch.float16, torch.bfloat16)
 
 
-class PreparedModule(nn.Module):
+class PreparedModule(LoopModel, nn.Module):
     """An `nn.Module` returned by `prepare`.
 
     Calls, attributes, parameter names and `state_dict` are those of the original. The state has whole tensors in any
@@ -403,6 +405,21 @@ class PreparedModule(nn.Module):
                 )
             local(into).detach().copy_(slice_of(into, value))
         return loaded
+
+    def loop_state(self) -> LoopState:
+        """Return the state for a checkpoint."""
+        found: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if isinstance(value, Tensor) and id(value) not in seen:  # keep a tied weight once
+                seen.add(id(value))
+                kept = stored(value) if isinstance(value, nn.Parameter) else value
+                found[MODEL + name] = like(kept, local(kept).detach())
+        return LoopState(self.mesh, found, self.sync.loss_scale, "prepare")
+
+    def loop_state_filled(self, facts: Mapping[str, Any]) -> None:
+        """Take over a checkpoint."""
+        self.sync.gradients.weights_changed()
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import threefold as t3
-from threefold.api.prepared_optimizer import PreparedOptimizer
+from threefold.compat.prepared.optimizer import PreparedOptimizer
 from threefold.parallel.leaf import like, local, stored
 from threefold.parallel.parameter import whole
 

@@ -14,13 +14,13 @@ from torch.utils.data import DataLoader
 
 from threefold.api.launch import mesh_of_all_ranks
 from threefold.api.model import PRECISIONS
-from threefold.api.prepared_loader import CurrentBatch, PreparedLoader
-from threefold.api.prepared_model import GradSync, PreparedModule
-from threefold.api.prepared_optimizer import PreparedOptimizer, PreparedScheduler, require_matches
 from threefold.comm.agreement import require_same_arguments
 from threefold.comm.axis import Axis
 from threefold.comm.differentiable import copy_to, reduce_from
 from threefold.comm.mesh import Mesh
+from threefold.compat.prepared.loader import CurrentBatch, PreparedLoader
+from threefold.compat.prepared.model import GradSync, PreparedModule
+from threefold.compat.prepared.optimizer import PreparedOptimizer, PreparedScheduler, require_matches
 from threefold.config import PrecisionConfig
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
