@@ -80,14 +80,14 @@ class Own(nn.Module):
         self.embed, self.proj, self.head = nn.Embedding(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4)
 
 
-def own_plan(rule: Split) -> ModelPlan:
+def custom_plan(rule: Split) -> ModelPlan:
     split = {"embed": Replicated(), "proj.0": rule, "head": Column()}
     return ModelPlan(split, ("embed", "proj", "head"), (1.0, 1.0, 1.0), lambda name: Normal(0.02))
 
 
 def test_a_model_of_torch_layers() -> None:
     model = Own()
-    names = float8_layers(model, own_plan(Column()))
+    names = float8_layers(model, custom_plan(Column()))
     assert names == ["proj.0"]
     use_fp8([model], names)
     x = torch.randn(3, 4)
@@ -98,7 +98,7 @@ def test_a_model_of_torch_layers() -> None:
 
 def test_a_plan_without_split_layers_in_blocks_is_refused() -> None:
     with pytest.raises(UserError, match="the model's plan splits no linear layer of a block"):
-        float8_layers(Own(), own_plan(Replicated()))
+        float8_layers(Own(), custom_plan(Replicated()))
 
 
 @pytest.mark.parametrize(

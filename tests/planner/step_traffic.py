@@ -248,7 +248,7 @@ class _Step:
     def _shapes(self, place: ShardCoordinates) -> Iterator[list[tuple[int, int]]]:
         """Yield the rows and columns of each layer's parameters on this rank, with 1 column for a vector."""
         for weights in self._weights():
-            yield [_matrix(local_shape(weight.shape, weight.split, weight.own_name, place)) for weight in weights]
+            yield [_matrix(local_shape(weight.shape, weight.split, weight.last_name, place)) for weight in weights]
 
     def _held_whole(self, per_head: bool = False) -> Iterator[int]:
         """Yield the elements of parameters that the tensor axis does not split: positions, norms and row-parallel
@@ -258,7 +258,7 @@ class _Step:
             for weight in weights:
                 if per_head and not self.plan.has_partial_gradient(weight.name):
                     continue
-                if weight.split.cut_dim(weight.own_name, "tp") is None:
+                if weight.split.cut_dim(weight.last_name, "tp") is None:
                     rows, columns = _matrix(weight.shape)
                     yield share(rows) * columns
 

@@ -14,8 +14,8 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.data.loader import Share
+from threefold.models.custom_batch import map_tensors
 from threefold.models.loss_terms import CountedLoss, LossFunction, LossTerm
-from threefold.models.own_batch import map_tensors
 from threefold.models.sharding import Column, Constant, Initial, ModelPlan, Normal, Replicated, Row, Split, matches
 from threefold.random.dropout import Dropout
 from threefold.train.step import Engine

@@ -10,7 +10,7 @@ from tests.api import own_plain_model
 from tests.support import own_token_model
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
-from tests.verify import own_cut_model
+from tests.verify import custom_cut_model
 from threefold.checkpoint.code import remembered_model
 from threefold.checkpoint.folder import OWN_MODEL, newest
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
@@ -89,7 +89,7 @@ def test_a_model_without_anything_of_this_package_and_its_own_loss(pool, small_r
 @pytest.mark.slow
 def test_cuts_of_one_layer_and_of_bare_parameters_resume_without_them(pool, small_run: Run, tmp_path: Path) -> None:
     """Queries, keys and values of one layer, and bare parameters, from tp 2 to one rank, and to ZeRO."""
-    own = (("model.architecture", "own"), ("model.file", f"{own_cut_model.__file__}:Fused"))
+    own = (("model.architecture", "own"), ("model.file", f"{custom_cut_model.__file__}:Fused"))
     run = small_run.but(dropout=0.0, set=own, steps=4)
     pool.run(1, train_rank, run, tmp_path / "alone")
     pool.run(2, train_rank, run.but(steps=2, tp=2), tmp_path / "run")

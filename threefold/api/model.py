@@ -20,8 +20,8 @@ from threefold.data.agreement import require_one_batch
 from threefold.doors import hook
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments, require_whole
+from threefold.models.custom_batch import joined
 from threefold.models.loss_terms import LossFunction, LossSums
-from threefold.models.own_batch import joined
 from threefold.models.plan import Plan, tying
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ObjectSource, error_line

@@ -258,18 +258,18 @@ def _optimizer(mapping: KeyMapping) -> None:
         mapping.settings.setdefault("optimizer.lr", 1e-3)  # of torch and of Colossal-AI
     name = name or "Adam"
     kind = name.rpartition(".")[2]
-    own = kind in ("HybridAdam", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam")
+    is_theirs = kind in ("HybridAdam", "FusedAdam", "CPUAdam", "DeepSpeedCPUAdam")
     decay = 0.01 if kind == "AdamW" else 0.0
     mapping.put("optimizer.weight_decay", mapping.take("optimizer.weight_decay", number, decay))
     if kind in ("SGD", "FusedSGD"):
         mapping.put_optimizer("sgd", "optimizer.type", name)
         mapping.put("optimizer.momentum", mapping.take("optimizer.momentum", number))
         mapping.put("optimizer.nesterov", mapping.take("optimizer.nesterov", switch))
-    elif kind == "Adam" or (own and not mapping.take("optimizer.adamw_mode", switch, True)):
+    elif kind == "Adam" or (is_theirs and not mapping.take("optimizer.adamw_mode", switch, True)):
         mapping.put_optimizer("adam", "optimizer.type", name)
     else:
         mapping.put("optimizer.name", "adamw")
-        if kind != "AdamW" and not own:
+        if kind != "AdamW" and not is_theirs:
             mapping.note("optimizer.type", name, "optimizer.name is adamw, the nearest")
     if mapping.settings["optimizer.name"] != "sgd":
         mapping.put("optimizer.betas", mapping.take("optimizer.betas", _pair, [0.9, 0.999]))

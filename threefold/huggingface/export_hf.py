@@ -77,8 +77,8 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
     checkpoint = choice.checkpoint
     config = with_code(choice.config, checkpoint.path, request.model, request.trust_code)
     imported = imported_config(checkpoint.path)
-    own = config.model.architecture == OWN
-    kind = None if own else choose_type(config.model, imported.get("model_type"))
+    custom = config.model.architecture == OWN
+    kind = None if custom else choose_type(config.model, imported.get("model_type"))
     stored = {
         name.removeprefix(MODEL): facts
         for name, facts in stored_tensors(checkpoint.path).items()
@@ -89,7 +89,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
     for weight in () if kind is None else kind.weights(config.model, {name: stored[name][0] for name in names}):
         weights[weight.name].append(weight)
     chosen = DTYPES[request.dtype or config.precision.dtype] if request.dtype or checkpoint.step else None
-    # An integer buffer of a user's own model keeps its dtype.
+    # An integer buffer of a custom model keeps its dtype.
     dtypes = {name: chosen if chosen and dtype.is_floating_point else dtype for name, (_, dtype) in stored.items()}
     planned = {
         tensor: StoredTensor(shape, dtypes[name])
@@ -133,7 +133,7 @@ def _place(name: str) -> tuple[int, int, str]:
 
 
 def _write_constructor(config: ModelConfig, folder: Path) -> tuple[str, ...]:
-    """Write the code of a user's own model (its file and its imports) and how to call it; return the names."""
+    """Write the code of a custom model (its file and its imports) and how to call it; return the names."""
     source = file_source(config)
     name, given = source.constructor(config)
     arguments = {key: value.settings() if isinstance(value, ModelConfig) else value for key, value in given.items()}

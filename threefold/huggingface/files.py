@@ -277,8 +277,8 @@ def read_model(
 def choose_type(model: ModelConfig, preferred: str | None) -> HuggingFaceType:
     """Choose the type to export as: the `preferred` one if it fits, else the first that does; UserError if none."""
     types = huggingface_types()
-    own = [kind for kind in types.values() if kind.architecture == model.architecture]
-    ordered = sorted(own, key=lambda kind: kind.name != preferred)
+    alike = [kind for kind in types.values() if kind.architecture == model.architecture]
+    ordered = sorted(alike, key=lambda kind: kind.name != preferred)
     for kind in ordered:
         if kind.obstacle(model) is None:
             longest = model.max_position_embeddings

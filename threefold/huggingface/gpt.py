@@ -57,11 +57,11 @@ class GPT2(hf.HuggingFaceType):
         given.require("scale_attn_by_inverse_layer_idx", False)
         given.require("add_cross_attention", False)
         embedded, hidden_dropout = (float(given.number(key, 0.1)) for key in ("embd_pdrop", "resid_pdrop"))
-        own: dict[str, Any] = {}  # settings that differ from the default
+        more: dict[str, Any] = {}  # settings that differ from the default
         if _ACTIVATIONS[activation] != "gelu_tanh":
-            own["activation"] = _ACTIVATIONS[activation]
+            more["activation"] = _ACTIVATIONS[activation]
         if embedded != hidden_dropout:
-            own["embedding_dropout"] = embedded
+            more["embedding_dropout"] = embedded
         return {
             "num_layers": given.whole("n_layer", least=1, most=hf.MOST_LAYERS),
             "hidden_size": hidden,
@@ -75,7 +75,7 @@ class GPT2(hf.HuggingFaceType):
             "norm_eps": float(given.number("layer_norm_epsilon", 1e-5)),
             "initializer_range": float(given.number("initializer_range", 0.02)),
             "tie_embeddings": given.flag("tie_word_embeddings", True),
-            **own,
+            **more,
         }
 
     def write(self, model: GPTConfig) -> dict[str, Any]:

@@ -84,9 +84,9 @@ def import_model(request: Import, progress: Progress) -> Imported:
         "precision": {"dtype": precision},
         "optimizer": {"lr": 2e-5},
     }
-    own = {name: dict(section) for name, section in template.items() if name != "train"}
-    own["data"]["sequence_length"] = longest
-    config = resolve(config_of(own), 1)
+    sections = {name: dict(section) for name, section in template.items() if name != "train"}
+    sections["data"]["sequence_length"] = longest
+    config = resolve(config_of(sections), 1)
     weights = _checked_weights(kind, config, files)
     texts = texts_of(request.source)
     if TOKENIZER in texts:

@@ -249,16 +249,16 @@ class LlamaType(hf.HuggingFaceType):
         count, *shape = shapes[name]
         maps = []
         for number in range(count):
-            own = block + expert.format(number)
+            matrices = block + expert.format(number)
             if in_block == "mlp.experts.gate_up" and stacked:
                 both = block + _STACKED[0]
                 sources = [hf.SourceRows(both, 1, 0, number), hf.SourceRows(both, 1, shape[0] // 2, number)]
             elif in_block == "mlp.experts.gate_up":
-                sources = [hf.SourceRows(f"{own}{gate}.weight"), hf.SourceRows(f"{own}{up}.weight")]
+                sources = [hf.SourceRows(f"{matrices}{gate}.weight"), hf.SourceRows(f"{matrices}{up}.weight")]
             elif stacked:
                 sources = [hf.SourceRows(block + _STACKED[1], 1, 0, number)]
             else:
-                sources = [hf.SourceRows(f"{own}{down}.weight")]
+                sources = [hf.SourceRows(f"{matrices}{down}.weight")]
             maps.append(hf.interleaved(name, shape, sources, number))
         return maps
 

@@ -115,8 +115,8 @@ def generate_tokens(
         seen[text] += 1
     rows = min(request.batch_size, len(waiting))
     longest = max((len(prompt) for prompt in prompts), default=0) + request.max_new_tokens
-    # It is unknown which modules of a user's own model look at other positions, so it runs without a cache.
-    keeping = nullcontext() if model.trained.is_own else caching(model.stage, rows, min(model.context, longest))
+    # It is unknown which modules of a custom model look at other positions, so it runs without a cache.
+    keeping = nullcontext() if model.trained.is_custom else caching(model.stage, rows, min(model.context, longest))
     with keeping as cache:
         active = [waiting.popleft() for _ in range(rows)]
         while active:

@@ -30,8 +30,8 @@ from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.foreign import FolderFiles
 from threefold.huggingface.files import end_tokens
+from threefold.inference.custom_logits import CustomLogits, check_custom_model, gives_columns
 from threefold.inference.inputs import check_layout, find_checkpoint
-from threefold.inference.own_logits import OwnLogits, check_own_model, gives_columns
 from threefold.models.family import make_model, model_plan
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
@@ -48,7 +48,7 @@ class Trained:
     checkpoint: Checkpoint
     config: Config
     warnings: tuple[str, ...] = ()
-    model: str | None = None  # file of a user's own model; None uses the checkpoint's copy
+    model: str | None = None  # file of a custom model; None uses the checkpoint's copy
     trust_code: bool = False  # that copy may be executed
 
     @classmethod
@@ -62,14 +62,14 @@ class Trained:
 
     def check(self, layout: Layout) -> None:
         plan = model_plan(self.config.model, self.config.data.sequence_length)
-        if self.is_own:
+        if self.is_custom:
             require_match(self.config.model, plan, self.checkpoint.path)
         check_layout(plan, layout)
-        if self.is_own:
-            check_own_model(self.config, plan)
+        if self.is_custom:
+            check_custom_model(self.config, plan)
 
     @property
-    def is_own(self) -> bool:
+    def is_custom(self) -> bool:
         return self.config.model.architecture == OWN
 
     def documents(self, special_tokens: SpecialTokens | None = None) -> DocumentEncoder:
@@ -188,13 +188,13 @@ class Model:
         """Run the forward pass through all layers except the head. Collective over the pp axis.
 
         `tokens`, int64 [B, S], are the same on every rank of a replica. Returns the input of the head, [B, S, H], on
-        the last stage, and None on the others. A user's own model has no head that could run on some positions alone,
+        the last stage, and None on the others. A custom model has no head that could run on some positions alone,
         so of it the result is the logits themselves, as the last layer returns them.
         """
         pp = self.mesh.pp
         x = tokens.to(self.mesh.device)
-        if self.trained.is_own:
-            return OwnLogits(self.trained.config, self.stage, self.dtype)(x, self.mesh)
+        if self.trained.is_custom:
+            return CustomLogits(self.trained.config, self.stage, self.dtype)(x, self.mesh)
         if not pp.is_first:
             width = self.trained.config.model.hidden_size
             x = pp.receive_(torch.empty((*tokens.shape, width), dtype=self.dtype, device=x.device), pp.index - 1)
@@ -209,7 +209,7 @@ class Model:
     @torch.no_grad()
     def logits(self, hidden: Tensor) -> Tensor:
         """Compute this tp rank's columns of the logits, [..., columns], from `hidden` [..., H] on the last stage."""
-        if self.trained.is_own:
+        if self.trained.is_custom:
             return hidden if gives_columns(self.stage.model_plan) else local_part(hidden, self.mesh.tp, -1)
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         out: Tensor = self.stage.get_submodule(self.stage.layer_names[-1])(flat)

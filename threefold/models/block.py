@@ -24,7 +24,7 @@ class WeightShape(NamedTuple):
     shape: tuple[int, ...]
 
     @property
-    def own_name(self) -> str:
+    def last_name(self) -> str:
         """Name of the parameter in its module."""
         return self.name.rpartition(".")[2]
 
@@ -43,7 +43,7 @@ class WeightShape(NamedTuple):
     @property
     def parts(self) -> dict[str, int]:
         """Indices of each part of a unit of the sharded dim, such as queries, keys and values."""
-        unit = self.split.units(self.own_name).get("tp")
+        unit = self.split.units(self.last_name).get("tp")
         return {} if unit is None else dict(unit.parts)
 
 
@@ -107,7 +107,7 @@ class ModelDescription:
 
 
 def describe_model(config: ModelConfig, sequence_length: int) -> ModelDescription:
-    """Return the description of a model of a resolved config, cached unless its code is the user's own."""
+    """Return the description of a model of a resolved config, cached unless it is a custom one."""
     if config.architecture == OWN:  # the file may change
         return ModelDescription(config, sequence_length)
     return _remembered(config.architecture, config.model_dump_json(exclude_none=True), sequence_length)
@@ -119,7 +119,7 @@ def _remembered(family: str, settings: str, sequence_length: int) -> ModelDescri
 
 
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
-    """Return the FLOPs of a training step per token; None for a user's own model, whose operations are not known."""
+    """Return the FLOPs of a training step per token; None for a custom model, whose operations are not known."""
     if config.architecture == OWN:
         return None
     return describe_model(config, sequence_length).flops_per_token

@@ -58,8 +58,8 @@ def model_plan(config: ModelConfig, sequence_length: int) -> "ModelPlan":
     return family_of(config).make_plan(config, sequence_length)
 
 
-class OwnConfig(ModelConfig):
-    """A user's own model."""
+class CustomConfig(ModelConfig):
+    """A custom model."""
 
     architecture: Literal["own"] = "own"
     file: PathText = Field(default="", examples=["FILE.py:NAME"])
@@ -79,7 +79,7 @@ class OwnConfig(ModelConfig):
 
 OWN_FAMILY = Family(
     title="own model",
-    config=OwnConfig,
-    model="threefold.models.source:make_own_model",
-    plan="threefold.models.source:own_plan",
+    config=CustomConfig,
+    model="threefold.models.source:make_custom_model",
+    plan="threefold.models.source:custom_plan",
 )

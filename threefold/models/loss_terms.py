@@ -1,4 +1,4 @@
-"""A user's own loss: one mean over the samples, or several named terms, each a sum with a count.
+"""A custom loss: one mean over the samples, or several named terms, each a sum with a count.
 
 To be equal in every layout, a loss is computed from sums over each micro-batch, which are added up over micro-batches
 and replicas and divided by the counts of the global batch. Since a count has to be known before the first backward

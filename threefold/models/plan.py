@@ -1,4 +1,4 @@
-"""Sharding plans: the short form `Plan` for a user's own model, completed from the model; and that of a `Decoder`."""
+"""Sharding plans: the short form `Plan` for a custom model, completed from the model; and that of a `Decoder`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Plan:
-    """Sharding plan of your own model: its layers for pipeline stages, and the rules of `shard` for the tensor axis.
+    """Sharding plan of a custom model: its layers for pipeline stages, and the rules of `shard` for the tensor axis.
 
     Patterns are dotted names in which `*` stands for any one part and `**` for several. If several patterns match a
     module, the most specific one applies, to the module and everything inside it.
@@ -124,7 +124,8 @@ class Plan:
             costs=tuple(self._cost(name, modules) for name in layers),
             initial=partial(_initial_values, dict(self.initial), Patterns(self.initial)),
             ties=ties,
-            recompute={"full": tuple(stacked or layers)} | {mode: tuple(own) for mode, own in self.recompute.items()},
+            recompute={"full": tuple(stacked or layers)}
+            | {mode: tuple(names) for mode, names in self.recompute.items()},
             kinds=tuple(type(modules[name]).__name__ if name in modules else "" for name in layers),
             frozen=_frozen(parameters, ties),
             constructed=True,
@@ -286,9 +287,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 def _named(parameter: str, modules: "Mapping[str, nn.Module]") -> str:
     """Return the pattern and class that a rule for the parameter would name."""
-    owner, _, own = parameter.rpartition(".")
+    owner, _, last = parameter.rpartition(".")
     module = modules[owner]
-    if own in ("weight", "bias") and type(module).__module__.startswith("torch."):
+    if last in ("weight", "bias") and type(module).__module__.startswith("torch."):
         return f"{as_pattern(owner)!r} ({type(module).__name__})"
     return f"{as_pattern(parameter)!r} (a bare parameter)"
 

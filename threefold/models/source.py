@@ -155,7 +155,7 @@ class ModelSource(ABC):
         return config
 
     def files(self, config: Config) -> tuple[Path, ...]:
-        """Return the known Python files of a user's own model and its loss; empty if there are none."""
+        """Return the known Python files of a custom model and its loss; empty if there are none."""
         return ()
 
 
@@ -239,7 +239,7 @@ class FileSource(ModelSource):
         return (self.path,)
 
     def configured(self, config: Config) -> Config:
-        return with_own_model(config, f"{self.path}:{self.name}" if self.name else str(self.path))
+        return with_custom_model(config, f"{self.path}:{self.name}" if self.name else str(self.path))
 
     def __str__(self) -> str:
         return f"{self.path.name}:{self.name or 'plan'}"
@@ -257,14 +257,14 @@ class FileSource(ModelSource):
             return cast(Callable[..., Any], named), plan
         if not self.name and not hasattr(module, "make_model"):
             kinds = [kind for kind in vars(module).values() if _is_model_class(kind)]
-            own = [kind for kind in kinds if kind.__module__ == module.__name__]
-            planned = [kind for kind in own if getattr(kind, "plan", None) is not None]
+            local = [kind for kind in kinds if kind.__module__ == module.__name__]
+            planned = [kind for kind in local if getattr(kind, "plan", None) is not None]
             if len(planned) == 1:
                 return planned[0], planned[0].plan
-            if own:
+            if local:
                 raise UserError(
                     f"{self.path.name} has no function make_model; it needs make_model(config), which returns the "
-                    f"model, or name the model's class, as in {self.path.name}:{(planned or own)[-1].__name__}."
+                    f"model, or name the model's class, as in {self.path.name}:{(planned or local)[-1].__name__}."
                 )
         make = self._function(module, "make_model")
         plan = getattr(module, self.name or "plan", None)
@@ -296,7 +296,7 @@ class ObjectSource(ModelSource):
 
     model: Callable[..., nn.Module]
     plan: AnyPlan | None = None
-    own_loss: Callable[..., Any] | None = None
+    custom_loss: Callable[..., Any] | None = None
 
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
         plan = self.plan if self.plan is not None else getattr(self._class, "plan", None)
@@ -307,19 +307,19 @@ class ObjectSource(ModelSource):
         return tying(make, complete), complete
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
-        return self.own_loss or loss_of(self._class)
+        return self.custom_loss or loss_of(self._class)
 
     def files(self, config: Config) -> tuple[Path, ...]:
         return self.code_files()
 
     def code_files(self) -> tuple[Path, ...]:
         """Return the Python files of the model and its loss; empty if one of them has none."""
-        parts = [self._class] if self.own_loss is None else [self._class, self.own_loss]
+        parts = [self._class] if self.custom_loss is None else [self._class, self.custom_loss]
         found = [getattr(inspect.getmodule(part), "__file__", None) for part in parts]
         return tuple(Path(each) for each in found if each) if all(found) else ()
 
     def configured(self, config: Config) -> Config:
-        return with_own_model(config, "")
+        return with_custom_model(config, "")
 
     def __str__(self) -> str:
         return getattr(self._class, "__name__", type(self._class).__name__)
@@ -371,15 +371,15 @@ def file_source(config: ModelConfig) -> FileSource:
     return FileSource.parse(config.file, "model.file")
 
 
-def make_own_model(config: ModelConfig) -> nn.Module:
+def make_custom_model(config: ModelConfig) -> nn.Module:
     return file_source(config).load_section(config)[0]()
 
 
-def own_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
+def custom_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
     return file_source(config).load_section(config)[1]
 
 
-def with_own_model(config: Config, file: str) -> Config:
+def with_custom_model(config: Config, file: str) -> Config:
     """Return an unresolved config with the model of a file; `file` is empty for a model given in Python."""
     sections = config.given()
     model = {key: value for key, value in sections["model"].items() if key != "preset"}

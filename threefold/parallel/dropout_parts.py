@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from threefold.comm.layout import shard_bounds
 from threefold.errors import UserError
 from threefold.models import sharding
+from threefold.models.custom_batch import map_tensors
 from threefold.models.layers.decoder import SampleInfo
-from threefold.models.own_batch import map_tensors
 from threefold.models.source import error_line
 from threefold.parallel.context import ShardingContext
 from threefold.parallel.layout_check import KNOWN_RULES, cut_to_rank, made_on_meta

@@ -41,21 +41,21 @@ def check_layout(source: ModelSource, config: Config) -> None:
 def layout_check(source: ModelSource, config: Config) -> Callable[[Config], None]:
     """Load a model once, and return `check_layout` for any layout of it."""
     make_model, plan = source.load(config)
-    own_loss = source.loss(config) is not None
+    custom_loss = source.loss(config) is not None
     model = made_on_meta(make_model) if plan.constructed else None
     tokens = torch.empty(2, config.data.sequence_length, dtype=torch.int64, device="meta")
 
     @cache
     def failure(tp: int) -> UserError | None:
         try:
-            call_hook("check_forward", make_model, plan, tp, (tokens, tokens), not own_loss)
+            call_hook("check_forward", make_model, plan, tp, (tokens, tokens), not custom_loss)
         except UserError as error:
             return error
         return None
 
     def check(config: Config) -> None:
         tp, mode = config.parallel.tp, config.train.recompute
-        if own_loss:
+        if custom_loss:
             check_whole_sequences(config.parallel.cp, config.parallel.sequence_parallel)
         sharding.check_tensor_axis(plan, tp)
         if model is not None:
@@ -89,10 +89,10 @@ class _CutWeight(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         tensors = tensors_in((args, kwargs))
-        own = next(each for each in tensors if isinstance(each, _CutWeight))
-        if any(each is not own and each.dim() for each in tensors):
+        weight = next(each for each in tensors if isinstance(each, _CutWeight))
+        if any(each is not weight and each.dim() for each in tensors):
             raise UserError(
-                f"{own.said} for tp, so that a rank has a part of its weight, but the model computes with that by "
+                f"{weight.said} for tp, so that a rank has a part of its weight, but the model computes with that by "
                 "itself, as in F.linear(x, layer.weight); call the layer, or use Replicated() for it."
             )
         return super().__torch_function__(func, types, args, kwargs or {})
@@ -103,13 +103,13 @@ class _CutLinear(nn.Linear):
 
     def __init__(self, inputs: int, outputs: int, bias: bool, said: str) -> None:
         super().__init__(inputs, outputs, bias, device="meta")
-        self.own = (self.weight,)  # as a tuple, which is no parameter
+        self.whole = (self.weight,)  # as a tuple, which is no parameter
         self.weight = _CutWeight(self.weight)
         self.weight.said = said
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's product."""
-        return F.linear(input, self.own[0], self.bias)
+        return F.linear(input, self.whole[0], self.bias)
 
 
 class _CutTable(nn.Embedding):
@@ -117,13 +117,13 @@ class _CutTable(nn.Embedding):
 
     def __init__(self, of: nn.Embedding, said: str) -> None:
         super().__init__(of.num_embeddings, of.embedding_dim, of.padding_idx, device="meta")
-        self.own = (self.weight,)
+        self.whole = (self.weight,)
         self.weight = _CutWeight(self.weight)
         self.weight.said = said
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up rows."""
-        return F.embedding(input, self.own[0], self.padding_idx)
+        return F.embedding(input, self.whole[0], self.padding_idx)
 
 
 def cut_to_rank(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) -> None:

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from threefold.config.model import OWN
 from threefold.data.loader import Batch, Loader
+from threefold.models.custom_batch import map_tensors
 from threefold.models.layers.decoder import PositionEmbedding
-from threefold.models.own_batch import map_tensors
 from threefold.parallel.parameter import Weight, is_split, offset, slice_of
 from threefold.train.callbacks.base import Guard
 from threefold.train.callbacks.records import StepRecord

@@ -125,9 +125,9 @@ def _role(weight: WeightShape) -> str:
     """Return the role of a weight in its block, from its rule and its shape."""
     rule, parts, dims = weight.split, weight.parts, len(weight.shape)
     shared_bias = isinstance(rule, sharding.Column | sharding.Row | sharding.Replicated)
-    if dims == 1 and weight.own_name == "bias" and shared_bias:
+    if dims == 1 and weight.last_name == "bias" and shared_bias:
         return "bias"
-    if dims == 1 and weight.own_name == "weight" and isinstance(rule, sharding.Replicated | sharding.PerHead):
+    if dims == 1 and weight.last_name == "weight" and isinstance(rule, sharding.Replicated | sharding.PerHead):
         return "norm of heads" if isinstance(rule, sharding.PerHead) else "norm"
     if dims == 3 and weight.is_of_experts:
         return "experts"

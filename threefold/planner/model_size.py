@@ -220,7 +220,7 @@ class ModelWeights:
     def _sum(self, weights: Iterable[WeightShape], place: ShardCoordinates) -> HeldElements:
         hidden = others = experts = frozen = 0
         for weight in weights:
-            elements = prod(local_shape(weight.shape, weight.split, weight.own_name, place))
+            elements = prod(local_shape(weight.shape, weight.split, weight.last_name, place))
             if weight.name in self.plan.frozen:
                 frozen += elements
             elif self.plan.is_hidden_matrix(weight.name, len(weight.shape)):

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from threefold.checksums import checksum_of_blocks
 from threefold.comm.layout import Layout
 from threefold.data.loader import Batch, Loader
-from threefold.models.own_batch import map_tensors
+from threefold.models.custom_batch import map_tensors
 from threefold.parallel.gradients import squared_norm
 from threefold.parallel.leaf import local
 from threefold.parallel.pipeline.runner import PipelineRunner

@@ -31,8 +31,8 @@ from threefold.config.rules import executed_micro_batches
 from threefold.constants import IGNORE_INDEX
 from threefold.doors import call_hook
 from threefold.errors import DivergenceError, UserError
+from threefold.models.custom_batch import map_tensors, tensors_of
 from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums
-from threefold.models.own_batch import map_tensors, tensors_of
 from threefold.models.sharding import ModelPlan
 from threefold.parallel.dropout_parts import dropout_parts
 from threefold.parallel.moving_buffers import MovingBuffers
@@ -56,7 +56,7 @@ class GradientStep(GradientUpdate):
     """A model sharded over a mesh, and the gradients of a global batch's mean loss.
 
     The last layer computes the loss of a batch of tokens and labels. Otherwise the loss is a function of the last
-    layer's output and the batch, which is any nesting of tensors (`threefold.models.own_batch`,
+    layer's output and the batch, which is any nesting of tensors (`threefold.models.custom_batch`,
     `threefold.models.loss_terms`). The constructor and all methods are collective over the world.
 
     Args:

@@ -10,10 +10,10 @@ from torch import Tensor
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
 from threefold.errors import UserError
+from threefold.models.custom_batch import batch_shapes, batch_size, map_tensors
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.experts import Routing
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
-from threefold.models.own_batch import batch_shapes, batch_size, map_tensors
 from threefold.parallel.context import check_whole_sequences
 from threefold.parallel.parallelize import TrainableModel, TrainingSettings
 from threefold.parallel.pipeline.runner import Runner

@@ -22,9 +22,9 @@ class BatchSource(ABC):
     """Source of batches as a function of config and step.
 
     Attributes:
-        masked: whether to ignore some labels (`IGNORE_INDEX`) that the data does not ignore. False for a user's loss,
+        masked: whether to ignore some labels (`IGNORE_INDEX`) that the data does not ignore. False for a custom loss,
             which need not know ignored labels, or may be a mean that counts them.
-        is_nested: whether batches are nested tensors for a user's own model instead of tokens.
+        is_nested: whether batches are nested tensors for a custom model instead of tokens.
     """
 
     masked: bool

@@ -109,14 +109,14 @@ def command(
     base = choices.prepare(given, dtype, vocabulary(given) or choices.UNKNOWN_VOCABULARY)
     wanted = specs or choices.possible(ranks, given.model.num_experts)
     small = base if full else choices.shrink(base, wanted, batch_alone=nested)
-    own = given.model.architecture == OWN
+    custom = given.model.architecture == OWN
 
     def select(check: "Check") -> "Selection":
         if specs:
             return choices.asked_for(small, specs, check)
         return (choices.every if every else choices.covering)(small, ranks, check)
 
-    if not own:
+    if not custom:
         selection = select(choices.suits)
     # These import torch, and the errors above should not wait for it.
     from threefold.models.source import ConfigSource, FileSource
@@ -124,7 +124,7 @@ def command(
     from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, UNSPLIT, Verification, choose_batches, verifier
 
     source = FileSource.parse(model) if model is not None and from_section else ConfigSource()
-    if own:
+    if custom:
         selection = select(layout_check(source, small))
     task = Verification(small, steps, choose_batches(given, source.loss(small)), source, full, thorough=every)
     started = time.perf_counter()

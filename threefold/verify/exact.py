@@ -104,7 +104,7 @@ class ExactVerifier:
         fingerprints: fingerprints of the single process after each step, the initial one first, once
             `run_one_process` has returned.
         parameters: number of elements of the model's parameters.
-        unknown_calls: functions that a user's own model calls and that are not known to be exact.
+        unknown_calls: functions that a custom model calls and that are not known to be exact.
     """
 
     def __init__(self, task: Verification, pool: WorkerPool, folder: Path) -> None:

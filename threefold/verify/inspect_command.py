@@ -1,4 +1,4 @@
-"""`threefold inspect`: the modules of a user's own model, and how its plan shards them."""
+"""`threefold inspect`: the modules of a custom model, and how its plan shards them."""
 
 from pathlib import Path
 
@@ -27,13 +27,13 @@ def command(
 
     file = model_file(model, "FILE.py")
     assert file is not None  # `model` is given
-    own = {"architecture": "own", "file": file}
+    custom = {"architecture": "own", "file": file}
     if config is None:
-        given = config_of({"model": own, "data": {"path": "unused"}}, overrides or ())
+        given = config_of({"model": custom, "data": {"path": "unused"}}, overrides or ())
     else:
         read = load_config(config, overrides or ())
         settings = {key: value for key, value in read.model.settings().items() if key != "preset"}
-        given = config_of({**read.sections(), "model": {**settings, **own}})
+        given = config_of({**read.sections(), "model": {**settings, **custom}})
     from threefold.config import resolve
     from threefold.data.dataset import USUAL_VOCABULARY
     from threefold.models.source import file_source

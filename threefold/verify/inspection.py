@@ -156,7 +156,7 @@ def inspect_made(model: nn.Module, plan: Plan | ModelPlan | None, tp: int) -> In
         check_tensor_axis(complete, tp, "tp")
     found: dict[tuple[str, str, str], list[tuple[str, int, int]]] = {}
     for name, parameter in model.named_parameters():  # tied weights appear once
-        owner, _, own = name.rpartition(".")
+        owner, _, last = name.rpartition(".")
         if proposal is not None:
             rule: Split | None = proposal.rule(name)
             is_bare = proposal.label(name) in (proposal.plan.shard or {})
@@ -166,7 +166,7 @@ def inspect_made(model: nn.Module, plan: Plan | ModelPlan | None, tp: int) -> In
             rule, is_bare = complete.split_of(name), complete.is_bare(name)
             pattern = as_pattern(name if is_bare else owner)
         assert rule is not None  # ensured by `check_plan`
-        held = prod(local_shape(tuple(parameter.shape), rule, own, ShardCoordinates(tp=ShardIndex(0, tp))))
+        held = prod(local_shape(tuple(parameter.shape), rule, last, ShardCoordinates(tp=ShardIndex(0, tp))))
         kind = "Parameter" if is_bare else type(model.get_submodule(owner)).__name__
         parts = found.setdefault((pattern, kind, _told(rule)), [])
         parts.append((name if is_bare else owner, parameter.numel(), held))

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from threefold.checkpoint.folder import from_first
 from threefold.errors import UserError
+from threefold.models.custom_batch import batch_size, joined, tensors_of
 from threefold.models.layers.decoder import SampleInfo
 from threefold.models.loss_terms import LossFunction
-from threefold.models.own_batch import batch_size, joined, tensors_of
 from threefold.models.source import construct
 from threefold.parallel.parameter import whole
 from threefold.parallel.whole_state import whole_state
@@ -25,7 +25,7 @@ from threefold.train.callbacks.base import say
 from threefold.train.step import GradientStep
 from threefold.train.step_batch import is_of_tokens
 from threefold.verify.compare import SMALL
-from threefold.verify.reference import convert_floats_, mean_of_own, mean_of_tokens
+from threefold.verify.reference import convert_floats_, mean_of_custom, mean_of_tokens
 from threefold.verify.self_check import (
     DRAWS,
     TOLERANCE,
@@ -68,11 +68,11 @@ class LoopCheck:
         is_split = mesh.world.size > 1 or settings.micro_batches > 1
         if not (step.plan.constructed and is_split):
             return None
-        own = (batch.tokens, batch.labels) if is_of_tokens(batch) else batch
+        data = (batch.tokens, batch.labels) if is_of_tokens(batch) else batch
         positions, samples = 0, 0
         with suppress(Exception):  # of a batch that the step itself refuses
-            if not any(isinstance(each, FakeTensor) for each in tensors_of(own)):
-                positions, samples = positions_of(own), batch_size(own)
+            if not any(isinstance(each, FakeTensor) for each in tensors_of(data)):
+                positions, samples = positions_of(data), batch_size(data)
         draws = any(draws_in_sequence(module) for stage in step.stages for module in stage.modules())
         held = sum(weight.parameter.numel() for weight in step.model.weights)
         facts = mesh.world.gather_objects((held, positions, samples, draws))
@@ -99,12 +99,12 @@ class LoopCheck:
                 changes.
         """
         step = self.step
-        own = {
+        local = {
             weight.name: whole(weight.stored(step.gradients[weight.leaf].detach()))
             for weight in step.model.weights
             if weight.is_trained
         }
-        gradients = {name: each for held in step.mesh.pp.gather_objects(own) for name, each in held.items()}
+        gradients = {name: each for held in step.mesh.pp.gather_objects(local) for name, each in held.items()}
         for line in from_first(step.mesh.world, lambda: self._compare(loss, gradients)):
             if step.mesh.rank == 0:
                 say(line)
@@ -128,10 +128,10 @@ class LoopCheck:
         if self.loss is None:
             of_batch = partial(mean_of_tokens, batch=batch, keys=sample_keys(seed, self.number, batch.rows))
         else:
-            own, rows = ((batch.tokens, batch.labels), batch.rows) if is_of_tokens(batch) else (batch, None)
-            keys = sample_keys(seed, self.number, torch.arange(batch_size(own)) if rows is None else rows)
-            dtype = self.step.settings.dtype
-            of_batch = partial(mean_of_own, plan=plan, batch=own, samples=SampleInfo(keys), dtype=dtype, loss=self.loss)
+            data, rows = ((batch.tokens, batch.labels), batch.rows) if is_of_tokens(batch) else (batch, None)
+            keys = sample_keys(seed, self.number, torch.arange(batch_size(data)) if rows is None else rows)
+            of_batch = partial(mean_of_custom, plan=plan, batch=data, samples=SampleInfo(keys), loss=self.loss)
+            of_batch = partial(of_batch, dtype=self.step.settings.dtype)
         model = self._made()
         found = find_hidden_state(model, self._made, of_batch)
         if found.refusal:

@@ -1,4 +1,4 @@
-"""Checks of a user's model, on the meta device, for anything that would train differently from one process."""
+"""Checks of a custom model, on the meta device, for anything that would train differently from one process."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,8 +22,8 @@ def check_modules(model: nn.Module) -> None:
     modules = dict(model.named_modules())
     for name, module in modules.items():
         kind = type(module).__name__
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(isinstance(each, UninitializedParameter | UninitializedBuffer) for each in own):
+        tensors = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(isinstance(each, UninitializedParameter | UninitializedBuffer) for each in tensors):
             raise UserError(
                 f"{name!r} is a {kind}, whose sizes are not known before a first batch; give them: use "
                 f"nn.{kind.removeprefix('Lazy')}."
@@ -170,7 +170,7 @@ def _shown(name: str) -> str:
     return repr(name) if name else "the model"
 
 
-_OWN_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_BATCH_STATISTICS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _LOOK_UPS = (nn.Embedding, nn.EmbeddingBag)
 _SPECTRAL_NORM = "_SpectralNorm"
@@ -180,7 +180,7 @@ def refuse_layout_dependent(modules: Mapping[str, nn.Module]) -> None:
     """Raise UserError if the result of a torch module depends on the layout, and name a replacement."""
     for name, module in modules.items():
         kind = type(module).__name__
-        if isinstance(module, _OWN_STATISTICS):
+        if isinstance(module, _BATCH_STATISTICS):
             raise UserError(
                 f"{name!r} is a {kind}, whose statistics are those of the samples of its own rank and micro-batch, so "
                 "that the layout would change the result; use a LayerNorm or GroupNorm."

@@ -12,7 +12,7 @@ from threefold.config.section import nearest_divisor
 from threefold.errors import UserError
 from threefold.files import first_of
 from threefold.models import sharding
-from threefold.models.own_batch import LayerSignature
+from threefold.models.custom_batch import LayerSignature
 from threefold.models.plan import as_pattern, nearest
 from threefold.parallel.layout_check import KNOWN_RULES, cut_to_rank, made_on_meta
 from threefold.parallel.pipeline.partition import covers
@@ -407,8 +407,8 @@ def _missing(where: str, modules: dict[str, nn.Module], plan: sharding.ModelPlan
         return ""
     bare, module = sharding.Patterns(plan.bare), modules[where]
     for kind, named in (("buffer", module.named_buffers), ("parameter", module.named_parameters)):
-        for own, tensor in named(recurse=False):
-            name = f"{where}.{own}"
+        for last, tensor in named(recurse=False):
+            name = f"{where}.{last}"
             dim = next((dim for dim, size in enumerate(tensor.shape) if size > 1), None)
             if dim is not None and str(list(tensor.shape)) in message and bare.naming(name) is None:
                 shape = " × ".join(map(str, tensor.shape))

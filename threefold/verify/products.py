@@ -139,12 +139,12 @@ def _has_bits_of_parts(
 
 
 def _of_ranks(
-    cut: Literal["out", "in", "rows"], ranks: int, own: int, parts: Parts, x: Tensor, weight: Tensor, grad: Tensor
+    cut: Literal["out", "in", "rows"], ranks: int, local: int, parts: Parts, x: Tensor, weight: Tensor, grad: Tensor
 ) -> list[Tensor]:
     """Return the output and the gradients of input and weight, put together from the parts of `ranks` ranks."""
-    by_inner, by_outer, by_rows = (own if cut == each else 1 for each in ("in", "out", "rows"))
+    by_inner, by_outer, by_rows = (local if cut == each else 1 for each in ("in", "out", "rows"))
     dims = {"out": (None, 0, 1), "in": (1, 1, None), "rows": (0, None, 0)}[cut]
-    parts = equal_parts(own) if cut == "rows" else parts
+    parts = equal_parts(local) if cut == "rows" else parts
     cuts = (
         [each] * ranks if dim is None else each.chunk(ranks, dim)
         for each, dim in zip((x, weight, grad), dims, strict=True)

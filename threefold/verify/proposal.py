@@ -7,7 +7,7 @@ from typing import Final
 
 from torch import nn
 
-from threefold.models.own_batch import has_forward
+from threefold.models.custom_batch import has_forward
 from threefold.models.plan import Plan, as_pattern, is_norm
 from threefold.models.sharding import Column, Patterns, Replicated, Row, Sharded, Split, Vocab
 
@@ -77,9 +77,9 @@ def propose(model: nn.Module) -> Proposal:
             if not is_norm(module) and any(True for _ in module.parameters(recurse=False)):
                 decided[name] = Replicated(), ""  # a convolution, an LSTM, …: no rule shards these
         else:
-            for own, parameter in module.named_parameters(recurse=False):
+            for last, parameter in module.named_parameters(recurse=False):
                 if parameter.numel() > 1:
-                    decided[f"{name}.{own}" if name else own] = _of_bare(module, tuple(parameter.shape))
+                    decided[f"{name}.{last}" if name else last] = _of_bare(module, tuple(parameter.shape))
     # Names that differ only in their numbers become a pattern, if all have the same rule.
     named = Counter(as_pattern(name) for name, _ in model.named_modules())
     same: dict[str, list[str]] = {}
@@ -142,26 +142,26 @@ def _cuts_fused(module: nn.Module) -> bool:
 
 def _of_linear(name: str, module: nn.Linear, model: nn.Module, vocabularies: set[int]) -> tuple[Split, str]:
     """Return the rule of a linear layer, with the reason if it is undecided."""
-    owner, _, own = name.rpartition(".")
+    owner, _, last = name.rpartition(".")
     parent = model.get_submodule(owner)
     beside = {child for child, each in parent.named_children() if isinstance(each, nn.Linear)}
-    if module.out_features in vocabularies and (own in _LOGITS or not owner):
+    if module.out_features in vocabularies and (last in _LOGITS or not owner):
         return Vocab(), ""
     heads, cuts_fused = _heads(parent), _cuts_fused(parent)
-    if own in _FUSED and cuts_fused and beside & _ROW:
+    if last in _FUSED and cuts_fused and beside & _ROW:
         why = "right if all queries come first, then keys, then values; without groups if by head"
         return Column(heads=heads, groups=3), why
-    if own in _FUSED:
+    if last in _FUSED:
         why = "queries, keys and values in one layer; Column(heads=…, groups=3) if it is all queries first"
         return Replicated(), why
-    if own in _COLUMN and beside & _ROW:
-        fits = own in _ATTENTION and heads > 0 and module.out_features % heads == 0
+    if last in _COLUMN and beside & _ROW:
+        fits = last in _ATTENTION and heads > 0 and module.out_features % heads == 0
         return Column(heads=heads if fits else 0), ""
-    if own in _ROW and (beside & _COLUMN or cuts_fused):
+    if last in _ROW and (beside & _COLUMN or cuts_fused):
         fits = (bool(beside & _ATTENTION) or cuts_fused) and heads > 0 and module.in_features % heads == 0
         return Row(heads=heads if fits else 0), ""
-    if own in _COLUMN or own in _ROW:
-        return Replicated(), f"no {'Row' if own in _COLUMN else 'Column'} beside it that it could go with"
+    if last in _COLUMN or last in _ROW:
+        return Replicated(), f"no {'Row' if last in _COLUMN else 'Column'} beside it that it could go with"
     if module.out_features in vocabularies:
         return Vocab(), ""
     return Replicated(), "its name says nothing"

@@ -21,9 +21,9 @@ from threefold.config.optimizer import BUILT_IN
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
 from threefold.dtypes import DTYPES
+from threefold.models.custom_batch import LayerSignature, batch_size, forward_layer, has_forward, inputs_from
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
-from threefold.models.own_batch import LayerSignature, batch_size, forward_layer, has_forward, inputs_from
 from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
 from threefold.models.source import ModelSource, construct, drawn
 from threefold.parallel.gradients import Gradients, Observer
@@ -231,7 +231,7 @@ def reference_loss(
         batch = (batch.tokens, batch.labels)
     size = batch_size(batch)
     samples = NOTHING if step is None else SampleInfo(sample_keys(seed, step, torch.arange(size)))
-    return mean_of_own(model, plan, batch, samples, DTYPES[config.precision.dtype], loss, by_layers)
+    return mean_of_custom(model, plan, batch, samples, DTYPES[config.precision.dtype], loss, by_layers)
 
 
 def mean_of_tokens(model: nn.Module, batch: Batch, keys: Tensor | None) -> Tensor:
@@ -243,7 +243,7 @@ def mean_of_tokens(model: nn.Module, batch: Batch, keys: Tensor | None) -> Tenso
     return mean
 
 
-def mean_of_own(
+def mean_of_custom(
     model: nn.Module,
     plan: ModelPlan,
     batch: Any,
@@ -252,7 +252,7 @@ def mean_of_own(
     loss: LossFunction,
     by_layers: bool = False,
 ) -> Tensor:
-    """Return the mean of a user's loss over a batch; `by_layers` is as for `reference_loss`."""
+    """Return the mean of a custom loss over a batch; `by_layers` is as for `reference_loss`."""
     if has_forward(model) and not by_layers:
         whole = LayerSignature.of("the model", model)
         output = forward_layer(model, whole, whole.inputs_of(batch, dtype), samples)

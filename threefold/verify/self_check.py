@@ -1,4 +1,4 @@
-"""Self-check of a user's own model before a run: state outside its state dict, random draws, and its layout."""
+"""Self-check of a custom model before a run: state outside its state dict, random draws, and its layout."""
 
 import json
 import os
@@ -34,7 +34,7 @@ from threefold.errors import UserError
 from threefold.exact.rules import GRAIN
 from threefold.files import first_of, read_text
 from threefold.foreign import FolderFiles, own_folder
-from threefold.models.own_batch import batch_shapes, has_forward
+from threefold.models.custom_batch import batch_shapes, has_forward
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import MakeModel, ModelSource, construct, error_line, skeleton
 from threefold.output import write_durably

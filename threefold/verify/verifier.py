@@ -190,14 +190,14 @@ class Verification:
         """Second run; None for a full-size model, which would take too long to train again."""
         if self.full:
             return None
-        own_loss = self.source.loss(self.config) is not None
-        config = with_further_features(self.config, self.thorough, documents=not own_loss)
-        random = not own_loss and not self.rows.is_nested
+        custom_loss = self.source.loss(self.config) is not None
+        config = with_further_features(self.config, self.thorough, documents=not custom_loss)
+        random = not custom_loss and not self.rows.is_nested
         return SecondRun(config, RandomBatches() if random else self.rows, self.steps)
 
 
 def choose_batches(config: Config, loss: LossFunction | None = None) -> BatchSource:
-    """Return batches of the config's data, or random ones if it names none; unmasked for a user's loss."""
+    """Return batches of the config's data, or random ones if it names none; unmasked for a custom loss."""
     masked = loss is None
     if not names_data(config):
         return RandomBatches(masked)

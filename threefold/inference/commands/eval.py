@@ -61,7 +61,7 @@ def command(
     from threefold.inference.inputs import check_run, check_stride, read_texts, require_texts
     from threefold.inference.run import InferenceRun
 
-    layout, own = Layout(dp, tp, pp), terminal.model_file(own_model)
+    layout, file = Layout(dp, tp, pp), terminal.model_file(own_model)
     config = check_run(run, layout)
     _check_context(context, config)
     if task == "lambada" and stride is not None:
@@ -79,7 +79,7 @@ def command(
         if json_file.is_file() and not _is_earlier_output(json_file):
             raise UserError(f"{named} exists already and is not an output of this command; name another file.")
     require_texts(data)
-    inference = InferenceRun.prepare(run, layout, dtype, device, own, trust_code)  # imports torch
+    inference = InferenceRun.prepare(run, layout, dtype, device, file, trust_code)  # imports torch
     from threefold.inference.eval_tasks import LastWord, Perplexity
 
     trained = inference.trained.config

@@ -67,7 +67,7 @@ def command(
 
     if system is not None and not chat:
         raise UserError("--system goes only with --chat; give both, or leave --system out.")
-    layout, own = Layout(tp=tp, pp=pp), terminal.model_file(own_model)
+    layout, file = Layout(tp=tp, pp=pp), terminal.model_file(own_model)
     given = [*(prompts or ()), *(read_prompts(prompts_file) if prompts_file else ())]
     if given:
         require_text(given)
@@ -77,7 +77,7 @@ def command(
     request = GenerationRequest(
         max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size, special_tokens, show_special
     )
-    inference = InferenceRun.prepare(run, layout, dtype, device, own, trust_code)
+    inference = InferenceRun.prepare(run, layout, dtype, device, file, trust_code)
     given = given or [terminal.read_standard_input().rstrip("\n")]
     require_text(given)
     before = () if system is None else ({"role": "system", "content": system},)

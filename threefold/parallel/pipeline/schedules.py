@@ -12,7 +12,7 @@ from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSing
 
 from threefold.comm.mesh import Mesh
 from threefold.config.schedules import Action, Orders, Schedule, TorchSchedule
-from threefold.models.own_batch import inputs_from
+from threefold.models.custom_batch import inputs_from
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
 from threefold.parallel.pipeline.stage import Stage, StepSamples

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
-from threefold.models.layers.decoder import NOTHING, SampleInfo
-from threefold.models.loss_terms import TermSums
-from threefold.models.own_batch import (
+from threefold.models.custom_batch import (
     LayerInputs,
     LayerSignature,
     batch_shapes,
@@ -23,6 +21,8 @@ from threefold.models.own_batch import (
     map_tensors,
     split_batch,
 )
+from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.models.loss_terms import TermSums
 from threefold.models.sharding import ModelPlan
 from threefold.ops.arithmetic import PLAIN_PASS, PassContext
 from threefold.parallel.leaf import stored

@@ -1,4 +1,4 @@
-"""Batches of a user's own model: any nesting of tensors whose dim 0 counts the samples, and the inputs of its layers.
+"""Batches of a custom model: any nesting of tensors whose dim 0 counts the samples, and the inputs of its layers.
 
 A batch is a tensor, or a tuple, list, mapping or `NamedTuple` of batches. The model's first layer receives
 

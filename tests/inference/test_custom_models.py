@@ -8,19 +8,19 @@ import pytest
 import torch
 
 from tests.api import own_plain_model
-from tests.inference import own_text_models
+from tests.inference import custom_text_models
 from tests.support import own_state_models, own_token_model
 from tests.support.sweep import sweep
 from tests.train.support import Run, train_rank
-from tests.verify import own_cut_model
+from tests.verify import custom_cut_model
 from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
+from threefold.inference.custom_logits import check_custom_model
 from threefold.inference.eval_tasks import Perplexity, score
 from threefold.inference.generate import GenerationRequest, Sampling, complete
 from threefold.inference.model import Trained
-from threefold.inference.own_logits import check_own_model
 from threefold.models.layers.decoder import NOTHING
 from threefold.models.source import ConfigSource, FileSource, construct
 
@@ -28,9 +28,9 @@ ROOT = Path(__file__).parents[2]
 STATES = f"{own_state_models.__file__}:Model"
 OWN = {
     "loss in the last layer": (f"{own_token_model.__file__}:Tiny", {"blocks": 2}),
-    "fused heads": (f"{own_cut_model.__file__}:Fused", {"blocks": 2}),
+    "fused heads": (f"{custom_cut_model.__file__}:Fused", {"blocks": 2}),
     "samples": (STATES, {"kind": "tracked", "vocab_size": 301}),
-    "tuples": (f"{own_text_models.__file__}:Placed", {}),
+    "tuples": (f"{custom_text_models.__file__}:Placed", {}),
 }
 """Model of a file and its arguments, by what its layers do."""
 PROMPTS = [[5, 7, 200], [9], [4, 4, 8, 15, 16, 23, 42], [3] * 20]
@@ -133,7 +133,7 @@ def test_an_own_model_generates_and_evaluates_in_any_layout(pool, small_run: Run
 @pytest.mark.parametrize("kind", sorted({*own_state_models.PARTS} - {"kept tensor"}))
 def test_each_kind_of_state_passes_the_trial_before_ranks_start(small_run: Run, kind: str) -> None:
     config = own_run(small_run, STATES, {"kind": kind, "vocab_size": 301}).config
-    check_own_model(config, ConfigSource().load(config)[1])
+    check_custom_model(config, ConfigSource().load(config)[1])
 
 
 MASKED = """
@@ -159,7 +159,7 @@ def test_a_model_that_needs_more_than_tokens_is_refused_before_ranks_start(
     (tmp_path / "mine.py").write_text(MASKED)
     config = own_run(small_run, f"{tmp_path / 'mine.py'}:{name}", {}).config
     with pytest.raises(UserError) as told:
-        check_own_model(config, ConfigSource().load(config)[1])
+        check_custom_model(config, ConfigSource().load(config)[1])
     assert str(told.value) == (
         f"mine.py:{name} cannot generate or evaluate text, for which its layers must turn token ids alone, int64 "
         f"[samples, positions], into logits [samples, positions, vocabulary]; {reason}, for token ids of the shape "
@@ -168,12 +168,12 @@ def test_a_model_that_needs_more_than_tokens_is_refused_before_ranks_start(
 
 
 def test_a_model_of_other_outputs_is_refused_in_one_sentence(pool, small_run: Run, tmp_path: Path) -> None:
-    file = f"{own_text_models.__file__}:Pooled"
+    file = f"{custom_text_models.__file__}:Pooled"
     pool.run(1, train_rank, own_run(small_run, file, {}), tmp_path / "run")
     with pytest.raises(UserError) as told:
         used(tmp_path / "run", file)
     assert str(told.value) == (
-        "own_text_models.py:Pooled cannot generate or evaluate text, for which its layers must turn token ids alone, "
-        "int64 [samples, positions], into logits [samples, positions, vocabulary]; its last layer 'end' returns a "
-        "Tensor of the shape [1, 1] for token ids of the shape [1, 8]."
+        "custom_text_models.py:Pooled cannot generate or evaluate text, for which its layers must turn token ids "
+        "alone, int64 [samples, positions], into logits [samples, positions, vocabulary]; its last layer 'end' returns "
+        "a Tensor of the shape [1, 1] for token ids of the shape [1, 8]."
     )

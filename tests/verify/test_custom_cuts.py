@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests.support.sweep import sweep
-from tests.verify.own_cut_model import Fused
+from tests.verify.custom_cut_model import Fused
 from tests.verify.support import task, verify
 from threefold.config.loading import config_of
 from threefold.errors import UserError

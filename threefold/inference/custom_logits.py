@@ -1,4 +1,4 @@
-"""Logits of a user's own model: its layers are called as in training, and what is no language model is refused."""
+"""Logits of a custom model: its layers are called as in training, and what is no language model is refused."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,8 +10,8 @@ from torch import Tensor
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.errors import UserError
+from threefold.models.custom_batch import inputs_from
 from threefold.models.family import make_model
-from threefold.models.own_batch import inputs_from
 from threefold.models.sharding import ModelPlan, VocabLoss
 from threefold.models.source import ConfigSource, error_line, skeleton
 from threefold.parallel.pipeline.schedules import receive_activations, send_activations
@@ -23,8 +23,8 @@ _POSITIONS = 8
 
 
 @dataclass(frozen=True)
-class OwnLogits:
-    """Forward pass of a user's own model from token ids to logits, on one stage of a pipeline."""
+class CustomLogits:
+    """Forward pass of a custom model from token ids to logits, on one stage of a pipeline."""
 
     config: Config
     stage: Stage
@@ -100,8 +100,8 @@ def gives_columns(plan: ModelPlan) -> bool:
     return any(isinstance(rule, VocabLoss) for rule in plan.split.values())
 
 
-def check_own_model(config: Config, plan: ModelPlan) -> None:
-    """Raise a `UserError` unless a user's own model turns token ids into logits, by a trial on the meta device.
+def check_custom_model(config: Config, plan: ModelPlan) -> None:
+    """Raise a `UserError` unless a custom model turns token ids into logits, by a trial on the meta device.
 
     A model whose forward pass needs values passes: the first pass with real tokens makes the same checks.
     """
@@ -109,7 +109,7 @@ def check_own_model(config: Config, plan: ModelPlan) -> None:
     tokens = torch.empty(1, min(_POSITIONS, config.data.sequence_length), dtype=torch.int64, device="meta")
     try:
         with torch.device("meta"), torch.no_grad():
-            OwnLogits(config, stage, torch.float32)(tokens)
+            CustomLogits(config, stage, torch.float32)(tokens)
     except UserError as error:
         if "meta" not in str(error.__cause__):
             raise
