@@ -130,7 +130,7 @@ def test_an_own_model_generates_and_evaluates_in_any_layout(pool, small_run: Run
             agree(got, expected)
 
 
-@pytest.mark.parametrize("kind", sorted({*own_state_models.PARTS} - {"kept tensor"}))
+@pytest.mark.parametrize("kind", sorted({*own_state_models.KINDS} - {"kept tensor"}))
 def test_each_kind_of_state_passes_the_trial_before_ranks_start(small_run: Run, kind: str) -> None:
     config = own_run(small_run, STATES, {"kind": kind, "vocab_size": 301}).config
     check_custom_model(config, ConfigSource().load(config)[1])

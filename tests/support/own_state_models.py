@@ -388,3 +388,4 @@ PARTS |= {
     "numpy": lambda name: Part(name, lambda part, x: x * part.gain * (0.9 + 0.2 * np.random.rand())),
     "numpy weights": lambda name: DrawnWeights(name, lambda: np.random.rand(WIDTH) + random.random()),
 }
+KINDS = tuple(PARTS)  # before other tests add theirs
