@@ -12,10 +12,10 @@ from tests.support import own_token_model, ready
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.errors import UserError
-from threefold.launch import device as memory
-from threefold.launch.device import require_memory
 from threefold.launch.environment import LaunchedRank
 from threefold.launch.failure import from_exception
+from threefold.planner import fitting as memory
+from threefold.planner.fitting import require_memory
 from threefold.planner.model_size import ModelSize
 
 ADAMW = 16

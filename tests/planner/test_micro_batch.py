@@ -16,7 +16,6 @@ from tests.train.support import Run
 from threefold.config import Config, resolve
 from threefold.host import _bytes_of, _group_limits, memory
 from threefold.launch.checks import resolve_run
-from threefold.launch.device import memory_per_rank
 from threefold.models.block import describe_model
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.leaf import local
@@ -29,6 +28,7 @@ from threefold.planner.activations import (
     step_bytes,
 )
 from threefold.planner.block_shape import block_shapes
+from threefold.planner.fitting import memory_per_rank
 from threefold.planner.model_size import ModelSize, own_attention, rank_block
 from threefold.random.dropout import sample_keys
 from threefold.verify.worker_pool import WorkerPool
@@ -262,6 +262,6 @@ def test_a_run_is_planned_with_the_memory_of_its_ranks(small_run: Run, monkeypat
     )
     assert resolve_run(given).train.micro_batch_size == 8
     asked = []
-    monkeypatch.setattr("threefold.launch.checks.memory_per_rank", lambda *where: asked.append(where) or 0)
+    monkeypatch.setattr("threefold.planner.fitting.memory_per_rank", lambda *where: asked.append(where) or 0)
     assert resolve_run(given).train.micro_batch_size == 1
     assert asked == [("cpu", 1)]

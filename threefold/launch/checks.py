@@ -8,7 +8,6 @@ from typing import Protocol
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
-from threefold.config.model import OWN
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.resolve import check_settings, on_device
 from threefold.config.rules import require_rooms
@@ -16,7 +15,7 @@ from threefold.config.schema import check_fault_policies
 from threefold.constants import PARITY_WIDE
 from threefold.data.dataset import open_dataset
 from threefold.doors import hook
-from threefold.launch.device import choose_device, memory_per_rank, require_gpus
+from threefold.launch.device import choose_device, require_gpus
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.launcher import joined_rank
 from threefold.output import SILENT, Progress
@@ -74,22 +73,11 @@ class CheckedConfig:
 
     def fitted(self) -> Config:
         """Return the config with the largest micro-batch size that fits into memory, unless settings determine it."""
-        config, device, train = self.given, self.resolved.train.device, self.given.train
-        if train.micro_batch_size is not None or train.gradient_accumulation_steps is not None:
+        fitting, device = hook("fitting_micro_batch"), self.resolved.train.device
+        largest = fitting and fitting(self.given, self.vocab_size, device, self.local_world_size)
+        if largest is None:
             return self.resolved
-        if config.model.architecture == OWN:  # no formula gives its activations
-            return self.resolved
-        largest_micro_batch = hook("largest_micro_batch")  # imports torch, which no check needs
-        if largest_micro_batch is None:
-            return self.resolved
-        from threefold.models.block import UnknownBlock
-
-        room = memory_per_rank(device, self.local_world_size)
-        try:
-            largest = largest_micro_batch(config, self.vocab_size, room, device)
-        except UnknownBlock:  # the planner has no formulas for it
-            return self.resolved
-        return on_device(resolve(config, self.vocab_size, largest, self.samples), device)
+        return on_device(resolve(self.given, self.vocab_size, largest, self.samples), device)
 
 
 def checked(config: Config, progress: Progress) -> CheckedConfig:

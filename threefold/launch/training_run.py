@@ -17,8 +17,7 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
 from threefold.launch.checks import OtherLayout, checked
-from threefold.launch.device import require_memory
-from threefold.launch.environment import find_launched_rank
+from threefold.launch.environment import LaunchedRank, find_launched_rank
 from threefold.launch.failure import Failure
 from threefold.launch.launcher import joined_rank, run, run_in_process
 from threefold.launch.output import failure_file
@@ -131,7 +130,7 @@ class TrainingRun:
             import_named(self.config)
             for name in ("peak_rate", "over_shared_memory", "share_mailbox"):
                 hook(name)
-        require_memory(self.config, find_launched_rank(), check_division(self.config))
+        _require_memory(self.config, find_launched_rank(), check_division(self.config))
         if self.config.train.max_restarts and (import_writer := hook("import_writer")):
             import_writer()
         for each in self.fallbacks:
@@ -167,7 +166,7 @@ class TrainingRun:
 
         source, options = source or ConfigSource(), self._options()
         joined, launched = joined_rank(), find_launched_rank()
-        require_memory(self.config, joined or launched, check_division(self.config, source))
+        _require_memory(self.config, joined or launched, check_division(self.config, source))
         args = (*self._args(self.config), tuple(callbacks), source)
         if joined is None and launched is not None:
             ended = run(train_as_rank, args, own=self._own_folder, signals=signals, **options)
@@ -250,6 +249,11 @@ def prepare_training(
     say(f"Starting {ranks:,} ranks …" if ranks > 1 else "Starting 1 process …")
     fallbacks = tuple(each.resolved(other.fitted()) for each, other in found.fallbacks)
     return TrainingRun(found.fitted(), run_dir, resume, False, found.layout, fallbacks, began, profile_steps)
+
+
+def _require_memory(config: Config, launched: LaunchedRank | None, custom_parameters: tuple[int, int]) -> None:
+    if (require := hook("require_memory")) is not None:
+        require(config, launched, custom_parameters)
 
 
 def _launched_attempt(run_dir: Path, began: float, layout: str) -> Attempt:

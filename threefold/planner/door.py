@@ -20,6 +20,6 @@ HOOKS: Final = {
     "custom_schedule": "threefold.planner.custom_schedule:custom_schedule",
     "peak_rate": "threefold.planner.hardware:peak_rate",
     "profiler": "threefold.planner.profiling:StepProfiler",
-    "largest_micro_batch": "threefold.planner.activations:largest_micro_batch",
-    "bytes_of_states": "threefold.planner.model_size:bytes_of_states",
+    "fitting_micro_batch": "threefold.planner.fitting:fitting_micro_batch",
+    "require_memory": "threefold.planner.fitting:require_memory",
 }
