@@ -34,7 +34,7 @@ from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.parallel.pipeline.stage import TiedWeights
 from threefold.planner.dry_run import FakeMesh
-from threefold.planner.torch_private import fake_process_group
+from threefold.torch_private.fake import fake_process_group
 
 LAYOUTS = {8: (2, 2, 2), 64: (4, 4, 4)}
 SMALL = {"hidden_size": 64, "ffn_hidden_size": 256, "max_position_embeddings": 64}

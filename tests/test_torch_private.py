@@ -30,9 +30,8 @@ ROOT = Path(__file__).parents[1]
 def test_every_part_has_a_canary() -> None:
     """By name: each of `threefold/torch_private/` is used by one of the tests here, or of its own room."""
     names: set[str] = set()
-    files = ("torch_private/tensors", "torch_private/distributed", "cpu/torch_private", "resilience/torch_private")
-    for file in files:  # the tests of their rooms have the others
-        for node in ast.parse((ROOT / f"threefold/{file}.py").read_text()).body:
+    for file in ("tensors", "distributed"):  # tests/torch_private/ has the others
+        for node in ast.parse((ROOT / f"threefold/torch_private/{file}.py").read_text()).body:
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
             elif isinstance(node, ast.Assign | ast.AnnAssign):
@@ -62,8 +61,7 @@ def test_a_process_group_of_python(pool) -> None:
 
 
 def _in_a_group_of_python() -> None:
-    from threefold.cpu.torch_private import with_gloo
-    from threefold.torch_private.distributed import PythonGroup, Work, default_store
+    from threefold.torch_private.distributed import PythonGroup, Work, default_store, with_gloo
 
     called: list[str] = []
 
@@ -108,13 +106,14 @@ def test_a_process_group_that_stands_in(pool) -> None:
 
 
 def _in_a_group_that_stands_in() -> None:
-    from threefold.cpu.torch_private import stand_in, withdraw
     from threefold.torch_private.distributed import (
         BLOCKING_GATHER,
         BLOCKING_MAX,
         BLOCKING_SCATTER,
         BLOCKING_SUM,
         PythonGroup,
+        stand_in,
+        withdraw,
     )
 
     seen: list[bool] = []
@@ -153,7 +152,7 @@ def _in_a_group_that_stands_in() -> None:
 
 def test_nccl_records() -> None:
     """Without NCCL there are none, and where it is there torch has a name for them."""
-    from threefold.resilience.torch_private import nccl_records
+    from threefold.torch_private.distributed import nccl_records
 
     if not dist.is_nccl_available():
         assert nccl_records() is None
@@ -349,7 +348,6 @@ def test_piecewise_tensor(tmp_path: Path) -> None:
 
 def _meshes() -> list[str]:
     """What is no longer as it was of the private parts of meshes, on one rank of four."""
-    from threefold.cpu.torch_private import process_group_timeout
     from threefold.torch_private.distributed import (
         StridedPlacement,
         clear_dtensor_cache,
@@ -358,6 +356,7 @@ def _meshes() -> list[str]:
         default_store,
         flatten_mesh,
         new_group_among,
+        process_group_timeout,
         unflatten_mesh,
     )
 
@@ -402,8 +401,7 @@ def _meshes() -> list[str]:
 
 def _fsdp() -> list[str]:
     """The same of FSDP: two micro-batches without reduce-scatter, then all that a backward pass ends with."""
-    from threefold.planner.torch_private import unreduced_gradients
-    from threefold.torch_private.distributed import AllGather, ReduceScatter, finish_backward
+    from threefold.torch_private.distributed import AllGather, ReduceScatter, finish_backward, unreduced_gradients
 
     calls: list[str] = []
 

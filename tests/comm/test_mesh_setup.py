@@ -19,7 +19,7 @@ from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.stage import TiedWeights
 from threefold.planner.dry_run import FakeMesh
-from threefold.planner.torch_private import fake_process_group
+from threefold.torch_private.fake import fake_process_group
 
 SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2, "ffn_hidden_size": 8, "vocab_size": 16}
 PLAN = gpt_plan(ModelConfig.model_validate(SIZES | {"tie_embeddings": True}), 4)

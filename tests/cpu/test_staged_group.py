@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.support.devices import AllStaged, staged_on
 from threefold.cpu.staged import StagedGroup
-from threefold.cpu.torch_private import process_group_timeout
+from threefold.torch_private.distributed import process_group_timeout
 
 RANKS = 3
 

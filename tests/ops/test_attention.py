@@ -14,8 +14,7 @@ from threefold.cpu import tiles as module
 from threefold.cpu.tiles import TileGradients, tile_inputs
 from threefold.ops.attention import attention
 from threefold.ops.kernels import AttentionMask
-from threefold.planner.torch_private import fake_tensors, leaves
-from threefold.torch_private.runtime import OperationMode
+from threefold.torch_private.fake import OperationMode, fake_tensors, leaves
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2}
 

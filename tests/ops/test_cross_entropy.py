@@ -11,7 +11,7 @@ from tests.support.saved_tensors import recording_saved
 from threefold.constants import IGNORE_INDEX, LOGITS_AT_ONCE
 from threefold.ops.cross_entropy import cross_entropy
 from threefold.planner.dry_step import StorageTracker
-from threefold.planner.torch_private import fake_tensors
+from threefold.torch_private.fake import fake_tensors
 
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 3e-7, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 SIZES = [(1, 1), (5, 7), (300, 1000), (2, LOGITS_AT_ONCE + 1), (LOGITS_AT_ONCE // 65 + 3, 65), (0, 9)]

@@ -7,8 +7,7 @@ from typing import Any
 
 from tests.support.parity import Case, make_engine
 from threefold.planner.dry_step import Measured, batch_of, even_choice, measure_step
-from threefold.planner.torch_private import TOP_K
-from threefold.torch_private.runtime import OperationMode
+from threefold.torch_private.fake import TOP_K, OperationMode
 from threefold.verify.worker_pool import WorkerPool
 
 

@@ -8,8 +8,7 @@ import torch
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import SampleInfo
 from threefold.planner.dry_step import FlopCount
-from threefold.planner.torch_private import fake_tensors
-from threefold.torch_private.runtime import OperationMode
+from threefold.torch_private.fake import OperationMode, fake_tensors
 
 
 class Counting(OperationMode):

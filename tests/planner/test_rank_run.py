@@ -24,7 +24,7 @@ from threefold.planner.dry_step import (
     Observer,
     measure_step,
 )
-from threefold.torch_private.runtime import FakeTensor
+from threefold.torch_private.fake import FakeTensor
 from threefold.train.step import Engine
 from threefold.verify.worker_pool import WorkerPool
 

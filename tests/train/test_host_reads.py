@@ -20,9 +20,8 @@ from tests.planner.golden_collectives import LAYOUTS
 from tests.support.devices import alone_on
 from tests.support.parity import LLAMA, MOE, MOE_SIZES, Case, make_engine, shard_of
 from tests.support.sweep import sweep
-from threefold.planner.torch_private import leaves
 from threefold.random.dropout import Dropout
-from threefold.torch_private.runtime import OperationMode
+from threefold.torch_private.fake import OperationMode, leaves
 from threefold.torch_private.tensors import storage_key
 from threefold.train.step import Engine
 

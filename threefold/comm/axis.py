@@ -105,10 +105,6 @@ class HostGroup(PythonGroup):
         """Return the sum of `tensor`, of any shape, over the ranks: `all_reduce` without a copy of the summand."""
         raise NotImplementedError
 
-    def withdraw(self) -> None:
-        """Free the group's memory and pipes as soon as nothing else refers to it; torch's tables do not any more."""
-        raise NotImplementedError
-
     @contextmanager
     def refusing(self) -> Iterator[None]:
         """Raise a `RuntimeError` from collectives in the block, which the other ranks do not run."""

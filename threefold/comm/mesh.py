@@ -18,7 +18,7 @@ from threefold.comm.layout import AXES, Coordinates, Layout
 from threefold.doors import hook
 from threefold.errors import naming_arguments
 from threefold.torch_private import distributed
-from threefold.torch_private.runtime import COLLECTIVES, OperationMode
+from threefold.torch_private.fake import COLLECTIVES, OperationMode
 
 __all__ = ["Axis", "Event", "EventRecorder", "Mesh"]
 
@@ -293,7 +293,7 @@ class Mesh:
             index, group = ranks.index(self.rank), several.get(name, group)
             axis = Axis(name, ranks, index, group, self.recorder, device_mesh, self.heartbeat, number, self.in_tree)
             if isinstance(group, HostGroup):
-                weakref.finalize(axis, group.withdraw).atexit = False  # frees its memory and pipes
+                weakref.finalize(axis, distributed.withdraw, group).atexit = False  # frees its memory and pipes
             axes.append(axis)
         return axes
 

@@ -16,8 +16,7 @@ from typing import Final, NamedTuple
 import torch.distributed as dist
 
 from threefold.cpu.scratch import host_name, scratch_folder
-from threefold.cpu.torch_private import process_group_timeout
-from threefold.torch_private.distributed import default_store
+from threefold.torch_private.distributed import default_store, process_group_timeout
 
 SIGNAL_BYTES = 16
 """Bytes that a rank writes to announce a round."""

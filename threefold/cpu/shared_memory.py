@@ -29,9 +29,8 @@ from threefold.cpu.segments import (
     tickets,
     whole_pages,
 )
-from threefold.cpu.torch_private import stand_in, withdraw
 from threefold.errors import PeerLostError
-from threefold.torch_private.distributed import Work
+from threefold.torch_private.distributed import Work, stand_in
 
 
 class SharedMemorySizes(NamedTuple):
@@ -123,9 +122,6 @@ class SharedMemoryGroup(HostGroup):
         self._barrier.close()
         self._views.clear()
         self._slots = torch.empty(0, dtype=torch.uint8)
-
-    def withdraw(self) -> None:
-        withdraw(self)
 
     def sum_of(self, tensor: Tensor) -> Tensor:
         """Return the sum of `tensor`, of any shape, over the ranks: `all_reduce` without a copy of the summand."""

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from threefold.constants import STAGED_GLOO
-from threefold.cpu.torch_private import with_gloo
-from threefold.torch_private.distributed import PythonGroup, Work
+from threefold.torch_private.distributed import PythonGroup, Work, with_gloo
 
 
 class _StagedWork(Work):

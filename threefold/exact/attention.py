@@ -17,8 +17,8 @@ from threefold.cpu.dropped_attention import HeadDrop
 from threefold.cpu.tiles import TileGradients, TileInputs, tile_inputs
 from threefold.exact.layers import last_dim_summed
 from threefold.exact.products import products, tree_sum
-from threefold.exact.torch_private import UninterceptedFunction
 from threefold.ops.kernels import AttentionMask
+from threefold.torch_private.runtime import UninterceptedFunction
 
 _AT_ONCE: Final = 1 << 20  # attention weights of a run of samples or heads
 _LONGEST_KEPT: Final = 512  # keys up to which the backward pass keeps the attention weights, as plain attention does

@@ -19,8 +19,8 @@ from torch.autograd.function import once_differentiable
 
 from threefold.exact.layers import last_dim_summed, widened
 from threefold.exact.products import equal_parts, product, tree_sum
-from threefold.exact.torch_private import UninterceptedFunction
 from threefold.ops.kernels import GradientStore, gradient_store
+from threefold.torch_private.runtime import UninterceptedFunction
 
 _ROWS = 16  # least number of rows of a product, and least step from one number to the next
 AddGradient = Callable[[Tensor], None]  # function that adds a weight's gradients from all senders, [senders, …]

@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from threefold.exact import layers, products
 from threefold.exact.layers import RowSum, last_dim_summed, widened
-from threefold.exact.torch_private import UninterceptedFunction, gelu_gradient, sigmoid_gradient, silu_gradient
+from threefold.torch_private.runtime import UninterceptedFunction, gelu_gradient, sigmoid_gradient, silu_gradient
 
 _VECTORS: Final = 64
 """Maximum number of elements that torch computes together on a CPU: two vectors of the narrowest dtype. It computes the

@@ -35,8 +35,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from threefold.exact.products import Parts, equal_parts, product, sum_dim, tree_sum
-from threefold.exact.torch_private import UninterceptedFunction, layer_norm_gradient
 from threefold.ops.kernels import GradientStore, defer_or_compute, gradient_store
+from threefold.torch_private.runtime import UninterceptedFunction, layer_norm_gradient
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from threefold.models.sharding import ModelPlan
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import Recomputed
 from threefold.torch_private.distributed import persistent_buffers
-from threefold.torch_private.runtime import FakeTensor
+from threefold.torch_private.fake import FakeTensor
 from threefold.torch_private.tensors import version_of
 
 _ALIKE = 1e-3

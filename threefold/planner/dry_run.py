@@ -25,8 +25,7 @@ from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner import dry_step
 from threefold.planner.block_shape import block_shapes
 from threefold.planner.dry_step import CollectiveTotal, DryRunReport
-from threefold.planner.torch_private import fake_process_group, fake_tensors, with_memory
-from threefold.torch_private.runtime import FakeTensor
+from threefold.torch_private.fake import FakeTensor, fake_process_group, fake_tensors, with_memory
 from threefold.train.step import Engine
 from threefold.train.stop import Requests, Stop
 

@@ -20,9 +20,9 @@ from threefold.cpu.dropped_attention import DROPPED_ATTENTION, DROPPED_ATTENTION
 from threefold.cpu.tiles import TILED_ATTENTION, TILED_ATTENTION_BACKWARD, tiles
 from threefold.data.loader import Batch
 from threefold.ops.kernels import AttentionMask
-from threefold.planner import torch_private as fake
-from threefold.planner.torch_private import leaves, unreduced_gradients, with_memory
-from threefold.torch_private.runtime import FakeTensor, OperationMode
+from threefold.torch_private import fake
+from threefold.torch_private.distributed import unreduced_gradients
+from threefold.torch_private.fake import FakeTensor, OperationMode, leaves, with_memory
 from threefold.torch_private.tensors import storage_key
 from threefold.train.step import Engine
 

@@ -15,7 +15,7 @@ from threefold.comm.heartbeat import Activity, Heartbeat, RunSection, Wait, wait
 from threefold.errors import UserError
 from threefold.foreign import own_file, own_folder, write_own
 from threefold.planner.pictures import draw_run_timeline
-from threefold.planner.torch_private import quieten_kineto
+from threefold.torch_private.runtime import quieten_kineto
 from threefold.train.attachment import Profiler
 from threefold.train.callbacks.base import RunContext, reason_of, say
 from threefold.train.callbacks.records import StepRecord

@@ -288,7 +288,7 @@ def _recorder(job: Job, rank: int) -> Callable[[], None]:
         own_file(Path(f"{prefix}{rank}"))  # for NCCL
 
     def write() -> None:
-        from threefold.resilience.torch_private import nccl_records
+        from threefold.torch_private.distributed import nccl_records
 
         if (records := nccl_records()) is not None:
             with suppress(OSError):

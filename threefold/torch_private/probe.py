@@ -1,4 +1,4 @@
-"""Check that this torch has the private parts that these files name, as read from their sources.
+"""Check that this torch has the private parts that the files beside this one name, as read from their sources.
 
 The canaries in `tests/test_torch_private.py` also test what the parts do, and attributes of objects made on the way.
 """
@@ -26,14 +26,13 @@ def require_parts(version: str) -> None:
 
 
 def missing_parts() -> Iterator[str]:
-    """Yield the parts of torch that `named_parts` finds and that the installed torch does not have."""
+    """Yield the parts of torch that this package's files name and that the installed torch does not have."""
     return (part for part, found in named_parts() if not found)
 
 
 def named_parts() -> Iterator[tuple[str, bool]]:
-    """Yield each part that these files and those of attached rooms name, and whether the installed torch has it."""
-    own = Path(__file__).parent
-    for file in (*sorted(own.glob("*.py")), *sorted(own.parent.glob("*/torch_private.py"))):
+    """Yield each part of torch that this package's files name, and whether the installed torch has it."""
+    for file in sorted(Path(__file__).parent.glob("*.py")):
         if file != Path(__file__):
             yield from _Reader({}).parts(ast.parse(file.read_text(encoding="utf-8")))
 

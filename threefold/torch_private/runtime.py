@@ -1,6 +1,7 @@
-"""Private parts of torch for how its operations run: the compiler, operators, modes, threads."""
+"""Private parts of torch for how its operations run: the compiler, operators, threads, the profiler."""
 
 import ctypes
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +11,7 @@ import torch
 from torch import Tensor
 from torch._library.opaque_object import register_opaque_type
 from torch._opaque_base import OpaqueBase
-from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import _len_torch_function_stack, _pop_mode_temporarily
 
 _ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that end a run after its step (`threefold.launch.process`)."""
@@ -40,14 +40,6 @@ def keep_signals_from_compilers() -> None:
     on_compile_start(begin)
     on_compile_end(end)
 
-
-OperationMode = TorchDispatchMode
-"""Base class of modes that see every operation in a block. Why: its documentation is in a note on extending torch, but
-its module is private. A public name would replace it."""
-
-COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
-"""Namespaces of the operations as which modes see collectives. Why: only one rank runs a check against one process, in
-which a collective of the user's would wait for the others. A documented way to refuse them would replace it."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _LIBRARY: Final = torch.library.Library("threefold", "FRAGMENT")
@@ -121,6 +113,42 @@ def cpu_attention_backward(
     return found
 
 
+class UninterceptedFunction(torch.autograd.Function):
+    """Autograd function whose forward pass calls torch's own functions, even where a `TorchFunctionMode` is entered.
+
+    Backward passes run outside the mode. Of several modes, the one entered last is left.
+
+    Why: an exact run replaces functions of torch (`exact.functions`), even where its own parts call them, and each
+    call in a mode costs microseconds. A public way to leave a mode would replace this.
+    """
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Compute the function, like `torch.autograd.Function.apply`."""
+        if not _len_torch_function_stack():
+            return super().apply(*args)
+        with _pop_mode_temporarily():
+            return super().apply(*args)
+
+
+def backward_pass() -> int:
+    """Return the number of the backward pass that autograd is running in this thread, or -1.
+
+    Why: a hook is called once per tensor, and must tell the first call of a pass from the others, also after a pass
+    that an error has ended. A public `torch.autograd` function would replace it.
+    """
+    return int(torch._C._current_graph_task_id())
+
+
+def at_end_of_backward_pass(callback: Callable[[], None]) -> None:
+    """Call a function when the running backward pass has accumulated all gradients, before it returns.
+
+    Why: `.grad` of a leaf is complete only then, and no public hook is called after the last one. FSDP does the same.
+    A public `torch.autograd` function would replace it.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
 def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
     """Return weights · (grad − Σ weights · grad): the gradient of the input of `softmax(-1)` with output `weights`.
 
@@ -128,6 +156,43 @@ def softmax_gradient(grad: Tensor, weights: Tensor) -> Tensor:
     for recomputed weights. A public name would replace it.
     """
     found: Tensor = torch.ops.aten._softmax_backward_data(grad, weights, -1, weights.dtype)
+    return found
+
+
+def gelu_gradient(grad: Tensor, x: Tensor, approximate: str) -> Tensor:
+    """Return the gradient of the input `x` of `F.gelu(x, approximate)`.
+
+    Why: autograd calls it with tensors of the shape that the forward pass had; an exact run pads them to whole vectors
+    first. A public name would replace it, as for the two below.
+    """
+    found: Tensor = torch.ops.aten.gelu_backward(grad, x, approximate=approximate)
+    return found
+
+
+def silu_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of the input `x` of `F.silu`. Why, and what would replace it: as for `gelu_gradient`."""
+    found: Tensor = torch.ops.aten.silu_backward(grad, x)
+    return found
+
+
+def sigmoid_gradient(grad: Tensor, x: Tensor) -> Tensor:
+    """Return the gradient of the input `x` of the sigmoid. Why, and what would replace it: as for `gelu_gradient`."""
+    found: Tensor = torch.ops.aten.sigmoid_backward(grad, x.sigmoid())
+    return found
+
+
+def layer_norm_gradient(grad: Tensor, x: Tensor, mean: Tensor, scale: Tensor, weight: Tensor | None) -> Tensor:
+    """Return the gradient of the input `x` [..., n] of a layer norm over the last dim, without those of its weights.
+
+    `grad` and `x` are contiguous; `mean` and `scale` are the second and third result of `torch.native_layer_norm`.
+
+    Why: autograd computes all gradients together; those of the weights depend on the number of threads. A public name
+    would replace it.
+    """
+    only_x = [True, False, False]
+    found: Tensor = torch.ops.aten.native_layer_norm_backward(
+        grad, x, [x.shape[-1]], mean, scale, weight, None, only_x
+    )[0]
     return found
 
 
@@ -143,3 +208,13 @@ def end_openmp_threads() -> bool:
         if pause is not None:
             return int(pause(2)) == 0  # `omp_pause_hard`
     return False
+
+
+def quieten_kineto() -> None:
+    """Keep the profiler from printing when it starts and stops.
+
+    Why: Kineto, which is part of torch, then writes a line to standard error, at a level above that of errors. It has
+    no function to change this; it reads this variable when first used. A log level in `torch.profiler` would replace
+    it.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")

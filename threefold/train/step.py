@@ -42,7 +42,7 @@ from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runne
 from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, StepSamples
 from threefold.parallel.recompute import as_written
 from threefold.random.rng import ProcessGenerators, generators_preserved
-from threefold.torch_private.runtime import FakeTensor
+from threefold.torch_private.fake import FakeTensor
 from threefold.train.fingerprint import Fingerprints
 from threefold.train.gradient_update import GradientUpdate
 from threefold.train.optim import GradientNorm, Optimizer, learning_rate

@@ -20,7 +20,7 @@ from threefold.parallel.parameter import whole
 from threefold.parallel.whole_state import whole_state
 from threefold.random.dropout import sample_keys
 from threefold.random.rng import draws_in_sequence, generators_preserved
-from threefold.torch_private.runtime import FakeTensor
+from threefold.torch_private.fake import FakeTensor
 from threefold.train.callbacks.base import say
 from threefold.train.step import GradientStep
 from threefold.train.step_batch import is_of_tokens

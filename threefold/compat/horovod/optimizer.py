@@ -26,10 +26,10 @@ from threefold.compat.horovod.collectives import (
 )
 from threefold.compat.horovod.ranks import world
 from threefold.compat.prepared.optimizer import WrappedOptimizer
-from threefold.compat.torch_private import at_end_of_backward_pass, backward_pass
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
 from threefold.parallel.gradients import Gradients, buckets_by_dtype
+from threefold.torch_private.runtime import at_end_of_backward_pass, backward_pass
 
 
 def broadcast_parameters(params: Any, root_rank: int = 0) -> None:

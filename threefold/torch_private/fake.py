@@ -1,6 +1,5 @@
-"""Private parts of torch for dry runs, where one process is a rank of a large run, on tensors without memory."""
+"""Private parts of torch with which one process runs as a rank of a large run, on tensors without memory."""
 
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -8,14 +7,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+OperationMode = TorchDispatchMode
+"""Base class of modes that see every operation in a block. Why: its documentation is in a note on extending torch, but
+its module is private. A public name would replace it."""
 
 leaves = tree_leaves
 """Leaves of nested arguments. Why: operations take arguments with any nesting. A public module would replace it."""
+
+COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
+"""Namespaces of the operations as which modes see collectives. Why: only one rank runs a check against one process, in
+which a collective of the user's would wait for the others. A documented way to refuse them would replace it."""
 
 
 def fake_tensors() -> FakeTensorMode:
@@ -82,26 +89,3 @@ def storage_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
         yield
     finally:
         torch.UntypedStorage.resize_ = before  # type: ignore[method-assign]
-
-
-def unreduced_gradients(module: FSDPModule) -> list[Tensor]:
-    """Return a module's unsharded gradients before their reduce-scatter, and the shards of those after it.
-
-    Why: FSDP keeps accumulated gradients next to the parameters, not as `.grad`. A public accessor would replace it.
-    """
-    found: list[Tensor | None] = []
-    for group in module._get_fsdp_state()._fsdp_param_groups:
-        for each in group.fsdp_params:
-            whole = getattr(each, "_unsharded_param", None)
-            found += [each.unsharded_accumulated_grad, each.sharded_param.grad, None if whole is None else whole.grad]
-    return [gradient for gradient in found if gradient is not None]
-
-
-def quieten_kineto() -> None:
-    """Keep the profiler from printing when it starts and stops.
-
-    Why: Kineto, which is part of torch, then writes a line to standard error, at a level above that of errors. It has
-    no function to change this; it reads this variable when first used. A log level in `torch.profiler` would replace
-    it.
-    """
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")

@@ -2,7 +2,7 @@
 
 import torch
 
-from threefold.compat.torch_private import at_end_of_backward_pass, backward_pass
+from threefold.torch_private.runtime import at_end_of_backward_pass, backward_pass
 
 
 def test_a_backward_pass_is_noticed() -> None:
