@@ -6,12 +6,13 @@ from typing import Any
 import pytest
 
 from tests.train.support import Run, record
+from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.errors import HardwareFault, UserError
 from threefold.launch.failure import RankFailed, from_exception, from_exit_code
 from threefold.report.door import GOODPUT_FILE
 from threefold.report.goodput import GoodputLedger
-from threefold.resilience.restarts import Fallback, Restarts, fallbacks_of
+from threefold.resilience.restarts import Restarts, fallbacks_of
 from threefold.train.attempt import Attempt
 
 KILLED = -9
@@ -64,7 +65,7 @@ def test_none_by_default_and_none_after_a_mistake_of_the_user(small_run: Run, tm
 
 def test_after_a_hardware_fault_nothing_in_memory_is_trusted(small_run: Run, tmp_path: Path) -> None:
     config = small_run.but(dp=2, set=(("train.max_restarts", 2), ("checkpoint.memory_every", 1))).config
-    again = Restarts(config, tmp_path, (), 0.0, arguments)
+    again = Restarts(config, tmp_path, {}, 0.0, arguments)
     before = again.args()[1].memory
     ((file, _), _) = before
     file.write_bytes(b"x" * 100)
@@ -133,12 +134,12 @@ def test_fallbacks_keep_the_global_batch(small_run: Run) -> None:
         ("parallel.sequence_parallel", True),
     )
     sections = small_run.but(dp=2, tp=2, set=given).config.given()
-    found: tuple[Fallback, ...] = fallbacks_of(Config.model_validate(sections))
-    assert [each.world_size for each in found] == [4, 1]
-    assert {each.config.train.global_batch_size for each in found} == {16}
-    assert {each.config.train.micro_batch_size for each in found} == {2}
-    assert (found[0].config.parallel.zero, found[0].config.parallel.sequence_parallel) == (1, False)
-    assert found[1].config.train.recompute == "full"
+    found = [*fallbacks_of(Config.model_validate(sections)).values()]
+    assert [Layout.from_config(each.parallel).world_size for each in found] == [4, 1]
+    assert {each.train.global_batch_size for each in found} == {16}
+    assert {each.train.micro_batch_size for each in found} == {2}
+    assert (found[0].parallel.zero, found[0].parallel.sequence_parallel) == (1, False)
+    assert found[1].train.recompute == "full"
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Checks of a run's config against its data and this machine, before anything is written or started."""
 
 import os
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
@@ -15,28 +15,24 @@ from threefold.config.schema import check_fault_policies
 from threefold.constants import PARITY_WIDE
 from threefold.data.dataset import open_dataset
 from threefold.doors import hook
+from threefold.errors import UserError
+from threefold.files import shown
 from threefold.launch.device import choose_device, require_gpus
 from threefold.launch.environment import find_launched_rank
 from threefold.launch.launcher import joined_rank
 from threefold.output import SILENT, Progress
 
 
-class OtherLayout(Protocol):
-    """Layout of `parallel.fallbacks` with which a run can continue, of an attached room (hook `fallbacks`)."""
-
-    @property
-    def config(self) -> Config:
-        """The run's config in this layout."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-
-    def resolved(self, config: Config) -> "OtherLayout":
-        """Return this layout with the resolved config."""
-
-    def naming(self, config: Config) -> AbstractContextManager[None]:
-        """Prefix a `UserError` of the block with this fallback of `config`."""
+@contextmanager
+def naming_fallback(config: Config, layout: str) -> Iterator[None]:
+    """Prefix a `UserError` of the block with the layout of the config's `parallel.fallbacks` that it concerns."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(
+            f"{config.origin('parallel.fallbacks')}parallel.fallbacks has {shown(layout)}, with which this run cannot "
+            f"go on: {error}"
+        ) from None
 
 
 def resolve_run(config: Config) -> Config:
@@ -60,7 +56,7 @@ class CheckedConfig:
         samples: number of training samples.
         local_world_size: ranks of this host.
         layout: layout of the config if it is one of the fallbacks; otherwise empty.
-        fallbacks: layouts with which the ranks can continue, each with its checked config.
+        fallbacks: by layout with which the ranks can continue, the checked config.
     """
 
     given: Config
@@ -69,7 +65,7 @@ class CheckedConfig:
     samples: int
     local_world_size: int
     layout: str = ""
-    fallbacks: "tuple[tuple[OtherLayout, CheckedConfig], ...]" = ()
+    fallbacks: "dict[str, CheckedConfig]" = field(default_factory=dict)
 
     def fitted(self) -> Config:
         """Return the config with the largest micro-batch size that fits into memory, unless settings determine it."""
@@ -95,13 +91,13 @@ def checked(config: Config, progress: Progress) -> CheckedConfig:
 
         check_optimizer(config.optimizer)
     launched, named, layout = joined_rank() or find_launched_rank(), "", Layout.from_config(config.parallel)
-    fallbacks: tuple[OtherLayout, ...] = hook("fallbacks")(config) if config.parallel.fallbacks else ()
+    fallbacks: dict[str, Config] = hook("fallbacks")(config) if config.parallel.fallbacks else {}
     if launched:
         if fallbacks and layout.world_size != launched.world_size:
             config, named = hook("in_world")(config, fallbacks, launched.world_size, launched.variables)
         else:
             layout.require_world(launched.world_size, launched.variables)
-        fallbacks = ()  # the launcher starts the ranks
+        fallbacks = {}  # the launcher starts the ranks
     local_world_size = launched.local_world_size if launched else layout.world_size
     if config.train.device == "cuda":
         require_gpus(local_world_size, config.parallel.backend)
@@ -116,10 +112,11 @@ def checked(config: Config, progress: Progress) -> CheckedConfig:
     if config.train.epochs is not None:
         resolved = resolve(config, known, samples=samples)
     device = choose_device(resolved.train.device, resolved.precision.dtype, local_world_size, resolved.parallel.backend)
-    others = []
-    for each in fallbacks:
-        with each.naming(config):
-            given = dataset.complete(each.config)
+    others = {}
+    for name, fallback in fallbacks.items():
+        with naming_fallback(config, name):
+            given = dataset.complete(fallback)
             settled = resolve(given, known, samples=samples)
-        others.append((each, CheckedConfig(given, on_device(settled, device), known, samples, each.world_size)))
-    return CheckedConfig(config, on_device(resolved, device), known, samples, local_world_size, named, tuple(others))
+        ranks = Layout.from_config(given.parallel).world_size
+        others[name] = CheckedConfig(given, on_device(settled, device), known, samples, ranks)
+    return CheckedConfig(config, on_device(resolved, device), known, samples, local_world_size, named, others)

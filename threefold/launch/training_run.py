@@ -16,7 +16,7 @@ from threefold.doors import hook, needed
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
-from threefold.launch.checks import OtherLayout, checked
+from threefold.launch.checks import checked, naming_fallback
 from threefold.launch.environment import LaunchedRank, find_launched_rank
 from threefold.launch.failure import Failure
 from threefold.launch.launcher import joined_rank, run, run_in_process
@@ -87,7 +87,7 @@ class TrainingRun:
         resume: whether to resume from the newest checkpoint of `run_dir`; "auto" does so if there is one.
         finished: whether all steps are done, so that starting does nothing (only with "auto").
         layout: layout of the config if it is one of the fallbacks; otherwise empty.
-        fallbacks: layouts with which ranks started here can continue, with resolved configs.
+        fallbacks: by layout with which ranks started here can continue, the resolved config.
         began: `time.time()` of the preparation; `train.max_seconds` counts from it.
         check: called on every rank before the model is made, to verify the layout of a user's own model; a function of
             a module.
@@ -98,7 +98,7 @@ class TrainingRun:
     resume: Resume
     finished: bool = False
     layout: str = ""
-    fallbacks: tuple[OtherLayout, ...] = ()
+    fallbacks: dict[str, Config] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
     profile_steps: int = 0
     check: "SelfCheck | None" = None
@@ -133,9 +133,9 @@ class TrainingRun:
         _require_memory(self.config, find_launched_rank(), check_division(self.config))
         if self.config.train.max_restarts and (import_writer := hook("import_writer")):
             import_writer()
-        for each in self.fallbacks:
-            with each.naming(self.config):
-                check_division(each.config)
+        for name, config in self.fallbacks.items():
+            with naming_fallback(self.config, name):
+                check_division(config)
         here = find_launched_rank() is None
         if here:
             end_openmp_threads()  # forked ranks would wait for those of this process, where something has used them
@@ -247,7 +247,7 @@ def prepare_training(
         find_warm_start(resolved)
     ranks = Layout.from_config(resolved.parallel).world_size
     say(f"Starting {ranks:,} ranks …" if ranks > 1 else "Starting 1 process …")
-    fallbacks = tuple(each.resolved(other.fitted()) for each, other in found.fallbacks)
+    fallbacks = {name: other.fitted() for name, other in found.fallbacks.items()}
     return TrainingRun(found.fitted(), run_dir, resume, False, found.layout, fallbacks, began, profile_steps)
 
 

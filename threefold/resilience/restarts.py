@@ -2,9 +2,8 @@
 
 import re
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,78 +14,45 @@ from threefold.config.loading import config_of, problem
 from threefold.config.resolve import check_settings
 from threefold.config.rules import batch_sizes
 from threefold.doors import hook
-from threefold.errors import UserError
-from threefold.files import how_often, shown
+from threefold.files import how_often
+from threefold.launch.checks import naming_fallback
 from threefold.launch.failure import Failure, RankFailed
 from threefold.train.attempt import Attempt, fresh_files, memory_files
 
 
-@dataclass(frozen=True)
-class Fallback:
-    """Layout with which a run can continue, and the run's config in it, as given."""
-
-    spec: LayoutSpec
-    config: Config
-
-    @property
-    def world_size(self) -> int:
-        return self.spec.world_size
-
-    def __str__(self) -> str:
-        return str(self.spec)
-
-    def resolved(self, config: Config) -> "Fallback":
-        """Return this fallback with the resolved config."""
-        return replace(self, config=config)
-
-    @contextmanager
-    def naming(self, config: Config) -> Iterator[None]:
-        """Prefix a `UserError` of the block with this fallback of `config`."""
-        with _naming(config, str(self)):
-            yield
-
-
-def fallbacks_of(config: Config) -> tuple[Fallback, ...]:
-    """Return the fallbacks of a config as given, checked as far as possible without its data.
+def fallbacks_of(config: Config) -> dict[str, Config]:
+    """Return the config as given in each layout of its fallbacks, checked as far as possible without its data.
 
     A `UserError` names one that is malformed, or cannot train this model with the global batch of the config's layout.
     """
     if not config.parallel.fallbacks:
-        return ()
-    batch, found = batch_sizes(config, largest=1)["global_batch_size"], []
+        return {}
+    batch, found = batch_sizes(config, largest=1)["global_batch_size"], {}
     for text in config.parallel.fallbacks:
-        with _naming(config, text):
+        with naming_fallback(config, text):
             spec = parse(text)
-            found.append(Fallback(spec, _composed(config, spec, batch)))
-            check_settings(found[-1].config)
-    return tuple(found)
+            found[str(spec)] = _composed(config, spec, batch)
+            check_settings(found[str(spec)])
+    return found
 
 
-@contextmanager
-def _naming(config: Config, text: str) -> Iterator[None]:
-    """Prefix a `UserError` of the block with the fallback `text` that it concerns."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(
-            f"{config.origin('parallel.fallbacks')}parallel.fallbacks has {shown(text)}, with which this run cannot go "
-            f"on: {error}"
-        ) from None
+def _ranks(config: Config) -> int:
+    return Layout.from_config(config.parallel).world_size
 
 
-def in_world(config: Config, fallbacks: tuple[Fallback, ...], ranks: int, because: str) -> tuple[Config, str]:
+def in_world(config: Config, fallbacks: Mapping[str, Config], ranks: int, because: str) -> tuple[Config, str]:
     """Return the config for a world of `ranks` ranks, and the fallback it follows, empty if it is the given config.
 
     Raises a `UserError`, which gives `because` as the source of the number (see `Layout.require_world`), if neither its
     own layout nor a fallback has so many ranks.
     """
     layout = Layout.from_config(config.parallel)
-    found = next((each for each in fallbacks if each.world_size == ranks), None)
-    if found is not None:
-        return found.config, str(found)
+    worlds = {name: _ranks(each) for name, each in fallbacks.items()}
+    if (found := next((name for name, size in worlds.items() if size == ranks), None)) is not None:
+        return fallbacks[found], found
     if fallbacks:
-        listed = ", ".join(f"{each} {each.world_size}" for each in fallbacks)
-        sizes = {layout.world_size, *(each.world_size for each in fallbacks)}
+        listed = ", ".join(f"{name} {size}" for name, size in worlds.items())
+        sizes = {layout.world_size, *worlds.values()}
         nearest = min(sizes, key=lambda size: (abs(size - ranks), size))
         what = (
             f"the world has {ranks} ranks, the layout {layout} needs {layout.world_size}, and of the fallbacks {listed}"
@@ -129,13 +95,12 @@ class Restarts:
         self,
         config: Config,
         run_dir: Path,
-        fallbacks: Sequence[Fallback],
+        fallbacks: Mapping[str, Config],
         began: float,
         make: Callable[[Config, Attempt], tuple[Any, ...]],
     ) -> None:
-        self._config, self._run_dir, self._fallbacks, self._make = config, run_dir, tuple(fallbacks), make
-        ranks = Layout.from_config(config.parallel).world_size
-        memory = memory_files(ranks) if config.train.max_restarts and config.checkpoint.memory_every else ()
+        self._config, self._run_dir, self._fallbacks, self._make = config, run_dir, fallbacks, make
+        memory = memory_files(_ranks(config)) if config.train.max_restarts and config.checkpoint.memory_every else ()
         self._attempt = Attempt(most=config.train.max_restarts, began=began, memory=memory)
         self._before: tuple[int, str, int] | None = None  # rank, error and last step, compared with the next failure's
 
@@ -159,7 +124,7 @@ class Restarts:
                 f"{message}; given up, as the ranks were restarted {how_often(most)} (train.max_restarts {most})"
             )
         self._follow(failure, message)
-        return self.args(), Layout.from_config(self._config.parallel).world_size
+        return self.args(), _ranks(self._config)
 
     def _follow(self, failure: Failure, message: str) -> None:
         """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail too."""
@@ -169,10 +134,9 @@ class Restarts:
         seen, again, layout = (failure.rank, re.sub(r"\d+", "", failure.error), step), self._before, ""
         # The same rank failed twice in a row: its hardware may be broken.
         if again is not None and again[0] == failure.rank:
-            ranks = Layout.from_config(self._config.parallel).world_size
-            found = next((each for each in self._fallbacks if each.world_size < ranks), None)
-            if found is not None:
-                self._config, layout, again = found.config, str(found), None
+            smaller = (name for name, each in self._fallbacks.items() if _ranks(each) < _ranks(self._config))
+            if layout := next(smaller, ""):
+                self._config, again = self._fallbacks[layout], None
         if again == seen:
             where = f"step {step + 1:,}" if step else "the first step, or the start before it,"
             raise RankFailed(
