@@ -46,6 +46,7 @@ def test_the_commands_of_the_core_need_no_room(tmp_path: Path) -> None:
 
 
 NEEDED = {
+    "data.skip_steps": ("resilience", "--set", "data.skip_steps=[2]"),
     "train.watch_every": ("resilience", "--set", "train.watch_every=1"),
     "train.max_restarts": ("resilience", "--set", "train.max_restarts=1"),
     "parallel.fallbacks": ("resilience", "--set", "parallel.fallbacks=[dp2]"),
@@ -59,7 +60,7 @@ NEEDED = {
 
 
 @pytest.mark.parametrize(
-    "named", ["train.watch_every", *(pytest.param(each, marks=pytest.mark.slow) for each in [*NEEDED][1:])]
+    "named", ["data.skip_steps", *(pytest.param(each, marks=pytest.mark.slow) for each in [*NEEDED][1:])]
 )
 def test_settings_that_a_room_follows_need_the_room(tmp_path: Path, tokens: Path, named: str) -> None:
     room, *given = NEEDED[named]
@@ -107,10 +108,13 @@ def test_a_run_needs_no_room(tmp_path: Path, tokens: Path, threefold) -> None:
     assert logged_losses(tmp_path / "alone") == pytest.approx(logged_losses(tmp_path / "all"), rel=1e-5)
 
 
-KINDS = "FIRST_CALLBACKS CALLBACKS CHOSEN_CALLBACKS TOKEN_FORMATS ATTACHMENTS RULES DEFAULTS HOOKS NAMES TYPES"
+KINDS = (
+    *("FIRST_CALLBACKS", "CALLBACKS", "CHOSEN_CALLBACKS", "TOKEN_FORMATS", "ATTACHMENTS", "RULES", "DEFAULTS"),
+    *("SETTING_NAMES", "RUN_CHECKS", "HOOKS", "NAMES", "TYPES"),
+)
 
 
-@pytest.mark.parametrize("kind", KINDS.split())
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_a_door_declares_is_there(kind: str) -> None:
     assert all(imported(path) is not None for path in added(kind).values())
 

@@ -12,6 +12,8 @@ The core is what trains. An attached room is a subpackage that a run can do with
     NAMES = {"verify_model": "threefold.verify.api:verify_model"}  # of `threefold`; TYPES, of `threefold.types`
     RULES = {"exact": "threefold.exact.rules:check_exact"}  # of a resolved config, as `threefold.config.rules`
     DEFAULTS = {"grain": "threefold.exact.rules:default_grain"}  # of a config and its filled settings, by `section.key`
+    SETTING_NAMES = {"other_systems": "threefold.convert.setting_names:SETTING_NAMES"}  # our setting → names elsewhere
+    RUN_CHECKS = {"fault_policies": "threefold.resilience.rules:check_fault_policies"}  # of a config, before a run
     HOOKS = {"peak_rate": "threefold.planner.hardware:peak_rate"}  # functions that the core calls if the room is there
 
 A room that is not there adds nothing. Other packages add names through entry points (`plugins.Registry`).

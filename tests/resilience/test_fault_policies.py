@@ -10,9 +10,9 @@ from tests.resilience.faults import Fault, train_with
 from tests.support.plugin_package import write_package
 from tests.train.support import Run, steps_of
 from threefold.config.loading import config_of
-from threefold.config.schema import check_fault_policies
 from threefold.errors import UserError
 from threefold.resilience.anomalies import AnomalyPolicy
+from threefold.resilience.rules import check_fault_policies
 from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 GROUP = "threefold.fault_policies"
@@ -86,9 +86,9 @@ def test_an_unknown_name_lists_the_known_ones(package: Path) -> None:
 
 
 def test_what_is_no_policy_is_one_sentence(small_run: Run, package: Path) -> None:
-    check_fault_policies("patient", "skip")
+    check_fault_policies(config_of({"data": {"path": "x"}, "train": {"on_nan": "patient"}}))
     with pytest.raises(UserError, match=r"train\.on_spike is number, which is declared as 7 but must be a function"):
-        check_fault_policies("stop", "number")
+        check_fault_policies(config_of({"data": {"path": "x"}, "train": {"on_spike": "number"}}))
     policy = AnomalyPolicy(on_nan(small_run, "confused").config)
     with pytest.raises(
         UserError,

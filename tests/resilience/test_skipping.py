@@ -15,13 +15,13 @@ from tests.train.support import Run, engine_of, losses_of, manifest, same, steps
 from threefold.checkpoint.folder import path_of
 from threefold.checkpoint.manifest import Facts
 from threefold.config import Config
-from threefold.config.data import StepRanges
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
 from threefold.report.metrics import read_metrics
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
 from threefold.resilience.remote import RemoteCheckpoints
+from threefold.resilience.rules import StepRanges
 from threefold.train.callbacks.base import BadStep, Callback, RunContext
 from threefold.train.run import open_loader, open_samples
 from threefold.verify.worker_pool import WorkerError, WorkerPool

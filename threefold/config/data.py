@@ -1,84 +1,19 @@
-"""The `data` section of a config, and ranges of steps."""
+"""The `data` section of a config."""
 
-import re
-from bisect import bisect_right
-from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from threefold.config.section import MOST_STEPS, MOST_TOKENS, PathText, Section, Text, derived
+from threefold.config.section import MOST_TOKENS, PathText, Section, Text, derived
 from threefold.constants import MOST_IDS
-
-_RANGE = re.compile(r"(\d{1,15}) ?- ?(\d{1,15})|(\d{1,15})")
-_WRITTEN = "a list of steps and ranges of steps from 1 on, such as [120, 300-320]"
-
-
-@dataclass(frozen=True)
-class StepRanges:
-    """Set of steps, counted from 1; `ranges` are (first, last), ascending, disjoint and not adjacent."""
-
-    ranges: tuple[tuple[int, int], ...] = ()
-
-    @classmethod
-    def of(cls, ranges: Iterable[tuple[int, int]]) -> "StepRanges":
-        """Return the union of ranges given in any order, overlapping or not."""
-        joined: list[tuple[int, int]] = []
-        for first, last in sorted(ranges):
-            if joined and first <= joined[-1][1] + 1:
-                joined[-1] = joined[-1][0], max(last, joined[-1][1])
-            else:
-                joined.append((first, last))
-        return cls(tuple(joined))
-
-    @classmethod
-    def parse(cls, given: Any) -> "StepRanges":
-        """Parse a whole number, a range as text, or a list of these; raise ValueError with the accepted forms."""
-        entries = given if isinstance(given, list | tuple) else [given]
-        return cls.of(_parsed(entry) for entry in entries)
-
-    @property
-    def written(self) -> tuple[int | str, ...]:
-        """Steps and ranges as they are written in a config, such as `(120, "300-320")`."""
-        return tuple(first if first == last else f"{first}-{last}" for first, last in self.ranges)
-
-    def __contains__(self, step: int) -> bool:
-        return self.around(step) is not None
-
-    def __str__(self) -> str:
-        return ", ".join(str(entry) for entry in self.written)
-
-    def around(self, step: int) -> tuple[int, int] | None:
-        """Return the range that contains a step, or None."""
-        place = bisect_right(self.ranges, (step, MOST_STEPS + 1)) - 1
-        return self.ranges[place] if place >= 0 and step <= self.ranges[place][1] else None
-
-    def next_outside(self, step: int) -> int:
-        """Return the first step from `step` on that is in no range."""
-        found = self.around(step)
-        return step if found is None else found[1] + 1
-
-    def with_range(self, first: int, last: int) -> "StepRanges":
-        return StepRanges.of([*self.ranges, (first, last)])
-
-
-def _parsed(entry: Any) -> tuple[int, int]:
-    match = _RANGE.fullmatch(str(entry).strip()) if type(entry) in (int, str) else None
-    if match is None:
-        raise ValueError(_WRITTEN)
-    first, last = (int(match[3]),) * 2 if match[3] else (int(match[1]), int(match[2]))
-    if last < first:
-        raise ValueError(f"{_WRITTEN}, and {first}-{last} ends before it begins; use {last}-{first}")
-    if not 1 <= first <= last <= MOST_STEPS:
-        raise ValueError(_WRITTEN)
-    return first, last
+from threefold.doors import hook
 
 
 def _step_ranges(given: Any) -> Any:
+    entries = given if isinstance(given, list | tuple) else (given,)
     try:
-        return StepRanges.parse(given).written
+        return ranges.parse(entries).written if (ranges := hook("step_ranges")) else tuple(entries)
     except ValueError as error:
         raise PydanticCustomError("step_ranges", "{rule}", {"rule": str(error)}) from None
 
@@ -148,11 +83,6 @@ class DataConfig(Section):
         if self.path is not None and self.mixture is not None:
             raise PydanticCustomError("given_twice", "path and mixture are given")
         return self
-
-    @property
-    def skipped(self) -> StepRanges:
-        """Steps of `skip_steps` as ranges."""
-        return StepRanges.parse(self.skip_steps or ())
 
     @property
     def corpora(self) -> dict[str, float]:

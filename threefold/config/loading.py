@@ -14,37 +14,13 @@ import yaml
 from pydantic import ValidationError
 
 from threefold.config.schema import DERIVED, Config, section_settings
+from threefold.doors import added, imported
 from threefold.errors import UserError
 from threefold.files import hide_secrets, read_text, shown
 from threefold.foreign import FolderFiles
 from threefold.plugins import one_of
 
 _UNSET = object()
-_ELSEWHERE = {
-    "lr": "learning_rate",
-    "clip_grad_norm": "grad_clip gradient_clipping max_grad_norm max_norm",
-    "max_steps": "max_iters train_iters total_steps num_steps steps iterations",
-    "epochs": "num_epochs num_train_epochs max_epochs",
-    "num_layers": "n_layer n_layers layers num_hidden_layers depth",
-    "hidden_size": "n_embd d_model dim hidden_dim hidden model_dim embed_dim",
-    "num_attention_heads": "n_head n_heads heads num_heads",
-    "num_key_value_heads": "n_kv_heads num_kv_heads kv_heads num_query_groups",
-    "ffn_hidden_size": "intermediate_size d_ff ffn_dim mlp_dim",
-    "max_position_embeddings": "n_positions max_seq_len",
-    "sequence_length": "seq_len seq_length block_size context_length max_seq_length",
-    "global_batch_size": "batch_size train_batch_size",
-    "micro_batch_size": "mbs per_device_train_batch_size train_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": "grad_accum accumulate_grad_batches",
-    "tp": "tensor_parallel tensor_parallel_size tensor_model_parallel_size tensor_parallel_degree mp_degree",
-    "pp": "pipeline_parallel pipeline_parallel_size pipeline_model_parallel_size pipeline_parallel_degree pp_degree",
-    "dp": "data_parallel data_parallel_size data_parallel_replicate_degree dp_degree",
-    "cp": "context_parallel context_parallel_size context_parallel_degree",
-    "ep": "expert_parallel expert_parallel_size expert_model_parallel_size",
-    "zero": "zero_stage sharding_stage",
-    "dtype": "mixed_precision amp",
-    "recompute": "gradient_checkpointing activation_checkpointing activation_checkpoint",
-}
-"""Our setting → its names in Megatron-LM, torchtitan, nanoGPT, Hugging Face, Lightning, DeepSpeed and Paddle."""
 
 
 def problem(config: Config, key: str, rule: str, value: Any = _UNSET) -> UserError:
@@ -69,7 +45,9 @@ def nearest_setting(key: str, known: Sequence[str], sections: Sequence[str]) -> 
             return close[0]
         section = close[0] if close else section
     names = {key: key.split(".")[1] for key in known}
-    meant = next((ours for ours, theirs in _ELSEWHERE.items() if name.lower() in theirs.split()), name)
+    tables = map(imported, added("SETTING_NAMES").values())
+    elsewhere = ((ours, theirs) for table in tables for ours, theirs in table.items())
+    meant = next((ours for ours, theirs in elsewhere if name.lower() in theirs.split()), name)
     of_section = [key for key in known if key.startswith(f"{section}.")]
     if same := [key for key in known if names[key] == meant]:
         return next((key for key in same if key in of_section), same[0])

@@ -272,9 +272,6 @@ def _check_data(config: Config) -> None:
     if config.data.sequence_length > longest:
         rule = f"model.max_position_embeddings is {longest}; use {longest} or raise the latter"
         raise problem(config, "data.sequence_length", rule)
-    if config.data.skipped.next_outside(1) > config.train.max_steps:
-        rule = f"leaves none of the {config.train.max_steps} steps of train.max_steps; leave one of them out of it"
-        raise problem(config, "data.skip_steps", rule)
 
 
 def _check_zero(config: Config) -> None:

@@ -28,24 +28,12 @@ from threefold.config.section import (
     derived,
 )
 from threefold.constants import MOST_IDS
-from threefold.errors import UserError
-from threefold.files import shown
 from threefold.plugins import Registry
 
 _FAULT_POLICIES: Final = {name: f"threefold.resilience.anomalies:{name}" for name in ("stop", "skip", "rollback")}
 ON_NAN: Final = Registry("train.on_nan", "threefold.fault_policies", _FAULT_POLICIES, takes_paths=True)
 ON_SPIKE: Final = Registry("train.on_spike", "threefold.fault_policies", _FAULT_POLICIES, takes_paths=True)
 """Fault policies: a function in `resilience/anomalies.py` with its name above, an entry point, or an import path."""
-
-
-def check_fault_policies(on_nan: str, on_spike: str) -> None:
-    """Check before any process starts that policies of other packages are functions; raise a `UserError` if not."""
-    for registry, name in ((ON_NAN, on_nan), (ON_SPIKE, on_spike)):
-        if name not in _FAULT_POLICIES and not callable(found := registry.load(name)):
-            raise UserError(
-                f"{registry.setting} is {shown(name)}, which is declared as {found!r} but must be a function that gets "
-                "a Fault and returns stop, skip or rollback."
-            )
 
 
 def _schedule_name(given: Any) -> str:

@@ -12,3 +12,4 @@ TOKEN_FORMATS: Final = {
     "paddlefleetx": "threefold.convert.paddlefleetx_tokens:PADDLEFLEETX",
     "paddlefleetx-npz": "threefold.convert.paddlefleetx_tokens:PADDLEFLEETX_NPZ",
 }
+SETTING_NAMES: Final = {"other_systems": "threefold.convert.setting_names:SETTING_NAMES"}

@@ -11,10 +11,9 @@ from threefold.config.loading import config_of
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.resolve import check_settings, on_device
 from threefold.config.rules import require_rooms
-from threefold.config.schema import check_fault_policies
 from threefold.constants import PARITY_WIDE
 from threefold.data.dataset import open_dataset
-from threefold.doors import hook
+from threefold.doors import added, hook, imported
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.launch.device import choose_device, require_gpus
@@ -85,7 +84,8 @@ def checked(config: Config, progress: Progress) -> CheckedConfig:
     check_settings(config)
     require_rooms(config)
     check_names(config.train.callbacks or ())
-    check_fault_policies(config.train.on_nan, config.train.on_spike)
+    for check in map(imported, added("RUN_CHECKS").values()):
+        check(config)
     if config.optimizer.name not in BUILT_IN:
         from threefold.train.optimizers import check_optimizer  # imports torch, as the optimizer does
 

@@ -14,7 +14,6 @@ from typing import Literal
 
 from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.config import Config
-from threefold.config.data import StepRanges
 from threefold.config.schema import ON_NAN, ON_SPIKE
 from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
@@ -22,6 +21,7 @@ from threefold.errors import DivergenceError, HardwareFault, UserError
 from threefold.files import shown
 from threefold.plugins import one_of
 from threefold.resilience.diagnosis import diagnose
+from threefold.resilience.rules import StepRanges
 from threefold.train.callbacks.base import BadStep, Guard, Response
 from threefold.train.callbacks.records import StepRecord
 from threefold.train.saving import SafeSaving
@@ -86,7 +86,7 @@ class AnomalyPolicy(Guard):
 
     def __init__(self, config: Config, facts: AnomalyFacts | None = None) -> None:
         facts = facts or AnomalyFacts()
-        self._train, self._on_purpose = config.train, config.data.skipped
+        self._train, self._on_purpose = config.train, StepRanges.parse(config.data.skip_steps or ())
         self._rolled_back = StepRanges(facts.skipped)
         self._skipped = StepRanges.of([*self._on_purpose.ranges, *facts.skipped])
         self._bad: dict[int, str] = {}

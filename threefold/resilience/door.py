@@ -4,7 +4,10 @@ from typing import Final
 
 CALLBACKS: Final = {"stragglers": "threefold.resilience.stragglers:StragglerReport"}
 ATTACHMENTS: Final = {"resilience": "threefold.resilience.attachment:FaultResponse"}
+RULES: Final = {"skipped_steps": "threefold.resilience.rules:check_skipped_steps"}
+RUN_CHECKS: Final = {"fault_policies": "threefold.resilience.rules:check_fault_policies"}
 HOOKS: Final = {
+    "step_ranges": "threefold.resilience.rules:StepRanges",
     "held_states": "threefold.resilience.memory_copy:KeptStates",
     "fallbacks": "threefold.resilience.restarts:fallbacks_of",
     "in_world": "threefold.resilience.restarts:in_world",

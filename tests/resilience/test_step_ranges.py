@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from threefold.config.data import StepRanges
 from threefold.config.loading import config_of
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
+from threefold.resilience.rules import StepRanges
 
 LIST = "a list of steps and ranges of steps from 1 on, such as [120, 300-320]"
 
