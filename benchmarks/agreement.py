@@ -28,7 +28,7 @@ from hardware import hardware_line
 from threefold.comm.agreement import compare, facts_of_process
 from threefold.config import resolve
 from threefold.config.loading import config_of
-from threefold.train.terms import settings_of
+from threefold.resilience.terms import settings_of
 
 SIMULATED = (8, 64, 1_024)
 CONFIG = {"data": {"path": "tokens"}, "train": {"max_steps": 100, "global_batch_size": 1_024}}

@@ -113,8 +113,8 @@ def _config(tokens: Path, dtype: str, layout: dict[str, Any], steps: int, expert
 
 def _tokens(folder: Path) -> Path:
     """Write token files of English, from Python's documentation."""
+    from threefold.convert.python_text import write_sample
     from threefold.data.preparation import prepare
-    from threefold.data.python_text import write_sample
 
     write_sample(folder.with_name("text"))
     prepare((folder.with_name("text"),), folder, vocab_size=512, workers=1)

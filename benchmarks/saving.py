@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from threefold.checkpoint.manifest import Facts
-from threefold.checkpoint.save import BackgroundSaver, save_checkpoint
+from threefold.checkpoint.save import save_checkpoint
 from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -42,6 +42,7 @@ from threefold.launch import spawn
 from threefold.launch.worker import RankInfo
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
+from threefold.resilience.background_saving import BackgroundSaver
 from threefold.train.state import engine_tensors
 from threefold.train.step import Engine
 

@@ -51,6 +51,7 @@ NEEDED = {
     "train.max_restarts": ("resilience", "--set", "train.max_restarts=1"),
     "parallel.fallbacks": ("resilience", "--set", "parallel.fallbacks=[dp2]"),
     "checkpoint.remote": ("resilience", "--set", "checkpoint.remote=memory://there"),
+    "checkpoint.async_save": ("resilience", "--set", "checkpoint.async_save=true"),
     "train.exact": ("exact", "--set", "train.exact=true"),
     "train.grain_leaf": ("exact", "--set", "train.grain_leaf=1"),
     "--profile": ("planner", "--profile=2"),

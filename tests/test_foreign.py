@@ -167,7 +167,7 @@ ROOMS: Final = {
     "comm cpu host.py torch_private": "memory of this process group, /proc, /sys, and the installed packages",
 }
 """Rooms that open no file of a run, a checkpoint or a model folder by themselves, and what they open."""
-CLOSER: Final = ("convert/checkpoints.py", "data/conversations.py", "data/tokenizer.py")
+CLOSER: Final = ("convert/checkpoints.py", "data/tokenizer.py")
 """Chapters of such a room that read files of checkpoints too."""
 FUNCTIONS: Final = {
     "a config, prompts, data or an output that the user names": """
@@ -180,11 +180,11 @@ FUNCTIONS: Final = {
         inference/commands/eval.py::_write verify/inspect_command.py::command
         inference/inputs.py::read_prompts inference/inputs.py::require_texts
         report/document.py::write_page report/figures.py::require_picture report/figures.py::save
-        train/saving.py::Checkpoints._sidecar_texts
-        data/conversations.py::ChatTemplate.read data/tokenizer.py::load_tokenizer
+        train/saving.py::CheckpointContents.texts
+        huggingface/conversations.py::read_template data/tokenizer.py::load_tokenizer
     """,
     "code that the user names or trusts": """
-        checkpoint/folder.py::code_text train/terms.py::checksum_of_code verify/self_check.py::_key
+        checkpoint/folder.py::code_text checkpoint/code.py::checksum_of_code verify/self_check.py::_key
     """,
     "pages, scripts and styles of the package": "report/document.py::make_page",
     "a new file, in a folder that this save or conversion has made": """

@@ -15,16 +15,17 @@ from tests.support.chats import (
     transformers_tokenizer,
     write_tokenizer,
 )
-from threefold.data.conversations import Chat, ChatTemplate, Completion, chat_of
+from threefold.data.conversations import Chat, ChatTemplate, Completion
 from threefold.data.encoding import DocumentEncoder
 from threefold.data.tokenizer import TextEncoder, TextRule
 from threefold.errors import UserError
+from threefold.huggingface.conversations import beside, chat_of
 
 
 def encoder(file: Path, special_tokens: Any = "parse", template: ChatTemplate | None = None) -> DocumentEncoder:
     tokenizer = Tokenizer.from_file(str(file))
     rule = TextRule.of(tokenizer, special_tokens)
-    return DocumentEncoder(TextEncoder(tokenizer, rule), None, template or ChatTemplate.beside(file))
+    return DocumentEncoder(TextEncoder(tokenizer, rule), None, template or beside(file))
 
 
 @pytest.fixture(scope="module")
@@ -206,21 +207,19 @@ def test_where_a_template_is_looked_for(files: dict[str, Path], tmp_path: Path) 
     tokenizer = tmp_path / "tokenizer.json"
     tokenizer.write_bytes(files["llama3"].read_bytes())
     config = tmp_path / "tokenizer_config.json"
-    assert ChatTemplate.beside(tokenizer) is None
+    assert beside(tokenizer) is None
     bos = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
     config.write_text(json.dumps({**bos, "chat_template": "one"}))
-    assert ChatTemplate.beside(tokenizer) == ChatTemplate(
-        "one", (("bos_token", "<s>"), ("eos_token", "</s>")), str(config)
-    )
+    assert beside(tokenizer) == ChatTemplate("one", (("bos_token", "<s>"), ("eos_token", "</s>")), str(config))
     named = [{"name": "default", "template": "two"}, {"name": "tool_use", "template": "three"}]
     config.write_text(json.dumps({"chat_template": named}))
-    found = ChatTemplate.beside(tokenizer)
+    found = beside(tokenizer)
     assert found is not None
     assert found.template == "two"
     config.write_text(json.dumps({"chat_template": named[1:]}))
     with pytest.raises(UserError, match="names the chat templates tool_use and no default"):
-        ChatTemplate.beside(tokenizer)
+        beside(tokenizer)
     (tmp_path / "chat_template.jinja").write_text("four")
-    found = ChatTemplate.beside(tokenizer)
+    found = beside(tokenizer)
     assert found is not None
     assert found.template == "four"

@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from threefold.data.packed import PackedSamples, split_facts
+from threefold.data.packed import PackedSamples
 from threefold.data.samples import SPLITS, document_runs
 from threefold.errors import UserError
+from threefold.report.tokens import split_facts
 
 from .conftest import EOD
 

@@ -26,7 +26,7 @@ from threefold.config import resolve
 from threefold.config.loading import config_of
 from threefold.config.schema import section_settings
 from threefold.errors import UserError
-from threefold.train.terms import NOT_COMPARED, settings_of
+from threefold.resilience.terms import NOT_COMPARED, settings_of
 
 CONFIG = """
 data: {{path: {tokens}, sequence_length: 16, split: '8,2'}}

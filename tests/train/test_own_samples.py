@@ -20,7 +20,7 @@ from threefold.data.loader import Loader, Share
 from threefold.data.map_dataset import DistributedDataLoader
 from threefold.errors import UserError
 from threefold.plugins import import_file
-from threefold.train.data_checks import DataCheck
+from threefold.resilience.data_checks import DataCheck
 from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 WHOLE = Share(4)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from threefold.api.checkpoint import LoopModel, LoopState
 from threefold.api.launch import mesh_of_all_ranks
+from threefold.checkpoint.code import checksum_of_code
 from threefold.comm.agreement import require_same_arguments
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
@@ -32,7 +33,6 @@ from threefold.parallel.whole_state import LoadedKeys, load_whole_state, on_all_
 from threefold.plugins import require_one_of
 from threefold.train.state import model_tensors
 from threefold.train.step import GradientStep
-from threefold.train.terms import checksum_of_code
 from threefold.train.update_rule import LossScale
 
 

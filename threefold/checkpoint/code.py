@@ -3,12 +3,15 @@
 A checkpoint from elsewhere may contain any `model.py`, so `select_checkpoint` gives a custom model no file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, FOLDER, OWN_MODEL, folders, stored_config, usable_config
 from threefold.checkpoint.manifest import MANIFEST
+from threefold.checksums import checksum_of_blocks
+from threefold.comm.agreement import short
 from threefold.comm.layout import parse
 from threefold.config import Config
 from threefold.config.model import OWN
@@ -18,7 +21,7 @@ from threefold.data.formats.own_data import is_own_data
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
-from threefold.plugins import is_import_path
+from threefold.plugins import is_import_path, modules_beside
 
 
 def with_code(config: Config, checkpoint: Path, model: str | None, trust_code: bool) -> Config:
@@ -94,6 +97,16 @@ def code_of(config: Config) -> Iterator[tuple[str, str]]:
     for name in config.data.corpora:
         if is_own_data(name):
             yield ("data.path" if config.data.path else "data.mixture"), name
+
+
+def checksum_of_code(files: Iterable[Path]) -> str:
+    """Return a checksum of Python files and of the modules beside them that they import."""
+    blocks = list[bytes]()
+    for file in files:
+        for each in (file, *(modules_beside(file) if file.suffix == ".py" else ())):
+            with suppress(OSError):  # using it says so
+                blocks += [each.name.encode(), each.read_bytes()]
+    return short(checksum_of_blocks(blocks))
 
 
 def _untrusted_model(checkpoint: Path) -> UserError:

@@ -27,6 +27,7 @@ from threefold.data.corpus import Content, Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.samples import ConsumedSamples, whole_shares
 from threefold.data.tokenizer import TextRule, load_tokenizer, loaded
+from threefold.doors import needed
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
@@ -66,6 +67,16 @@ _ORDER = ("train.seed", "data.sequence_length", "data.split", "data.mixture")
 _BATCH = "train.global_batch_size"
 
 Resume = bool | Literal["auto"]  # whether a run resumes from its own checkpoint; "auto" resumes if there is one
+
+
+def copies_of(config: Config, run_dir: Path) -> Any:
+    """Return the copies of a run's checkpoints at `checkpoint.remote` (`RemoteCopies` of `threefold.resilience`).
+
+    None if the config names no address.
+    """
+    if config.checkpoint.remote is None:
+        return None
+    return needed("remote_copies", "checkpoint.remote", "resilience")(config, run_dir)
 
 
 def continues(run_dir: Path, resume: Resume) -> bool:

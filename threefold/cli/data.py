@@ -15,22 +15,6 @@ app = CommandLine(help="Prepare token files from text; show, verify and convert 
 
 
 @app.command()
-def sample(directory: Path = Argument(..., metavar="DIR", help="Folder to write to.")) -> None:
-    """Write a few MB of English text, from the documentation in Python's standard library, as JSON Lines.
-
-    Examples:
-      threefold data sample text
-    """
-    from threefold.data.python_text import write_sample
-
-    summary = write_sample(directory)
-    typer.echo(f"Wrote {summary.documents:,} documents, {summary.bytes / 1e6:.1f} MB of English text:")
-    for file in summary.files:
-        typer.echo(f"  {file}")
-    typer.echo(f"Next: threefold data prepare {directory} --out TOKENS")
-
-
-@app.command()
 def prepare(
     inputs: list[Path] = Argument(
         ..., metavar="INPUT", help="Files or folders: .jsonl, .json, .txt, also as .gz or .zst, and .parquet."

@@ -4,6 +4,7 @@ from typing import Final
 
 COMMANDS: Final = {
     "config convert": ("", "threefold.convert.command:command"),
+    "data sample": ("", "threefold.convert.python_text:sample"),
     "data convert": ("", "threefold.convert.tokens_command:convert"),
     "checkpoint convert": ("", "threefold.convert.checkpoint_command:convert"),
 }

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from threefold.constants import IGNORE_INDEX
 from threefold.data.corpus import Corpus
-from threefold.data.samples import SPLITS, Samples, document_numbers, document_runs
+from threefold.data.samples import Samples, document_numbers, document_runs
 from threefold.errors import UserError
 from threefold.random import Int64Array
 
@@ -102,24 +102,6 @@ class Runs:
 
     def __call__(self, places: Int64Array) -> Int64Array:
         return places + self._shifts[np.searchsorted(self._starts, places, side="right") - 1]
-
-
-@dataclass(frozen=True)
-class SplitFacts:
-    name: str
-    documents: int
-    tokens: int
-    samples: int
-
-
-def split_facts(files: Corpus, split: str, sequence_length: int) -> list[SplitFacts]:
-    """Return the size of each split of `files` under `split`, including empty ones. Raises like `document_counts`."""
-    facts = []
-    for name in SPLITS:
-        runs = document_runs(files.document_count, split, name)
-        documents, tokens = int(np.diff(runs).sum()), int(np.diff(files.documents[runs]).sum())
-        facts.append(SplitFacts(name, documents, tokens, max(0, tokens - 1) // sequence_length))
-    return facts
 
 
 @dataclass(frozen=True, eq=False)

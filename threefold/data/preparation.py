@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from threefold.data.conversations import ChatTemplate
+from threefold.data.conversations import template_of
 from threefold.data.corpus import META_FILE, TOKEN_DTYPES, TOKENIZER_FILE, DocumentWriter, dtype_for
 from threefold.data.encoding import EncodingSpec, encode_documents
 from threefold.data.formats.threefold_folder import Meta, SourceFile, TokenFiles, file_checksums, list_token_files
@@ -67,7 +67,7 @@ def prepare(
             "give the model's tokenizer.json with --tokenizer."
         )
     # A pair of texts needs no template, which the encoder checks.
-    template = ChatTemplate.read(chat_template, tokenizer) if chats and tokenizer is not None else None
+    template = template_of(chat_template, tokenizer) if chats and tokenizer is not None else None
     with staged_directory(out, inputs=read_from, overwrite=overwrite, listing=list_token_files, marked=False) as folder:
         size = sum(path.stat().st_size for path in files)
         if tokenizer is None:

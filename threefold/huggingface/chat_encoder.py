@@ -7,11 +7,12 @@ from typing import Any, Final
 
 import numpy as np
 
-from threefold.data.conversations import ASSISTANT, Chat, ChatTemplate, Message
+from threefold.data.conversations import Chat, ChatTemplate, Message
 from threefold.data.encoding import EncodedDocument, Span, Spans
 from threefold.data.tokenizer import TextEncoder, decoded, encoding_of
 from threefold.errors import UserError
 from threefold.huggingface.chat_renderer import ChatRenderer, Prefix
+from threefold.huggingface.conversations import ASSISTANT
 
 _OPEN, _CLOSE = "\uf8f0", "\uf8f1"
 """Private-use characters that enclose special tokens spelled by a message while a template renders it."""

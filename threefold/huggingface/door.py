@@ -8,5 +8,7 @@ COMMANDS: Final = {
 }
 HOOKS: Final = {
     "try_tokenizer": "threefold.huggingface.tokenizer_check:try_tokenizer",
+    "chat_of": "threefold.huggingface.conversations:chat_of",
+    "chat_template": "threefold.huggingface.conversations:read_template",
     "chat_encoder": "threefold.huggingface.chat_encoder:ChatEncoder",
 }

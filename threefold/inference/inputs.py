@@ -8,9 +8,10 @@ from threefold.checkpoint.folder import Damaged, SelectedCheckpoint, newest, sel
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.data.conversations import MESSAGES, PROMPT, Chat, Document, conversation_of
+from threefold.data.conversations import MESSAGES, PROMPT, Chat, Document
 from threefold.data.sources import SourceReader, find_inputs
 from threefold.errors import UserError
+from threefold.huggingface.conversations import conversation_of
 from threefold.models.family import model_plan
 from threefold.models.sharding import ModelPlan, check_tensor_axis
 

@@ -23,7 +23,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.data.conversations import ChatTemplate
+from threefold.data.conversations import template_of
 from threefold.data.encoding import DocumentEncoder
 from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_count, loaded
 from threefold.dtypes import DTYPES
@@ -84,7 +84,7 @@ class Trained:
                     f"{self.checkpoint.path} was trained with token {token:,} around texts and the model's embedding "
                     f"has {self.config.model.vocab_size:,} rows; give an intact checkpoint of the run."
                 )
-        template = ChatTemplate.beside(self.checkpoint.path / TOKENIZER)
+        template = template_of(None, self.checkpoint.path / TOKENIZER)
         return DocumentEncoder(TextEncoder(tokenizer, rule), facts.eod, template)
 
     def ends(self) -> frozenset[int]:

@@ -18,10 +18,10 @@ from typing import Final, NamedTuple, Self
 
 from filelock import FileLock, Timeout
 
-from threefold.checkpoint.copies import copies_of
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import FOLDER, newest, remains, require_outside_checkpoints
 from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
+from threefold.checkpoint.resume import copies_of
 from threefold.config import Config
 from threefold.doors import hook
 from threefold.errors import UserError

@@ -7,8 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
-from threefold.checkpoint.copies import copies_of
-from threefold.checkpoint.resume import Resume, continues, find_resumption, find_warm_start, is_finished
+from threefold.checkpoint.resume import Resume, continues, copies_of, find_resumption, find_warm_start, is_finished
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.data.dataset import open_dataset

@@ -1,6 +1,7 @@
 """Verification and statistics of token files, for `threefold data verify` and `threefold data show`."""
 
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +10,11 @@ from typing import Final
 import numpy as np
 
 from threefold.checksums import checksum
-from threefold.data.corpus import META_FILE, StoredTokens, damaged
-from threefold.data.formats.jsonl import CACHE_ENDING, FACTS, entry_checksums, is_entry, is_stamp, read_stamp
+from threefold.data.corpus import META_FILE, Corpus, StoredTokens, damaged
+from threefold.data.formats.jsonl import CACHE_ENDING, FACTS, entry_checksums, read_stamp
 from threefold.data.formats.registry import holds_tokens, is_own, read_stored
 from threefold.data.formats.threefold_folder import TokenFiles
+from threefold.data.samples import SPLITS, document_runs
 from threefold.data.sources import is_json_lines
 from threefold.data.tokenizer import id_count, load_tokenizer
 from threefold.errors import UserError
@@ -20,6 +22,24 @@ from threefold.files import require_file, shown
 from threefold.output import Progress
 
 _CHUNK: Final = 1 << 22
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    name: str
+    documents: int
+    tokens: int
+    samples: int
+
+
+def split_facts(files: Corpus, split: str, sequence_length: int) -> list[SplitFacts]:
+    """Return the size of each split of `files` under `split`, including empty ones. Raises like `document_counts`."""
+    facts = []
+    for name in SPLITS:
+        runs = document_runs(files.document_count, split, name)
+        documents, tokens = int(np.diff(runs).sum()), int(np.diff(files.documents[runs]).sum())
+        facts.append(SplitFacts(name, documents, tokens, max(0, tokens - 1) // sequence_length))
+    return facts
 
 
 @dataclass(frozen=True)
@@ -152,3 +172,13 @@ def _audit_foreign(path: Path, tokenizer: Path | None, progress: Progress) -> li
     tokens, *index = stored.files
     found = [Audit(tokens, require_file(tokens), f"{stored.format} has no checksums; {ids}")]
     return found + [Audit(file, require_file(file), "no checksum; fits the tokens") for file in index]
+
+
+def is_entry(folder: Path) -> bool:
+    """Return whether a folder is named as a cache entry, damaged or not."""
+    return re.fullmatch("[0-9a-f]{32}", folder.name) is not None and os.path.isdir(folder)
+
+
+def is_stamp(path: Path) -> bool:
+    """Return whether a file of a cache is named as the stored hash of an encoded file, damaged or not."""
+    return re.fullmatch("[0-9a-f]{32}[.]hash", path.name) is not None

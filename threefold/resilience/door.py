@@ -14,5 +14,7 @@ HOOKS: Final = {
     "restarts": "threefold.resilience.restarts:Restarts",
     "watch_local": "threefold.resilience.rank_watch:LocalWatch",
     "watch_launched": "threefold.resilience.rank_watch:watch_launched",
+    "checks": "threefold.resilience.data_checks:RankChecks",
+    "background_saver": "threefold.resilience.background_saving:BackgroundSaver",
     "remote_copies": "threefold.resilience.mirror:RemoteCopies",
 }

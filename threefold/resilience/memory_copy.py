@@ -220,8 +220,8 @@ class StateKeeper(Callback):
             "layout": self._layout,
             "loss_scale": scale,
             "good_steps": good_steps,
-            "consumed_samples": checkpoints.loader.consumed.before(done),
-            "anomalies": asdict(found) if (found := checkpoints.anomalies()) else None,
+            "consumed_samples": checkpoints.record.loader.consumed.before(done),
+            "anomalies": asdict(found) if (found := checkpoints.record.anomalies()) else None,
             "passed": sorted(map(str, checkpoints.skipped)),
         }
         oldest = min(self._copies, key=lambda copy: -1 if copy.step is None else copy.step)

@@ -179,7 +179,7 @@ class CheckpointMirror:
 
 
 class RemoteCopies:
-    """Copies of a run's checkpoints at its address, for the core (`threefold.checkpoint.copies`)."""
+    """Copies of a run's checkpoints at its address, for the core (`checkpoint.resume.copies_of`)."""
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config, self._run_dir, self._address = config, run_dir, str(config.checkpoint.remote)

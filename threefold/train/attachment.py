@@ -1,13 +1,20 @@
 """Contributions of attached rooms to a run on its ranks (`threefold.doors`)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import torch
 
-from threefold.checkpoint.manifest import AnomalyFacts
+from threefold.checkpoint.manifest import AnomalyFacts, Checkpoint
 from threefold.comm.heartbeat import Heartbeat
+from threefold.comm.mesh import Mesh
+from threefold.config import Config
+from threefold.data.corpus import Content
+from threefold.data.dataset import Dataset
 from threefold.data.loader import Loader
+from threefold.data.samples import Samples
 from threefold.doors import added, hook, imported
+from threefold.models.source import ModelSource
 from threefold.train.callbacks.base import Callback
 from threefold.train.saving import SafeSaving
 from threefold.train.state import HeldStates, StartingPoint
@@ -20,6 +27,37 @@ class Profiler(Callback):
     def observing(self, heartbeat: Heartbeat, device: torch.device) -> Heartbeat:
         """Return a heartbeat to use in place of the given one, which tells this profiler what the rank does, too."""
         raise NotImplementedError
+
+
+class Checks:
+    """Checks that the ranks of a run agree, of an attached room (`checks` of its `HOOKS`); by default none.
+
+    Methods are called in their order, on all ranks alike, and raise a `UserError` on every rank.
+
+    Args:
+        reads: whether this rank reads the files of its host.
+    """
+
+    def __init__(self, config: Config, dataset: Dataset, reads: bool) -> None:
+        self.config, self.dataset, self.reads = config, dataset, reads
+
+    def on_start(self, samples: Iterable[Samples | None], source: ModelSource, heartbeat: Heartbeat) -> list[str]:
+        """Check what decides the numbers of the run; return lines about what else differs."""
+        return []
+
+    def on_mesh(self, mesh: Mesh) -> None:
+        """Check the data with the process groups of the mesh."""
+
+    def on_folder(self, run_dir: Path, mesh: Mesh) -> None:
+        """Check the folder of the run, which exists on the first rank."""
+
+    def callbacks(self, mesh: Mesh, loader: Loader, resumed: Checkpoint | None) -> Sequence[Callback]:
+        """Return callbacks of this rank, which are called before all others, in this order."""
+        return ()
+
+    def contents(self) -> tuple[Content, ...]:
+        """Return the checksums of each corpus, to store in a checkpoint."""
+        return tuple(corpus.content for corpus in self.dataset.contents())
 
 
 class Attachment:
@@ -50,7 +88,7 @@ class Attachment:
 
 def import_attachments() -> None:
     """Import what attached rooms add to a run, before processes are forked."""
-    for name in ("held_states", "remote_copies"):
+    for name in ("checks", "held_states", "remote_copies", "background_saver"):
         hook(name)
     for path in added("ATTACHMENTS").values():
         imported(path)

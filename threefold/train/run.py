@@ -5,23 +5,26 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from threefold.checkpoint.copies import Copies, copies_of
 from threefold.checkpoint.folder import model_files
 from threefold.checkpoint.manifest import AnomalyFacts
-from threefold.checkpoint.resume import Resume
-from threefold.checkpoint.save import BackgroundSaver, on_first
+from threefold.checkpoint.resume import Resume, copies_of
+from threefold.checkpoint.save import on_first
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Activity, Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import OWN
+from threefold.config.resolve import is_derived, with_micro_batch
+from threefold.data.agreement import numbers_of_ranks
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
 from threefold.data.samples import ConsumedSamples, Samples
+from threefold.doors import hook, needed
 from threefold.errors import UserError
 from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
@@ -29,25 +32,17 @@ from threefold.models.source import ConfigSource, ModelSource, file_source
 from threefold.parallel.arithmetic import arithmetic_of
 from threefold.parallel.layout_check import check_layout, check_source
 from threefold.train.announcement import announce
-from threefold.train.attachment import Profiler, attachments, import_attachments
+from threefold.train.attachment import Checks, Profiler, attachments, import_attachments
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext, say
 from threefold.train.callbacks.registry import import_always, make_callbacks
-from threefold.train.data_checks import (
-    DataCheck,
-    TokenCheck,
-    agree_on_micro_batch,
-    require_same_own_data,
-    require_shared_folder,
-)
 from threefold.train.loop import TrainingLoop
 from threefold.train.optim import learning_rate
 from threefold.train.optimizers import update_rule
-from threefold.train.saving import Checkpoints, SafeSaving
+from threefold.train.saving import CheckpointContents, Checkpoints, SafeSaving
 from threefold.train.state import Start, held_states
 from threefold.train.step import Engine
 from threefold.train.stop import RunClock, Stop, Stopped
-from threefold.train.terms import agree_on_terms
 
 SelfCheck = Callable[[Config, Path, ModelSource, Mesh], None]
 """Check of a run's layout, called on all its ranks; raises a `UserError` on every rank."""
@@ -106,10 +101,11 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
     dataset = open_dataset(config)
     samples = open_samples(config, dataset)  # before the generators begin, as the user's own may draw from them
     heartbeat.activity(Activity.JOIN)
-    notes = agree_on_terms(config, dataset, samples, options.source, device.type, heartbeat)
+    checks = (hook("checks") or Checks)(config, dataset, options.reads)
+    notes = checks.on_start(samples, options.source, heartbeat)
     in_tree = arithmetic_of(config).is_bitwise
     mesh = Mesh(Layout.from_config(config.parallel), device, in_tree=in_tree, heartbeat=heartbeat)
-    require_same_own_data(dataset, mesh)
+    checks.on_mesh(mesh)
     config = agree_on_micro_batch(config, mesh)
     run = RunContext(config, run_dir, mesh, options.attempt, options.peak_rate)
 
@@ -117,9 +113,10 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
     memory = run.attempt.memory[mesh.rank] if run.attempt.memory else ()
     held, copies = held_states(memory, config), copies_of(config, run_dir)
     start_from = Start(run, resume, held, copies)  # before any rank changes the folder
-    _open_folder(run, options)
+    _open_folder(run, options, checks)
 
-    background = BackgroundSaver(mesh) if config.checkpoint.async_save else None
+    make_saver = hook("background_saver") if config.checkpoint.async_save else None
+    background = make_saver and make_saver(mesh)
     clock = RunClock(config, began, None if background is None else lambda: background.is_done)
     stop = Stop(options.asked, run_dir, clock if mesh.world.is_first else None)
 
@@ -138,22 +135,19 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
             for line in (*notes, *start.lines):
                 say(line)
         attached = attachments(engine, loader, start, held)
-        tokens = TokenCheck(mesh, dataset.contents(), config.log.every, start.resumed, options.reads)
+        first = checks.callbacks(mesh, loader, start.resumed)
 
         def record() -> AnomalyFacts | None:
             return next((found for each in attached if (found := each.record())), None)
 
         if copies is not None:
             _claim(copies, bool(resume or run.attempt.number), dataset, mesh.world)
-        checkpoints = Checkpoints(
-            run_dir, engine, loader, dataset, start, tokens.contents, record, clock, background, copies
-        )
+        recorded = CheckpointContents(engine, loader, dataset, checks.contents, record)
+        checkpoints = Checkpoints(run_dir, recorded, start, clock, background, copies)
         saving = SafeSaving(checkpoints, lambda step: all(each.is_proved(step) for each in attached))
-        compared = [DataCheck(mesh, config.log.every, loader.share.rows.tolist())] if mesh.world.size > 1 else []
         # In the order in which they are called at each moment.
         callbacks: list[Callback] = [
-            *compared,
-            tokens,
+            *first,
             *make_callbacks(run, options.callbacks),  # those of every run, of `train.callbacks`, and of the caller
             *([options.profiler] if options.profiler else []),
             *(callback for each in attached for callback in each.callbacks(saving)),
@@ -163,17 +157,28 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
         return loop.fit(start.step, start.is_unsaved, missed)
 
 
-def _open_folder(run: RunContext, options: RunOptions) -> None:
+def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
+    """Set a derived micro-batch size to the smallest of all ranks, as each derives it from its host's memory.
+
+    Collective over the world.
+    """
+    if not is_derived(config, "train.micro_batch_size"):
+        return config
+    (smallest,) = min(numbers_of_ranks(mesh.world, mesh.device, config.train.micro_batch_size))
+    return config if smallest == config.train.micro_batch_size else with_micro_batch(config, smallest)
+
+
+def _open_folder(run: RunContext, options: RunOptions, checks: Checks) -> None:
     """Make the run's folder, check that all hosts share it, and have the layout checked if that was asked for."""
     if run.mesh.world.is_first:
         run.run_dir.mkdir(parents=True, exist_ok=True)
-    require_shared_folder(run.run_dir, run.mesh, options.reads)
+    checks.on_folder(run.run_dir, run.mesh)
     if options.verify is not None and not run.attempt.number:
         run.mesh.heartbeat.activity(Activity.MODEL)
         options.verify(run.config, run.run_dir, options.source, run.mesh)
 
 
-def _claim(copies: Copies, resumes: bool, dataset: Dataset, world: Axis) -> None:
+def _claim(copies: Any, resumes: bool, dataset: Dataset, world: Axis) -> None:
     """Take the address of `checkpoint.remote` for this run; raise a `UserError` on every rank if it is another's."""
 
     def claim() -> None:
@@ -196,6 +201,8 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> tupl
         parameters = check_source(source, config)
         if config.model.file:
             model_files(file_source(config.model).path)
+    if config.checkpoint.async_save:
+        needed("background_saver", "checkpoint.async_save", "resilience")
     train = config.train
     if train.watch_every and train.watch == "gradients" and train.device == "cuda":
         raise UserError(

@@ -3,13 +3,14 @@
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 import torch
 
-from threefold.checkpoint.copies import Copies
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import (
     CONFIG,
@@ -23,7 +24,7 @@ from threefold.checkpoint.folder import (
     prune,
 )
 from threefold.checkpoint.manifest import WRITER, AnomalyFacts, Checkpoint, Facts, read_manifest, record_of
-from threefold.checkpoint.save import BackgroundSaver, Written, save_checkpoint, set_aside_checkpoint
+from threefold.checkpoint.save import Written, save_checkpoint, set_aside_checkpoint
 from threefold.data.conversations import CONFIG_FILE
 from threefold.data.corpus import Content
 from threefold.data.dataset import Dataset
@@ -162,44 +163,99 @@ class SafeSaving:
 _LONG_WAIT: Final = 1.0  # seconds of waiting for the previous checkpoint above which a warning is printed
 
 
+@dataclass(frozen=True)
+class CheckpointContents:
+    """Facts and files of a run that its checkpoints hold beside the tensors.
+
+    Attributes:
+        contents: returns the checksums of each corpus.
+        anomalies: returns the record of the run's bad steps.
+    """
+
+    engine: Engine
+    loader: Loader
+    dataset: Dataset
+    contents: Callable[[], tuple[Content, ...]]
+    anomalies: Callable[[], AnomalyFacts | None]
+
+    @cached_property
+    def _sizes(self) -> tuple[tuple[int, int], ...]:
+        return self.dataset.sizes()
+
+    def facts(self, step: int, evaluation_missed: bool) -> Facts:
+        """Return the state of the run besides its tensors after `step` updates."""
+        dataset, sizes = self.dataset, self._sizes
+        scale, good_steps = loss_scale_facts(self.engine)
+        fingerprints = self.engine.fingerprints
+        return Facts(
+            step=step,
+            consumed_samples=self.loader.consumed.before(step),
+            seed=self.engine.config.train.seed,
+            eod=dataset.eod,
+            tokenizer_sha256=dataset.tokenizer_sha256,
+            tokens=sum(tokens for tokens, _ in sizes),
+            documents=sum(documents for _, documents in sizes),
+            corpora=sizes,
+            special_tokens=None if dataset.rule.is_assumed else dataset.rule.special_tokens,
+            beginning=dataset.rule.beginning,
+            contents=self.contents(),
+            loss_scale=scale,
+            good_steps=good_steps,
+            anomalies=self.anomalies(),
+            evaluation_missed=evaluation_missed,
+            fingerprint=None if fingerprints is None else fingerprints.take(step).fingerprint,
+        )
+
+    def texts(self, carried: Checkpoint | None) -> dict[str, str]:
+        """Return the text files of a checkpoint: config, model files, tokenizer, and further ones of `carried`."""
+        config, dataset = self.engine.config, self.dataset
+        # Resolve every setting of model and data, which the weights depend on; keep the others as given.
+        texts = {CONFIG: config.to_yaml_as_given(("model", "data"), kept=("train.max_steps",))}
+        if config.model.file:
+            texts |= {name: code_text(file) for name, file in model_files(file_source(config.model).path).items()}
+        if dataset.tokenizer_file is not None:
+            texts[TOKENIZER] = read_text(dataset.tokenizer_file)
+        if dataset.template is not None:
+            texts |= {PREFIX + name: text for name, text in dataset.template.files().items()}
+        if carried is None:
+            return texts
+        found = carried_by(carried.path)
+        # A tokenizer.json of the data is the same; the checkpoint's settings are more complete.
+        return found | texts | {name: text for name, text in found.items() if name == PREFIX + CONFIG_FILE}
+
+
 class Checkpoints:
     """Checkpoints of a run: saving, rollback, pruning and mirroring. Collective over the world.
 
     Args:
-        contents: returns the checksums of each corpus.
-        anomalies: returns the record of the run's bad steps.
-        background: writes the checkpoints other than the last; None to wait for each.
+        background: writes the checkpoints other than the last (`background_saver` of `HOOKS`); None to wait for each.
         copies: copies of the checkpoints elsewhere, claimed on the first rank; None if there are none.
 
     Attributes:
+        record: facts and files of the run.
         skipped: folders of damaged checkpoints that were passed over on resuming.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        engine: Engine,
-        loader: Loader,
-        dataset: Dataset,
+        record: CheckpointContents,
         start: StartingPoint,
-        contents: Callable[[], tuple[Content, ...]],
-        anomalies: Callable[[], AnomalyFacts | None],
         clock: RunClock,
-        background: BackgroundSaver | None = None,
-        copies: Copies | None = None,
+        background: Any,
+        copies: Any,
     ) -> None:
-        self.run_dir, self.engine, self.loader, self.skipped = run_dir, engine, loader, start.skipped
-        self.anomalies, self.is_background = anomalies, background is not None
-        self._config, self._dataset, self._contents = engine.config, dataset, contents
-        self._background, self._clock = background, clock
+        self.run_dir, self.engine, self.skipped = run_dir, record.engine, start.skipped
+        self.is_background = background is not None
+        self.record, self._settings = record, record.engine.config.checkpoint
+        self._background, self._clock, engine = background, clock, record.engine
         first, tries = engine.mesh.world.is_first, "training continues, and the next checkpoint that is due tries again"
         self._saving, self._pruning = FailureWarning(first, tries), FailureWarning(first, "training continues")
         self._waiting = FailureWarning(first, "save less often (checkpoint.every) to spare that")
         self._copies, self._mirror, self._pruned = copies, None if copies is None else copies.mirror, -1
         if self._mirror is not None and start.resumed is not None:
             self._mirror.add(start.resumed.step, start.resumed.path, if_missing=True)
-        self._sizes = dataset.sizes()
-        self._texts = self._sidecar_texts(start.carried) if first else {}
+        self._texts = record.texts(start.carried) if first else {}
         held = sum(tensor.numel() * tensor.itemsize for tensor in engine_tensors(engine).values())
         clock.begin(held * engine.mesh.pp.size)  # of one stage, whole; the others hold about as much
 
@@ -212,11 +268,12 @@ class Checkpoints:
         begun = time.monotonic()
         self._clock.saving()
         tensors = checkpoint_tensors(self.engine)
-        texts = self._texts | {WRITER: record_of(self._config.parallel).text}
+        texts = self._texts | {WRITER: record_of(self.engine.config.parallel).text}
         if self._background is not None and not last:
-            return self._background.save(self.run_dir, self._facts(step, evaluation_missed), tensors, texts)
+            facts = self.record.facts(step, evaluation_missed)
+            return cast(Path, self._background.save(self.run_dir, facts, tensors, texts))
         try:
-            facts = self._facts(step, evaluation_missed)
+            facts = self.record.facts(step, evaluation_missed)
             path = save_checkpoint(self.run_dir, facts, tensors, texts, self.engine.mesh.world)
         except UserError as error:
             if last:
@@ -271,7 +328,7 @@ class Checkpoints:
 
     def _prune(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
         self._pruned = step
-        settings, used = self._config.checkpoint, frozenset() if self._mirror is None else self._mirror.in_use
+        settings, used = self._settings, frozenset() if self._mirror is None else self._mirror.in_use
         try:
             prune(self.run_dir, settings.keep, step, self.skipped | used, settings.keep_every, progress)
             self._pruning.worked()
@@ -334,43 +391,3 @@ class Checkpoints:
         self._clock.saved(seconds)
         if self._mirror is not None:
             self._mirror.add(step, path, last)
-
-    def _sidecar_texts(self, carried: Checkpoint | None) -> dict[str, str]:
-        """Return the text files of a checkpoint: config, model files, tokenizer, and further ones of `carried`."""
-        config, dataset = self._config, self._dataset
-        # Resolve every setting of model and data, which the weights depend on; keep the others as given.
-        texts = {CONFIG: config.to_yaml_as_given(("model", "data"), kept=("train.max_steps",))}
-        if config.model.file:
-            texts |= {name: code_text(file) for name, file in model_files(file_source(config.model).path).items()}
-        if dataset.tokenizer_file is not None:
-            texts[TOKENIZER] = read_text(dataset.tokenizer_file)
-        if dataset.template is not None:
-            texts |= {PREFIX + name: text for name, text in dataset.template.files().items()}
-        if carried is None:
-            return texts
-        found = carried_by(carried.path)
-        # A tokenizer.json of the data is the same; the checkpoint's settings are more complete.
-        return found | texts | {name: text for name, text in found.items() if name == PREFIX + CONFIG_FILE}
-
-    def _facts(self, step: int, evaluation_missed: bool) -> Facts:
-        dataset = self._dataset
-        scale, good_steps = loss_scale_facts(self.engine)
-        fingerprints = self.engine.fingerprints
-        return Facts(
-            step=step,
-            consumed_samples=self.loader.consumed.before(step),
-            seed=self._config.train.seed,
-            eod=dataset.eod,
-            tokenizer_sha256=dataset.tokenizer_sha256,
-            tokens=sum(tokens for tokens, _ in self._sizes),
-            documents=sum(documents for _, documents in self._sizes),
-            corpora=self._sizes,
-            special_tokens=None if dataset.rule.is_assumed else dataset.rule.special_tokens,
-            beginning=dataset.rule.beginning,
-            contents=self._contents(),
-            loss_scale=scale,
-            good_steps=good_steps,
-            anomalies=self.anomalies(),
-            evaluation_missed=evaluation_missed,
-            fingerprint=None if fingerprints is None else fingerprints.take(step).fingerprint,
-        )

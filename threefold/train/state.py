@@ -3,11 +3,10 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
-from threefold.checkpoint.copies import Copies
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import SelectedCheckpoint, from_first, newest
 from threefold.checkpoint.manifest import AnomalyFacts, Checkpoint
@@ -73,7 +72,7 @@ class Start:
     fits the config.
     """
 
-    def __init__(self, run: RunContext, resume: Resume, held: HeldStates | None, remote: Copies | None) -> None:
+    def __init__(self, run: RunContext, resume: Resume, held: HeldStates | None, remote: Any) -> None:
         self._run, self._resume, self._held, self._remote = run, resume, held, remote
         self._damaged: dict[Path, str] = {}
         self._replaced: set[Path] = set()  # damaged checkpoints that a copy has replaced

@@ -25,9 +25,10 @@ from tests.support.other_systems import (
 from threefold.data.corpus import StoredArray
 from threefold.data.formats.registry import holds_tokens, open_corpus, read_stored
 from threefold.data.loader import Loader, Share
-from threefold.data.packed import PackedSamples, split_facts
+from threefold.data.packed import PackedSamples
 from threefold.data.samples import SPLITS, document_runs
 from threefold.errors import UserError
+from threefold.report.tokens import split_facts
 
 EOD = 3
 

@@ -4,7 +4,6 @@ import fcntl
 import hashlib
 import json
 import os
-import re
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,7 +17,7 @@ from platformdirs import user_cache_path
 from tokenizers import Tokenizer
 
 from threefold.checksums import checksum, checksum_of, checksums, seal, unseal
-from threefold.data.conversations import ChatTemplate
+from threefold.data.conversations import ChatTemplate, template_of
 from threefold.data.corpus import (
     DOCUMENT_DTYPE,
     LOSS_MASK_FILE,
@@ -64,7 +63,7 @@ class JsonLines:
 
     @cached_property
     def template(self) -> ChatTemplate | None:
-        return ChatTemplate.read(self.chat_template, self.tokenizer_file) if self.holds_chat else None
+        return template_of(self.chat_template, self.tokenizer_file) if self.holds_chat else None
 
     @cached_property
     def vocab_size(self) -> int:
@@ -242,16 +241,6 @@ def entry_checksums(folder: Path) -> dict[str, str] | None:
         return {}
     known = (unseal(facts) or {}).get("checksums")
     return known if isinstance(known, dict) and known.keys() == files.keys() else None
-
-
-def is_entry(folder: Path) -> bool:
-    """Return whether a folder is named as a cache entry, damaged or not."""
-    return re.fullmatch("[0-9a-f]{32}", folder.name) is not None and os.path.isdir(folder)
-
-
-def is_stamp(path: Path) -> bool:
-    """Return whether a file of a cache is named as the stored hash of an encoded file, damaged or not."""
-    return re.fullmatch("[0-9a-f]{32}[.]hash", path.name) is not None
 
 
 def read_stamp(path: Path) -> dict[str, Any] | None:

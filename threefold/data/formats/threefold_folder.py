@@ -22,7 +22,7 @@ from pydantic import Field
 
 from threefold.checksums import checksum, checksums, seal, unseal
 from threefold.constants import MOST_IDS
-from threefold.data.conversations import ChatTemplate
+from threefold.data.conversations import template_of
 from threefold.data.corpus import (
     DOCUMENT_DTYPE,
     DOCUMENTS_FILE,
@@ -176,7 +176,7 @@ class TokenFiles(Corpus):
             remedy=_AGAIN,
             rule=TextRule(meta.special_tokens, meta.beginning),
             loss_mask=StoredArray(mask_file, "u1", meta.tokens) if meta.loss_mask else None,
-            template=ChatTemplate.beside(path / TOKENIZER_FILE) if meta.loss_mask else None,
+            template=template_of(None, path / TOKENIZER_FILE) if meta.loss_mask else None,
             checksums=meta.checksums,
         )
         for file in (documents_file, mask_file) if files.holds_chat else (documents_file,):

@@ -44,9 +44,9 @@ def show(
     import numpy as np
 
     from threefold.data.formats.registry import open_corpus, read_stored
-    from threefold.data.packed import PackedSamples, split_facts
+    from threefold.data.packed import PackedSamples
     from threefold.data.tokenizer import load_tokenizer
-    from threefold.report.tokens import summarize
+    from threefold.report.tokens import split_facts, summarize
 
     if tokenizer is not None:
         load_tokenizer(tokenizer)

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import typer
+from typer import Argument
+
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.output import staged_files
@@ -21,6 +24,19 @@ DOCSTRINGS_FILE: Final = "python_docstrings.jsonl"
 # Third-party packages, and tests, which some installations lack and which have little prose.
 _LEFT_OUT: Final = frozenset({"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"})
 _MIN_CHARACTERS: Final = 40
+
+
+def sample(directory: Path = Argument(..., metavar="DIR", help="Folder to write to.")) -> None:
+    """Write a few MB of English text, from the documentation in Python's standard library, as JSON Lines.
+
+    Examples:
+      threefold data sample text
+    """
+    summary = write_sample(directory)
+    typer.echo(f"Wrote {summary.documents:,} documents, {summary.bytes / 1e6:.1f} MB of English text:")
+    for file in summary.files:
+        typer.echo(f"  {file}")
+    typer.echo(f"Next: threefold data prepare {directory} --out TOKENS")
 
 
 @dataclass(frozen=True)

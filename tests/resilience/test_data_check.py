@@ -14,8 +14,9 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.errors import UserError
+from threefold.resilience.data_checks import DataCheck, disagreement
 from threefold.train import run as entry_point
-from threefold.train.data_checks import DataCheck, agree_on_micro_batch, disagreement
+from threefold.train.run import agree_on_micro_batch
 from threefold.verify.worker_pool import WorkerPool
 
 

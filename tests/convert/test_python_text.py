@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from threefold.data.python_text import DOCSTRINGS_FILE, TOPICS_FILE, write_sample
+from threefold.convert.python_text import DOCSTRINGS_FILE, TOPICS_FILE, write_sample
 from threefold.errors import UserError
 
 LONG = "It says a number of things that people would like to know before they call it."

@@ -25,7 +25,7 @@ from threefold.data.corpus import DOCUMENTS_FILE, META_FILE, TOKENS_FILE, Stored
 from threefold.data.dataset import open_dataset
 from threefold.data.formats.threefold_folder import Meta, TokenFiles, file_checksums
 from threefold.errors import UserError
-from threefold.train.data_checks import TokenCheck
+from threefold.resilience.data_checks import TokenCheck
 from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from threefold.checkpoint.code import code_of
+from threefold.checkpoint.code import checksum_of_code, code_of
 from threefold.checksums import checksum_of_blocks
 from threefold.comm.agreement import facts_of_process, processor, require_same, short
 from threefold.comm.heartbeat import Heartbeat
@@ -25,7 +25,6 @@ from threefold.data.formats.own_data import OwnData
 from threefold.data.samples import Samples
 from threefold.models.source import ModelSource
 from threefold.parallel.arithmetic import arithmetic_of
-from threefold.plugins import modules_beside
 
 NOT_COMPARED: Final = {
     "data.path": "each host may keep the data elsewhere; its content is compared",
@@ -47,7 +46,6 @@ def agree_on_terms(
     dataset: Dataset,
     parts: Iterable[Samples | None],
     source: ModelSource,
-    device: str,
     heartbeat: Heartbeat,
 ) -> list[str]:
     """Compare everything that decides a run's numbers over all ranks, and return lines about what else differs.
@@ -56,7 +54,7 @@ def agree_on_terms(
     every rank, which names the first difference with the hosts and ranks.
     """
     facts = settings_of(config) | code(config, source) | data_of(dataset, parts) | facts_of_process()
-    kind = {"the processor": processor(device)}
+    kind = {"the processor": processor("cuda" if config.train.device == "cuda" else "cpu")}
     if arithmetic_of(config).is_bitwise:  # on equal machines only
         facts, kind = facts | kind, {}
     others = require_same(facts, kind, _REMEDY, heartbeat)
@@ -149,13 +147,3 @@ def _file_of(place: str) -> Path | None:
         spec = find_spec(place)
         return None if spec is None or not spec.origin else Path(spec.origin)
     return None
-
-
-def checksum_of_code(files: Iterable[Path]) -> str:
-    """Return a checksum of Python files and of the modules beside them that they import."""
-    blocks = list[bytes]()
-    for file in files:
-        for each in (file, *(modules_beside(file) if file.suffix == ".py" else ())):
-            with suppress(OSError):  # using it says so
-                blocks += [each.name.encode(), each.read_bytes()]
-    return short(checksum_of_blocks(blocks))

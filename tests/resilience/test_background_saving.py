@@ -17,9 +17,9 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train, train_rank
 from threefold.checkpoint.folder import complete, newest
 from threefold.checkpoint.manifest import Facts
-from threefold.checkpoint.save import BackgroundSaver
 from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.mesh import Mesh
+from threefold.resilience.background_saving import BackgroundSaver
 from threefold.train.callbacks.base import Callback
 from threefold.train.callbacks.records import StepRecord
 from threefold.verify.worker_pool import WorkerError, WorkerPool

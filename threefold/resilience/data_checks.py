@@ -1,4 +1,4 @@
-"""Checks of what ranks share: the run's folder, samples within a replica and not across them, unchanged token files."""
+"""Checks of what ranks share: a run's terms, its folder, samples within a replica and not across them, token files."""
 
 import os
 import secrets
@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,32 +16,46 @@ from typing import Any, Final
 from threefold.checkpoint.folder import from_first
 from threefold.checkpoint.manifest import Checkpoint
 from threefold.checkpoint.resume import other_text
+from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.config import Config
-from threefold.config.resolve import is_derived, with_micro_batch
 from threefold.data.agreement import numbers_of_ranks, require_one_data_set
 from threefold.data.corpus import Content, Corpus, checksum_of_tokens
 from threefold.data.dataset import Dataset
 from threefold.data.fingerprint import fingerprint_of
 from threefold.data.formats.own_data import OwnData, named
-from threefold.data.loader import Batch
+from threefold.data.loader import Batch, Loader
+from threefold.data.samples import Samples
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles, write_own
+from threefold.models.source import ModelSource
+from threefold.resilience.terms import agree_on_terms
+from threefold.train.attachment import Checks
 from threefold.train.callbacks.base import Callback, say
 from threefold.train.callbacks.records import EvaluationRecord
 
 
-def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
-    """Set a derived micro-batch size to the smallest of all ranks, as each derives it from its host's memory.
+class RankChecks(Checks):
+    """Checks that the ranks of a run have the same terms, share its folder and read the samples that they should."""
 
-    Collective over the world.
-    """
-    if not is_derived(config, "train.micro_batch_size"):
-        return config
-    (smallest,) = min(numbers_of_ranks(mesh.world, mesh.device, config.train.micro_batch_size))
-    return config if smallest == config.train.micro_batch_size else with_micro_batch(config, smallest)
+    def on_start(self, samples: Iterable[Samples | None], source: ModelSource, heartbeat: Heartbeat) -> list[str]:
+        return agree_on_terms(self.config, self.dataset, samples, source, heartbeat)
+
+    def on_mesh(self, mesh: Mesh) -> None:
+        require_same_own_data(self.dataset, mesh)
+
+    def on_folder(self, run_dir: Path, mesh: Mesh) -> None:
+        require_shared_folder(run_dir, mesh, self.reads)
+
+    def callbacks(self, mesh: Mesh, loader: Loader, resumed: Checkpoint | None) -> Sequence[Callback]:
+        every = self.config.log.every
+        self._tokens = TokenCheck(mesh, self.dataset.contents(), every, resumed, self.reads)
+        compared = [DataCheck(mesh, every, loader.share.rows.tolist())] if mesh.world.size > 1 else []
+        return [*compared, self._tokens]
+
+    def contents(self) -> tuple[Content, ...]:
+        return self._tokens.contents()
 
 
 def require_same_own_data(dataset: Dataset, mesh: Mesh) -> None:

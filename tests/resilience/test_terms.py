@@ -16,8 +16,8 @@ from threefold.config.schema import section_settings
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
 from threefold.models.source import ConfigSource, FileSource
+from threefold.resilience.terms import NOT_COMPARED, agree_on_terms, code, data_of, settings_of
 from threefold.train.run import open_samples
-from threefold.train.terms import NOT_COMPARED, agree_on_terms, code, data_of, settings_of
 from threefold.verify.worker_pool import WorkerPool
 
 TEXTS = [f"Sentence {number} of a text that is long enough for a sample or two of it." for number in range(40)]
@@ -97,7 +97,7 @@ def agreed(configs: list[Config]) -> str:
     mine = configs[dist.get_rank()]
     dataset = open_dataset(mine)
     try:
-        lines = agree_on_terms(mine, dataset, open_samples(mine, dataset), ConfigSource(), "cpu", Heartbeat())
+        lines = agree_on_terms(mine, dataset, open_samples(mine, dataset), ConfigSource(), Heartbeat())
     except UserError as error:
         return str(error)
     return json.dumps(lines)
