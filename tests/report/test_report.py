@@ -2,15 +2,20 @@
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.command import Command
 from threefold.checkpoint.manifest import MANIFEST
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.random.tensor_hash import PartHash, fingerprint_of
 from threefold.report.document import LEDGER, PHASES, RunReport, make_page, report_of
 from threefold.report.goodput import Goodput
 from threefold.report.metrics import read_metrics_file
@@ -139,7 +144,8 @@ def test_only_numbers_are_numbers() -> None:
     assert [number(line, name) for name in "abcdefg"] == [1.0, 2.5, None, None, None, None, None]
 
 
-def test_checkpoints_have_their_hashes(recorded: Path) -> None:
+def test_checkpoints_have_the_fingerprints_of_their_weights(recorded: Path) -> None:
+    """Of whole tensors, though four ranks wrote parts of them."""
     (run,) = report(recorded)["runs"]
     assert run["checkpoints"]["count"] == 2
     assert [(each["step"], each["state"]) for each in run["checkpoints"]["listed"]] == [
@@ -147,9 +153,61 @@ def test_checkpoints_have_their_hashes(recorded: Path) -> None:
         (6, "complete"),
     ]
     for each in run["checkpoints"]["listed"]:
-        manifest = json.loads((recorded / "checkpoints" / each["name"] / MANIFEST).read_text())
-        assert each["checksum"] == manifest["checksum"]
+        folder = recorded / "checkpoints" / each["name"]
+        weights = {name: torch.empty(shape) for name, (shape, _) in stored_tensors(folder).items() if name[0] == "m"}
+        load_tensors(weights, folder, alone=True)
+        hashes = {
+            name.removeprefix("model."): int(PartHash(weight.shape, [0] * weight.dim(), weight.shape)(weight))
+            for name, weight in weights.items()
+        }
+        assert each["weights"] == fingerprint_of(hashes)
         assert each["layout"] == "dp 2 · tp 2 · pp 1"
+    assert run["summary"]["checkpoints"] == f"2; the newest after step 6: weights {each['weights']}"
+
+
+def test_losses_of_layouts_are_compared(recorded: Path, copied: Copied) -> None:
+    """With all digits, which the curves of the page do not have; not of runs that should differ."""
+    other, third = copied("other"), copied("third")
+    config = (other / "config.yaml").read_text()
+    (other / "config.yaml").write_text(config.replace("  tp: 2\n", "  tp: 4\n"))
+    assert report(recorded, other)["comparison"] == "The same loss in 2 layouts over 6 steps, equal in every digit."
+
+    def changed(step: int, by: float) -> list[dict[str, Any]]:
+        return [
+            line | {"loss": line["loss"] * (1 + by)} if "loss" in line and line["step"] == step else line
+            for line in lines_of(recorded)
+        ]
+
+    write_lines(third, changed(4, 2e-7))
+    found = report(recorded, other, third)
+    assert found["comparison"].startswith("The same loss in 2 layouts over 6 steps: the largest difference is ")
+    assert found["comparison"].endswith(" (2e-07 of the loss), of third at step 4.")
+    _, of_other, of_third = (run.get("difference") for run in found["runs"])
+    assert of_other["values"]["loss"]["mean"] == [0.0] * STEPS
+    assert [each > 0 for each in of_third["values"]["loss"]["mean"]] == [step == 4 for step in of_third["last"]]
+    write_lines(third, changed(2, 0.1))
+    assert report(recorded, third)["comparison"].startswith("The losses in 2 runs over 6 steps differ: ")
+    (third / "config.yaml").write_text(config.replace("  lr: 0.01\n", "  lr: 0.02\n"))
+    assert report(recorded, third)["comparison"] == ""
+
+
+def test_commands_that_read_runs_do_not_import_torch(recorded: Path) -> None:
+    code = (
+        "import sys\n"
+        "class Blocked:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name.partition('.')[0] == 'torch': raise ImportError('torch is blocked')\n"
+        "sys.meta_path.insert(0, Blocked())\n"
+        "from threefold.cli import main\n"
+        "sys.argv = ['threefold', *sys.argv[1:]]\n"
+        "main()\n"
+    )
+    wide = os.environ | {"COLUMNS": "200"}
+    for command, said in {"checkpoint list": "2 checkpoints in", "report": "2; the newest after step 6"}.items():
+        arguments = [sys.executable, "-c", code, *command.split(), str(recorded)]
+        ended = subprocess.run(arguments, capture_output=True, text=True, check=False, env=wide)
+        assert ended.returncode == 0, ended.stderr
+        assert said in ended.stdout
 
 
 def test_the_run_wrote_the_page_at_its_end(recorded: Path) -> None:

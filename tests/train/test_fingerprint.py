@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.support.parity import Case, make_engine
 from tests.train.support import Run, manifest, steps_of, train_rank
+from threefold.checkpoint.index import read_fingerprint
 from threefold.checkpoint.manifest import read_manifest, write_manifest
 from threefold.random.tensor_hash import PartHash
 from threefold.report.checkpoints import summarize_checkpoint
@@ -132,7 +133,7 @@ def test_records_and_checkpoints_have_the_fingerprint_of_an_exact_run(
         printed = pool.run(each.world_size, train_rank, each, tmp_path / name)[0]
         prints = [line["fingerprint"] for line in steps_of(tmp_path / name).values()]
         checkpoint = tmp_path / name / "checkpoints" / "step_00000002"
-        assert manifest(checkpoint)["fingerprint"] == prints[-1]
+        assert manifest(checkpoint)["fingerprint"] == prints[-1] == read_fingerprint(checkpoint)
         assert summarize_checkpoint(checkpoint).document(None, False)["fingerprint"] == prints[-1]
         assert f"{prints[-1]} after step 2" in printed
         found[name] = prints
@@ -153,7 +154,11 @@ def test_weights_that_are_not_those_written_are_not_trained(pool: WorkerPool, to
     assert sorted(steps_of(tmp_path)) == [1, 2, 3]
 
 
-def test_other_runs_have_none(pool: WorkerPool, tokens: Path, tmp_path: Path) -> None:
+def test_other_runs_have_one_in_their_checkpoints_alone(pool: WorkerPool, tokens: Path, tmp_path: Path) -> None:
     pool.run(1, train_rank, Run(tokens, steps=1), tmp_path)
     assert "fingerprint" not in steps_of(tmp_path)[1]
-    assert manifest(tmp_path / "checkpoints" / "step_00000001")["fingerprint"] is None
+    checkpoint = tmp_path / "checkpoints" / "step_00000001"
+    assert manifest(checkpoint)["fingerprint"] is None
+    found = summarize_checkpoint(checkpoint).document(None, False)["fingerprint"]
+    assert found is not None
+    assert found == read_fingerprint(checkpoint)

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Final, TypeVar, cast
 import yaml
 
 from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.index import INDEX, model_mismatch, read_index, size_mismatch
 from threefold.checkpoint.manifest import PARTIAL, REPLACED, Checkpoint, read_manifest
 from threefold.config import Config, resolve
 from threefold.config.loading import load_stored_config
@@ -304,9 +305,6 @@ def from_first(world: "Axis", find: Callable[[], Found]) -> Found:
 
 def check_files(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, ...]]]:
     """Check a checkpoint except its config and tensor bytes; return its manifest, and the shape of each tensor."""
-    # Imports torch, which a run without checkpoints need not wait for.
-    from threefold.checkpoint.index import INDEX, read_index
-
     checkpoint = read_manifest(path)
     checkpoint.check_sizes()
     index = read_index(path)
@@ -323,15 +321,17 @@ def check_files(path: Path) -> tuple[Checkpoint, dict[str, tuple[int, ...]]]:
     return checkpoint, {name: tensor.shape for name, tensor in index.items()}
 
 
-def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
-    """Return a checkpoint, without its files, and its config after checking everything but the bytes of its tensors."""
+def inspect_checkpoint(path: Path, *, with_model: bool = True) -> tuple[Checkpoint, Config]:
+    """Return a checkpoint, without its files, and its config after checking everything but the bytes of its tensors.
+
+    Without `with_model`, only the sizes in the config are compared with the tensors, which needs no torch.
+    """
     checkpoint, shapes = check_files(path)
     if LOOP in checkpoint.files:
         raise DamagedCheckpoint(path, f"saved by threefold.save, without a {CONFIG}: threefold.load opens it")
     if CONFIG not in checkpoint.files:
         raise DamagedCheckpoint(path, f"its manifest does not name {CONFIG}")
-    from threefold.checkpoint.index import model_mismatch
-
+    compare = model_mismatch if with_model else size_mismatch
     reasons = []
     try:
         checkpoint.check_content(CONFIG)
@@ -340,7 +340,7 @@ def inspect_checkpoint(path: Path) -> tuple[Checkpoint, Config]:
     try:
         config = usable_config(path)
         # The file of a custom model may have changed: see `require_match`.
-        if config.model.architecture != OWN and (mismatch := model_mismatch(config.model, shapes)):
+        if config.model.architecture != OWN and (mismatch := compare(config.model, shapes)):
             reasons.append(mismatch)
     except DamagedCheckpoint as unusable:
         reasons.append(unusable.reason)

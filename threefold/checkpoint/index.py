@@ -1,15 +1,18 @@
-"""Index of a checkpoint's tensors (tensors.json): its writer, its reader, and whether the tensors match a model."""
+"""Index of a checkpoint's tensors (tensors.json): its writer, its reader, and whether the tensors match a model.
+
+Reading it does not import torch, so that commands that list checkpoints start at once.
+"""
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
-import torch
 
 from threefold.checkpoint.errors import CHANGED, MODEL, DamagedCheckpoint, whole
 from threefold.checksums import FileRecord, is_intact, seal_text
@@ -17,21 +20,24 @@ from threefold.config import ModelConfig
 from threefold.errors import UserError
 from threefold.files import parse_json, shown
 from threefold.foreign import FolderFiles, is_plain_name
-from threefold.models.family import make_model
-from threefold.models.sharding import ModelPlan
-from threefold.torch_private.distributed import persistent_buffers
+
+if TYPE_CHECKING:
+    import torch
+
+    from threefold.models.sharding import ModelPlan
 
 INDEX: Final = "tensors.json"
 FORMAT: Final = "threefold-tensors"
 VERSION: Final = 1
-DTYPES: Final = {
-    name: getattr(torch, name)
-    for name in (
-        *("float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"),
-        *("complex64", "complex128", "float8_e4m3fn", "float8_e5m2"),
-    )
+_NAMES: Final = {
+    1: ("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"),
+    2: ("float16", "bfloat16", "int16"),
+    4: ("float32", "int32"),
+    8: ("float64", "int64", "complex64"),
+    16: ("complex128",),
 }
-"""Dtypes by their names in the index."""
+ITEM_SIZES: Final = {name: size for size, names in _NAMES.items() for name in names}
+"""Bytes of an element by the names of dtypes in the index, which are torch's."""
 
 
 @dataclass(frozen=True)
@@ -51,27 +57,45 @@ class StoredTensor:
     """A tensor of a checkpoint: its global shape, stored dtype and chunks (none if it has no elements)."""
 
     shape: tuple[int, ...]
-    dtype: torch.dtype
+    dtype_name: str
     chunks: tuple[TensorChunk, ...] = ()
 
     @property
-    def dtype_name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
+    def dtype(self) -> "torch.dtype":
+        import torch
+
+        found: torch.dtype = getattr(torch, self.dtype_name)
+        return found
+
+    @property
+    def itemsize(self) -> int:
+        return ITEM_SIZES[self.dtype_name]
 
     @property
     def bytes(self) -> int:
-        return prod(self.shape) * self.dtype.itemsize
+        return prod(self.shape) * self.itemsize
 
 
-def index_text(tensors: Mapping[str, StoredTensor], files: Mapping[str, FileRecord]) -> str:
-    """Return the content of tensors.json, which does not depend on the order in which ranks wrote."""
+def name_of(dtype: "torch.dtype") -> str:
+    """Return the name of a dtype in the index."""
+    return str(dtype).removeprefix("torch.")
+
+
+def index_text(
+    tensors: Mapping[str, StoredTensor], files: Mapping[str, FileRecord], fingerprint: str | None = None
+) -> str:
+    """Return the content of tensors.json, which does not depend on the order in which ranks wrote.
+
+    `fingerprint` is that of the weights, in every layout the same (`threefold.random.tensor_hash`).
+    """
     entries = (
         f"{json.dumps(name)}: "
         + json.dumps({"dtype": one.dtype_name, "shape": one.shape, "chunks": [vars(chunk) for chunk in one.chunks]})
         for name, one in sorted(tensors.items())
     )
     held = json.dumps({name: vars(files[name]) for name in sorted(files)})
-    head = f'{{\n"format": "{FORMAT}",\n"version": {VERSION},\n"files": {held},\n"tensors": {{\n'
+    head = f'{{\n"format": "{FORMAT}",\n"version": {VERSION},\n"files": {held},\n'
+    head += f'"fingerprint": {json.dumps(fingerprint)},\n"tensors": {{\n'
     return seal_text(head + ",\n".join(entries) + "\n}\n}")
 
 
@@ -81,7 +105,7 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     document = _document(files)
     try:
         tensors = {
-            name: StoredTensor(_sizes(entry["shape"]), DTYPES[entry["dtype"]], tuple(map(_chunk, entry["chunks"])))
+            name: StoredTensor(_sizes(entry["shape"]), _known(entry["dtype"]), tuple(map(_chunk, entry["chunks"])))
             for name, entry in document["tensors"].items()
         }
     except (ValueError, KeyError, TypeError, AttributeError):
@@ -98,9 +122,17 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     if longer := [name for name, end in ends.items() if sizes[name] > end]:
         raise DamagedCheckpoint(folder, f"its {shown(min(longer))} goes on after the last of its tensors")
     for name, tensor in tensors.items():
-        if any(chunk.bytes != prod(chunk.sizes) * tensor.dtype.itemsize for chunk in tensor.chunks):
+        if any(chunk.bytes != prod(chunk.sizes) * tensor.itemsize for chunk in tensor.chunks):
             raise DamagedCheckpoint(folder, f"its {INDEX} has another length for a part of {shown(name)}")
     return tensors
+
+
+def read_fingerprint(folder: Path) -> str | None:
+    """Return the fingerprint of a checkpoint's weights; None if it is not known or the index is damaged."""
+    with suppress(DamagedCheckpoint):
+        found = _document(FolderFiles(folder)).get("fingerprint")
+        return found if isinstance(found, str) else None
+    return None
 
 
 def read_data_files(folder: Path) -> dict[str, FileRecord]:
@@ -133,6 +165,12 @@ def _size(files: FolderFiles, name: str) -> int:
         return files.size(name)
     except OSError as error:
         raise DamagedCheckpoint(files.folder, f"its {shown(name)} cannot be read ({error.strerror})") from None
+
+
+def _known(dtype: Any) -> str:
+    if dtype not in ITEM_SIZES:
+        raise ValueError(f"{dtype!r} is not a dtype")
+    return str(dtype)
 
 
 def _chunk(entry: dict[str, Any]) -> TensorChunk:
@@ -190,12 +228,12 @@ _SIZES: Final[Mapping[str, tuple[str | None, ...]]] = {
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
-    """Return why the stored weights do not match a resolved model config, as a clause; None if they match.
+def size_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
+    """Return which size in a resolved model config the stored weights do not have, as a clause; None if there is none.
 
-    Single tensors are compared first, so that a config of a billion layers is refused at once.
+    Single tensors are compared, without making the model, which may have a billion layers.
     """
-    weights = {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
+    weights = _weights(stored)
     layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     if len(layers) != model.num_layers:
         return f"its config has model.num_layers {model.num_layers} and its tensors are those of {len(layers)} layers"
@@ -203,6 +241,18 @@ def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
         for key, size in zip(keys, weights.get(name, ()), strict=False):
             if key is not None and getattr(model, key) != size:
                 return f"its config has model.{key} {getattr(model, key)} and its tensor {name} has {size}"
+    return None
+
+
+def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
+    """Return why the stored weights do not match a resolved model config, as a clause; None if they match."""
+    if (mismatch := size_mismatch(model, stored)) is not None:
+        return mismatch
+    import torch
+
+    from threefold.models.family import make_model
+
+    weights = _weights(stored)
     with torch.device("meta"):
         expected = {name: tuple(weight.shape) for name, weight in make_model(model).named_parameters()}
     if missing := expected.keys() - weights.keys():
@@ -216,10 +266,14 @@ def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
     return None
 
 
-def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None:
+def require_match(model: ModelConfig, plan: "ModelPlan", checkpoint: Path) -> None:
     """Check that a checkpoint's weights match a custom model as its file defines it now."""
-    stored = read_index(checkpoint)
-    weights = {name.removeprefix(MODEL): stored[name].shape for name in stored if name.startswith(MODEL)}
+    import torch
+
+    from threefold.models.family import make_model
+    from threefold.torch_private.distributed import persistent_buffers
+
+    weights = _weights({name: tensor.shape for name, tensor in read_index(checkpoint).items()})
     with torch.device("meta"):
         made = make_model(model)
     expected = {plan.whole_name(name): tuple(weight.shape) for name, weight in made.named_parameters()}
@@ -239,6 +293,10 @@ def require_match(model: ModelConfig, plan: ModelPlan, checkpoint: Path) -> None
                 f"The model of {shown(model.file)} is not the one that {checkpoint} was made with: {reason}; restore "
                 "the file, or start a new run in another folder."
             )
+
+
+def _weights(stored: Shapes) -> dict[str, tuple[int, ...]]:
+    return {name.removeprefix(MODEL): shape for name, shape in stored.items() if name.startswith(MODEL)}
 
 
 def _shown(shape: tuple[int, ...]) -> str:

@@ -19,6 +19,7 @@ import yaml
 from pydantic import Field
 
 from threefold.checkpoint.errors import CHANGED, DamagedCheckpoint
+from threefold.checkpoint.index import read_data_files
 from threefold.checksums import FileRecord, checksum, checksum_of_file, is_intact, seal_text
 from threefold.comm.layout import AXES, Layout
 from threefold.config.schema import ParallelConfig
@@ -161,8 +162,6 @@ def read_manifest(folder: Path) -> Checkpoint:
 
 def write_manifest(folder: Path, facts: Facts) -> None:
     """Write checkpoint.json durably, completing the checkpoint; raise DamagedCheckpoint for a damaged tensor index."""
-    from threefold.checkpoint.index import read_data_files
-
     known = read_data_files(folder)
     files = {}
     for path in sorted(folder.iterdir()):

@@ -255,8 +255,13 @@ def decisive_settings(config: Config) -> dict[str, Any]:
         key: given.get(name)
         for section, given in config.sections().items()
         for name in {**type(getattr(config, section)).model_fields, **given}
-        if (key := f"{section}.{name}") in _WHOLE_RUN or not (_is_free(key) or key in ("data.mixture", _REPORTS))
+        if is_decisive(key := f"{section}.{name}")
     }
+
+
+def is_decisive(key: str) -> bool:
+    """Return whether a setting decides a run's results, its beginning and its length included."""
+    return key in _WHOLE_RUN or not (_is_free(key) or key in ("data.mixture", _REPORTS))
 
 
 def _is_free(key: str) -> bool:

@@ -41,8 +41,8 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor
 from torch.futures import Future
 
-from threefold.checkpoint.errors import CHANGED, DamagedCheckpoint
-from threefold.checkpoint.index import DTYPES, INDEX, StoredTensor, TensorChunk, index_text, read_index
+from threefold.checkpoint.errors import CHANGED, MODEL, DamagedCheckpoint
+from threefold.checkpoint.index import INDEX, ITEM_SIZES, StoredTensor, TensorChunk, index_text, name_of, read_index
 from threefold.checksums import ALGORITHM, FileRecord
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Heartbeat
@@ -51,6 +51,7 @@ from threefold.foreign import FolderFiles
 from threefold.host import begin_writing, finish_writing
 from threefold.output import write_durably
 from threefold.parallel.parameter import offset
+from threefold.random.tensor_hash import PartHash, fingerprint_of
 from threefold.torch_private.distributed import PiecewiseTensor, StridedPlacement
 
 _BLOCK: Final = 4 << 20
@@ -194,30 +195,36 @@ class Writer(_Storage, StorageWriter):
         return [replace(plan, storage_data=f"tensors-{rank:05d}.bin") for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's parts; the results have each part's chunk and file. An OSError contains the file's name."""
+        """Write this rank's parts; the results have the chunk, hash and file of each. An OSError contains the name."""
         path = self.folder / plan.storage_data
         items = [item for item in plan.items if 0 not in _box(item).sizes]
         results: list[WriteResult] = []
         if items:
             try:
                 with self.heartbeat.working():
-                    chunks, file = self._write_file(path, items, planner)
+                    chunks, hashes, file = self._write_file(path, items, planner)
             except OSError as error:
                 raise OSError(error.errno, error.strerror, str(path)) from error
-            results = [WriteResult(item.index, one.bytes, (one, file)) for item, one in zip(items, chunks, strict=True)]
+            results = [
+                WriteResult(item.index, chunk.bytes, (chunk, found, file))
+                for item, chunk, found in zip(items, chunks, hashes, strict=True)
+            ]
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def _write_file(
         self, path: Path, items: Sequence[WriteItem], planner: SavePlanner
-    ) -> tuple[list[TensorChunk], FileRecord]:
-        """Write parts one after another, freeing each before reading the next."""
+    ) -> tuple[list[TensorChunk], list[int], FileRecord]:
+        """Write parts one after another, freeing each before reading the next; return also the hashes of weights."""
         chunks: list[TensorChunk] = []
+        hashes: list[int] = []
         whole, position, begun = xxhash.xxh3_128(), 0, 0
         with path.open("wb") as file:
             for item in items:
-                content = _bytes_of(cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous())
+                tensor = cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
+                hashes.append(_hash(item, tensor) if item.index.fqn.startswith(MODEL) else 0)
+                content = _bytes_of(tensor)
                 part = xxhash.xxh3_128()
                 for start in range(0, len(content), _BLOCK):
                     block = content[start : start + _BLOCK]
@@ -233,29 +240,32 @@ class Writer(_Storage, StorageWriter):
                 place = (path.name, position, len(content), checksum)
                 chunks.append(TensorChunk(tuple(box.offsets), tuple(box.sizes), *place))
                 position += len(content)
-                del content
+                del content, tensor
             file.flush()
             for start in range(0, position, _AHEAD):  # in parts, so that the waiting ranks see progress on a slow disk
                 finish_writing(file.fileno(), start, min(_AHEAD, position - start))
                 self.heartbeat.progress()
             os.fsync(file.fileno())
-        return chunks, FileRecord(position, f"{ALGORITHM}:{whole.hexdigest()}")
+        return chunks, hashes, FileRecord(position, f"{ALGORITHM}:{whole.hexdigest()}")
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Write the index, given what `write_data` returned on every rank; `dcp` calls this on the first rank."""
         chunks: dict[str, list[TensorChunk]] = defaultdict(list)
         files: dict[str, FileRecord] = {}
+        hashes: dict[str, int] = defaultdict(int)
         for result in (result for rank in results for result in rank):
-            chunk, file = result.storage_data
+            chunk, found, file = result.storage_data
             files[chunk.file] = file
             chunks[result.index.fqn].append(chunk)
+            if result.index.fqn.startswith(MODEL):
+                hashes[result.index.fqn.removeprefix(MODEL)] += found  # parts add up to the whole
         tensors = {
-            name: StoredTensor(tuple(entry.size), entry.properties.dtype, tuple(chunks[name]))
+            name: StoredTensor(tuple(entry.size), name_of(entry.properties.dtype), tuple(chunks[name]))
             for name, entry in metadata.state_dict_metadata.items()
             if isinstance(entry, TensorStorageMetadata)
         }
         with self.heartbeat.working():
-            write_durably(self.folder / INDEX, index_text(tensors, files))
+            write_durably(self.folder / INDEX, index_text(tensors, files, fingerprint_of(hashes) if hashes else None))
 
 
 class Reader(_Storage, StorageReader):
@@ -353,10 +363,18 @@ def _fill(file: io.RawIOBase, folder: Path, chunk: TensorChunk, target: Tensor, 
         raise DamagedCheckpoint(folder, f"its {chunk.file} {CHANGED}, from byte {chunk.position} on")
 
 
+def _hash(item: WriteItem, tensor: Tensor) -> int:
+    """Return the hash of a part of a weight; those of all parts add up to that of the weight (`PartHash`)."""
+    box, whole = _box(item), cast(TensorWriteData, item.tensor_data).size
+    if tensor.is_floating_point() and tensor.element_size() == 1:  # float8, with which torch does not compute
+        tensor = tensor.view(torch.uint8)
+    return int(PartHash(box.sizes, box.offsets, whole)(tensor))
+
+
 def _box(item: WriteItem) -> ChunkStorageMetadata:
     if item.type == WriteItemType.BYTE_IO or item.tensor_data is None:
         raise TypeError(f"{item.index.fqn} is not a tensor, and a checkpoint holds nothing else")
-    if str(item.tensor_data.properties.dtype).removeprefix("torch.") not in DTYPES:
+    if name_of(item.tensor_data.properties.dtype) not in ITEM_SIZES:
         raise TypeError(f"{item.index.fqn} is of {item.tensor_data.properties.dtype}, which has no name in {INDEX}")
     return item.tensor_data.chunk
 

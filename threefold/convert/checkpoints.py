@@ -13,7 +13,16 @@ from torch.distributed.checkpoint import FileSystemWriter
 
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, path_of, require_outside_checkpoints
-from threefold.checkpoint.index import INDEX, StoredTensor, TensorChunk, index_text, read_data_files, read_index
+from threefold.checkpoint.index import (
+    INDEX,
+    StoredTensor,
+    TensorChunk,
+    index_text,
+    name_of,
+    read_data_files,
+    read_fingerprint,
+    read_index,
+)
 from threefold.checkpoint.manifest import WRITER, Checkpoint, read_manifest, read_writer, write_manifest
 from threefold.checkpoint.tensors import ALIGNMENT, PiecedTensor, TensorPiece, read_chunk, save_tensors_alone
 from threefold.dtypes import DTYPES
@@ -96,7 +105,7 @@ def _convert(request: Conversion, path: Path, warnings: tuple[str, ...], progres
                 files = (_write_torch if request.format == "torch" else _write_dcp)(source, staged)
     written = source.planned
     weights = group_of({name: tensor for name, tensor in written.items() if name.startswith(MODEL)})
-    narrower = any(tensor.dtype.itemsize < index[name].dtype.itemsize for name, tensor in written.items())
+    narrower = any(tensor.itemsize < index[name].itemsize for name, tensor in written.items())
     if narrower and request.format == "threefold" and not request.weights_only:
         warnings = (
             *warnings,
@@ -126,7 +135,7 @@ class TensorSource:
         self.planned = dict(tensors)
         for name, tensor in tensors.items():
             if dtype is not None and name.startswith(MODEL) and tensor.dtype.is_floating_point:
-                self.planned[name] = replace(tensor, dtype=dtype)
+                self.planned[name] = replace(tensor, dtype_name=name_of(dtype))
 
     def read(self, name: str) -> Tensor:
         """Read a whole tensor; DamagedCheckpoint if it was changed, UserError if a value does not fit the new dtype."""
@@ -203,7 +212,8 @@ def _write_run(
             tensors[each] = replace(tensor, chunks=tuple(replace(chunk, file=name) for chunk in tensor.chunks))
         (part / INDEX).unlink()
         part.rmdir()
-    write_durably(folder / INDEX, index_text(tensors, files))
+    fingerprint = None if request.dtype else read_fingerprint(checkpoint.path)
+    write_durably(folder / INDEX, index_text(tensors, files, fingerprint))
     record = read_writer(checkpoint.path)
     weights_only = record.weights_only or request.weights_only
     record = replace(record, saved=saved_at(checkpoint.path, record), weights_only=weights_only)

@@ -12,7 +12,7 @@ import torch
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
 from threefold.checkpoint.folder import OWN_MODEL, SelectedCheckpoint, code_text, model_files
-from threefold.checkpoint.index import StoredTensor
+from threefold.checkpoint.index import StoredTensor, name_of
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import Config, ModelConfig
 from threefold.config.model import OWN
@@ -92,7 +92,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
     # An integer buffer of a custom model keeps its dtype.
     dtypes = {name: chosen if chosen and dtype.is_floating_point else dtype for name, (_, dtype) in stored.items()}
     planned = {
-        tensor: StoredTensor(shape, dtypes[name])
+        tensor: StoredTensor(shape, name_of(dtypes[name]))
         for name, slabs in weights.items()
         for shapes in ([{name: stored[name][0]}] if kind is None else [slab.source_shapes() for slab in slabs])
         for tensor, shape in shapes.items()
@@ -111,7 +111,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
             made = (THEIR_CONFIG,)
         texts = write_texts(checkpoint.path, partial)
         with Shards(partial, planned, request.shard_bytes) as shards:
-            sizes = {name: StoredTensor(stored[name][0], dtypes[name]) for name in weights}
+            sizes = {name: StoredTensor(stored[name][0], name_of(dtypes[name])) for name in weights}
             for share in in_shares(sizes, 64 << 20):  # small tensors are read together
                 ours = {name: torch.empty(size.shape, dtype=size.dtype) for name, size in share.items()}
                 load_tensors({MODEL + name: tensor for name, tensor in ours.items()}, checkpoint.path, alone=True)

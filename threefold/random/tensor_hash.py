@@ -12,7 +12,7 @@ On one core, an element of fp32 takes one and a half nanoseconds, of which the 6
 products in fp64 are no faster.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from math import prod
 from typing import Final
@@ -20,7 +20,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from threefold.random.rng import Slice, row_major, signed
+from threefold.random.rng import Slice, row_major, signed, stream_key
 
 WORDS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int32, 16: torch.int32}
 """Word type by bytes per element: at most 32 bits, so that a change of the top bits still depends on the factor."""
@@ -29,6 +29,7 @@ _AT_ONCE: Final = {"cpu": 1 << 15, "cuda": 1 << 24}
 """Words of a core, or of a GPU, whose products are in memory at once: few enough for a core's cache."""
 _ROWS_FROM, _COLUMNS_FROM, _BLOCKS_FROM = 0, 1 << 60, 1 << 61
 """Positions from which factors of rows, of columns and of blocks of columns are drawn, far from one another."""
+_DIGITS: Final = 12  # of a fingerprint
 _BITS_IN_A_ROW: Final = 1 << 12  # words of a row in which the bits of a tensor without a place of its own are hashed
 
 
@@ -109,6 +110,17 @@ class PartHash:
                 part = torch.add(part, 0, out=plain[: len(part)])  # -0 becomes 0
             sums.append(products[: len(part)].copy_(part.view(word)).mul_(factors).sum(1))
         return torch.cat(sums)
+
+
+def fingerprint_of(hashes: Mapping[str, int]) -> str:
+    """Return the fingerprint of a model, 12 hexadecimal digits that are the same in every layout.
+
+    The hash of each weight (`PartHash`), by name, is mixed with the name, and the sum is taken over the weights.
+    """
+    keys = torch.tensor([stream_key("fingerprint", name) for name in hashes], dtype=torch.int64)
+    values = torch.tensor([signed(each, 64) for each in hashes.values()], dtype=torch.int64)
+    total = int(mixed(values ^ keys).sum()) & ((1 << 64) - 1)
+    return f"{total >> (64 - 4 * _DIGITS):0{_DIGITS}x}"
 
 
 def bit_hash(tensor: Tensor, device: torch.device) -> Tensor:

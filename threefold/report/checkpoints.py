@@ -10,7 +10,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import Any, Final, Literal
 
 from threefold.checkpoint.errors import CHANGED, MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import (
@@ -26,6 +26,7 @@ from threefold.checkpoint.folder import (
     step_of,
     stored_config,
 )
+from threefold.checkpoint.index import StoredTensor, read_data_files, read_fingerprint, read_index
 from threefold.checkpoint.manifest import (
     MANIFEST,
     PARTIAL,
@@ -42,9 +43,6 @@ from threefold.errors import UserError
 from threefold.files import first_of, shown
 from threefold.foreign import FolderFiles
 from threefold.output import Progress
-
-if TYPE_CHECKING:  # importing torch takes longer than finding a checkpoint
-    from threefold.checkpoint.index import StoredTensor
 
 _DEPTH: Final = 3  # levels of folders searched for a run, below the given folder and above it
 
@@ -125,6 +123,11 @@ class ListedCheckpoint:
     writer: WriterRecord
 
     @property
+    def fingerprint(self) -> str | None:
+        """Fingerprint of the weights, the same in every layout; None if it is not known."""
+        return (self.facts and self.facts.fingerprint) or read_fingerprint(self.path)
+
+    @property
     def layout(self) -> str:
         """Layout of the writer on one line, or `imported` for an imported model."""
         if self.facts is not None and self.facts.step == 0 and not self.facts.documents and not self.writer.versions:
@@ -139,6 +142,7 @@ class ListedCheckpoint:
             "reason": self.reason,
             "bytes": self.bytes,
             "saved": self.saved.isoformat(timespec="seconds") if self.saved else None,
+            "fingerprint": self.fingerprint,
             "consumed_samples": self.facts.consumed_samples if self.facts else None,
             "layout": None if self.writer.layout is None else dict(self.writer.layout),
             "ranks": self.writer.ranks,
@@ -148,12 +152,12 @@ class ListedCheckpoint:
 
 
 def listed(path: Path) -> ListedCheckpoint:
-    """Return a checkpoint's list entry, whatever its state; everything but the bytes of its tensors is checked."""
+    """Return a checkpoint's list entry, whatever its state; all but the bytes of tensors is checked, without torch."""
     state: State = "complete"
     reason, facts = "", None
     try:
         facts = read_manifest(path).facts
-        check(path)
+        check(path, with_model=False)
         if path.name.endswith(DIVERGED):
             state = "diverged"
     except DamagedCheckpoint as damage:
@@ -180,10 +184,16 @@ def saved_at(path: Path, writer: WriterRecord) -> datetime | None:
     return None
 
 
-def check(path: Path) -> Checkpoint:
-    """Check all of a run's or custom loop's checkpoint but tensor bytes; raise DamagedCheckpoint if it fails."""
+def check(path: Path, with_model: bool = True) -> Checkpoint:
+    """Check all of a run's or custom loop's checkpoint but tensor bytes; raise DamagedCheckpoint if it fails.
+
+    Without `with_model`, which imports torch, of the model only the sizes are compared with the tensors.
+    """
     manifest = read_manifest(path)
-    (check_files if LOOP in manifest.files else inspect_checkpoint)(path)
+    if LOOP in manifest.files:
+        check_files(path)
+    else:
+        inspect_checkpoint(path, with_model=with_model)
     return manifest
 
 
@@ -203,14 +213,14 @@ class CheckpointSummary:
 
     listed: ListedCheckpoint
     config: Config | None  # None for a custom training loop
-    tensors: "Mapping[str, StoredTensor]"  # weights first, in the order of the layers
+    tensors: Mapping[str, StoredTensor]  # weights first, in the order of the layers
     weights: TensorGroup
     states: Mapping[str, TensorGroup]  # of each optimizer state, such as exp_avg
     others: TensorGroup  # such as random streams
     files: Mapping[str, int]  # sizes by name
     warnings: tuple[str, ...] = ()  # a sentence about newer checkpoints that were skipped
 
-    def matching(self, pattern: str | None) -> "dict[str, StoredTensor]":
+    def matching(self, pattern: str | None) -> dict[str, StoredTensor]:
         """Return the tensors whose name matches a pattern, or contains it if it has no `*`, `?` or `[`."""
         if pattern is None:
             return dict(self.tensors)
@@ -230,7 +240,6 @@ class CheckpointSummary:
             "format_version": VERSION,
             "seed": facts.seed if facts else None,
             "loss_scale": facts.loss_scale if facts else None,
-            **({"fingerprint": facts.fingerprint} if facts and facts.fingerprint else {}),
             "tokens": facts.tokens if facts else None,
             "documents": facts.documents if facts else None,
             "parameters": self.weights.elements,
@@ -258,12 +267,10 @@ def choose(named: Named, damaged: Damaged | None = None) -> tuple[Path, tuple[st
 
 def summarize_checkpoint(path: Path, warnings: tuple[str, ...] = ()) -> CheckpointSummary:
     """Summarize a checkpoint without reading its tensors; raise DamagedCheckpoint if it is visibly damaged."""
-    from threefold.checkpoint.index import read_index
-
     one = listed(path)
     if one.state == "damaged":
         raise DamagedCheckpoint(path, one.reason)
-    manifest, index = read_manifest(path), read_index(path)
+    manifest, index = check(path), read_index(path)
     tensors = {name: index[name] for name in sorted(index, key=_place)}
     weights = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
     states: dict[str, dict[str, StoredTensor]] = {}
@@ -283,7 +290,7 @@ def summarize_checkpoint(path: Path, warnings: tuple[str, ...] = ()) -> Checkpoi
     )
 
 
-def group_of(tensors: "Mapping[str, StoredTensor]") -> TensorGroup:
+def group_of(tensors: Mapping[str, StoredTensor]) -> TensorGroup:
     """Return the totals of some tensors."""
     dtypes: dict[str, int] = {}
     for tensor in tensors.values():
@@ -322,7 +329,6 @@ def to_verify(named: Named) -> list[Path]:
 
 def verify_checkpoint(path: Path, progress: Progress) -> VerifiedCheckpoint:
     """Compare a checkpoint with its checksums; DamagedCheckpoint names a file and a tensor in it."""
-    from threefold.checkpoint.index import read_data_files, read_index
     from threefold.checkpoint.tensors import read_chunk
 
     manifest = read_manifest(path)

@@ -12,6 +12,10 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
+from threefold.checkpoint.errors import MODEL
+from threefold.checkpoint.folder import checkpoint_folders
+from threefold.checkpoint.index import read_index
+from threefold.checkpoint.resume import is_decisive
 from threefold.comm.layout import AXES, Layout
 from threefold.config.loading import differing_settings
 from threefold.errors import UserError
@@ -26,6 +30,7 @@ from threefold.files import (
 )
 from threefold.foreign import FolderFiles, write_own
 from threefold.report.checkpoints import group_of, listed
+from threefold.report.curves import Curves
 from threefold.report.door import REPORT_FILE
 from threefold.report.record import SAMPLES_FILE, SUMS, RunRecord, number
 from threefold.train.callbacks.base import Callback, RunContext, clock, reason_of, say
@@ -48,6 +53,9 @@ LEDGER: Final = {
 }
 """Parts of a run's time, and their names in a report."""
 
+_SAME: Final = 1e-3
+"""Difference of two losses, as a share of them, up to which they count as the same: rounding grows as weights move."""
+
 Settings = Mapping[str, Mapping[str, Any]]
 
 
@@ -55,14 +63,18 @@ def report_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """Return the document of a report on runs; raises nothing for damaged files, which `warnings` name.
 
     Its members are `format`, `version`, `threefold`, `made`, `phases` and `ledger` (names of the parts of a step and of
-    a run), `differences` (settings that differ, with each run's value), and `runs`, each with `name`, `folder`,
-    `state`, `summary` (rows of a table, by name), `layout`, `settings`, `curves`, `evaluations` (`Curves.document`),
-    `phases` and `waited` (seconds), `attempts`, `goodput`, `events`, `checkpoints`, `samples` and `warnings`.
+    a run), `differences` (settings that differ, with each run's value), `comparison` (a sentence about the losses of
+    runs whose settings lead to the same results), and `runs`, each with `name`, `folder`, `state`, `summary` (rows of a
+    table, by name), `layout`, `settings`, `curves`, `evaluations` and `difference` (of the losses from those of the
+    first run; `Curves.document`), `phases` and `waited` (seconds), `attempts`, `goodput`, `events`, `checkpoints`,
+    `samples` and `warnings`.
     """
     names = [run.folder.resolve().name for run in runs]
     if len(set(names)) < len(names):
         names = [str(run.folder) for run in runs]
     documents = [{**_run(run), "name": name} for run, name in zip(runs, names, strict=True)]
+    differences = differing_settings([document["settings"] for document in documents])
+    comparison = "" if any(map(is_decisive, differences)) else _compare(runs, documents)
     own = ""
     with suppress(PackageNotFoundError):  # run from a folder of sources
         own = version("threefold")
@@ -73,7 +85,8 @@ def report_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "phases": PHASES,
         "ledger": LEDGER,
-        "differences": differing_settings([document["settings"] for document in documents]),
+        "differences": differences,
+        "comparison": comparison,
         "runs": documents,
     }
 
@@ -95,6 +108,29 @@ def steps_of(settings: Settings) -> int | None:
     return found if type(found) is int else None
 
 
+def _compare(runs: Sequence[RunRecord], documents: Sequence[dict[str, Any]]) -> str:
+    """Add to the documents the differences of the losses from those of the first run; return a sentence about them."""
+    first, worst, compared = runs[0].losses, (0.0, 0.0, "", 0), set[int]()
+    for run, document in zip(runs[1:], documents[1:], strict=True):
+        found = Curves()
+        for step in sorted(first.keys() & run.losses.keys()):
+            difference = abs(run.losses[step] - first[step])
+            found.add(step, {"loss": difference})
+            worst = max(worst, (difference, difference / (abs(first[step]) or 1.0), document["name"], step))
+            compared.add(step)
+        document["difference"] = found.document() if found.last_step else None
+    if not compared:
+        return ""
+    difference, share, name, step = worst
+    layouts = len({document["summary"].get("layout") for document in documents})
+    where = f"in {layouts} layouts" if layouts > 1 else f"in {len(runs)} runs"
+    over = f"{where} over {counted(len(compared), 'step')}"
+    if not difference:
+        return f"The same loss {over}, equal in every digit."
+    same = f"The same loss {over}" if share <= _SAME else f"The losses {over} differ"
+    return f"{same}: the largest difference is {difference:.2g} ({share:.1g} of the loss), of {name} at step {step:,}."
+
+
 def _run(run: RunRecord) -> dict[str, Any]:
     settings, problem = run.settings()
     settings = _plain(settings)
@@ -109,8 +145,8 @@ def _run(run: RunRecord) -> dict[str, Any]:
     newest = ""
     if complete := [each for each in checkpoints["listed"] if each["state"] == "complete"]:
         last = complete[-1]
-        name = f"weights {last['weights']}" if last["weights"] else last["checksum"].partition(":")[2][:12]
-        newest = f"{checkpoints['count']:,}; the newest after step {last['step']:,}: {name}"
+        weights = f": weights {last['weights']}" if last["weights"] else ""
+        newest = f"{checkpoints['count']:,}; the newest after step {last['step']:,}{weights}"
     train, precision = settings.get("train", {}), settings.get("precision", {}).get("dtype", "")
     device, exact = train.get("device"), "exact" if train.get("exact") is True else ""
     facts = {
@@ -256,22 +292,14 @@ def _goodput(run: RunRecord) -> str:
 
 def _checkpoints(folder: Path) -> tuple[dict[str, Any], int]:
     """Return the newest checkpoints of a run and the number of all, and the parameters of the newest one's model."""
-    from threefold.checkpoint.errors import MODEL
-    from threefold.checkpoint.folder import checkpoint_folders
-    from threefold.checkpoint.index import read_index  # imports torch
-    from threefold.checkpoint.manifest import MANIFEST
-
     parameters, kept, paths, newest = 0, [], list[Path](), None
     with suppress(UserError):
         paths = checkpoint_folders(folder)
     for path in paths[-50:]:
-        one, checksum = listed(path), ""
+        one = listed(path)
         values = one.document()
-        with suppress(UserError, KeyError, TypeError):
-            checksum = str(FolderFiles(path).json(MANIFEST)["checksum"])  # which covers all files
         facts = {name: values[name] for name in ("step", "state", "reason", "bytes", "saved", "versions")}
-        weights = one.facts.fingerprint if one.facts else None  # of an exact run
-        kept.append({**facts, "name": path.name, "layout": one.layout, "weights": weights, "checksum": checksum})
+        kept.append({**facts, "name": path.name, "layout": one.layout, "weights": values["fingerprint"]})
         newest = path if one.state == "complete" else newest
     if newest is not None:
         with suppress(UserError):

@@ -110,7 +110,7 @@ const spanOf = (points) => 2 * Math.round((points * view.smoothing) / 200) + 1;
 
 // Draws lines of all visible runs. `lines(run)` returns [{ values, name, dots, faint }] with values as in the document;
 // `show` formats a value; `marks` draws restarts, checkpoints and events as well.
-function chart(title, unit, lines, { show = exactly, tick = short, height = 190, marks = false, fill = false, from = null, size = "half", key = title } = {}) {
+function chart(title, unit, lines, { show = exactly, tick = short, height = 190, marks = false, fill = false, from = null, size = "half", key = title, text = null } = {}) {
   const drawn = visible().flatMap(([run, index]) => lines(run).filter((line) => line.values).map((line) => ({ ...line, run, index })));
   if (!drawn.some((line) => line.values.mean.some((value) => value !== null))) return null;
   const plot = make("div", { class: "plot", tabindex: 0, role: "img", "aria-label": `${title} over ${view.axis}` });
@@ -120,7 +120,7 @@ function chart(title, unit, lines, { show = exactly, tick = short, height = 190,
     keepState();
     render();
   } }, "log");
-  const section = make("section", { class: size }, make("h2", {}, make("span", {}, title, " ", make("small", {}, unit)), toggle), plot, marks ? marksLegend() : null);
+  const section = make("section", { class: size }, make("h2", {}, make("span", {}, title, " ", make("small", {}, unit)), toggle), text && make("p", { class: "told" }, text), plot, marks ? marksLegend() : null);
   charts.push({ plot, hover: null, draw: () => drawChart(plot, drawn, { show, tick, height: fill ? Math.max(height, section.clientHeight - 82) : height, marks, from, isLog }) });
   return section;
 }
@@ -442,10 +442,9 @@ function table(title, head, rows, kind = "wide", size = "") {
 function checkpoints() {
   const several = report.runs.length > 1, rows = [];
   for (const [run, index] of visible()) for (const each of [...run.checkpoints.listed].reverse()) {
-    const hash = each.weights ? `weights ${each.weights}` : each.checksum.replace("xxh3_128:", "");
-    rows.push([...(several ? [make("span", {}, swatch(index), run.name)] : []), grouped(each.step), each.saved ? each.saved.replace("T", " ").replace("+00:00", " UTC") : "–", bytes(each.bytes), each.reason || each.state, each.layout, make("code", { title: each.checksum }, hash || "–")]);
+    rows.push([...(several ? [make("span", {}, swatch(index), run.name)] : []), grouped(each.step), each.saved ? each.saved.replace("T", " ").replace("+00:00", " UTC") : "–", bytes(each.bytes), each.reason || each.state, each.layout, make("code", {}, each.weights || "–")]);
   }
-  return table("Checkpoints", [...(several ? ["run"] : []), "step", "saved", "size", "state", "layout", "hash"], rows);
+  return table("Checkpoints", [...(several ? ["run"] : []), "step", "saved", "size", "state", "layout", "weights"], rows);
 }
 
 const written = (value) => (value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
@@ -498,6 +497,11 @@ function losses(run) {
   return [{ values: run.curves.values.loss, name: "training" }, { values: evaluations.values.valid_loss, name: "validation", dots: true, steps }];
 }
 
+// Differences from the losses of the first run, of runs that should have the same ones.
+function differencesOfLoss(run) {
+  return run.difference ? [{ values: run.difference.values.loss, steps: run.difference.last }] : [];
+}
+
 // The terms of a loss of several, and the validation losses of the corpora of a mixture.
 function parts() {
   const found = new Map();
@@ -530,6 +534,7 @@ function render() {
   const top = [
     warnings(), tiles(),
     chart("Loss", "nats per token; dashed: validation", losses, { height: 340, marks: true, fill: single, size: single ? "two-thirds" : "", key: "loss" }),
+    chart("Difference of the loss", `from that of ${report.runs[0].name}`, differencesOfLoss, { height: 150, from: 0, size: "", text: report.comparison }),
     summaryTable(),
   ];
   const small = [

@@ -42,6 +42,7 @@ class RunRecord:
         evaluation: line of the newest evaluation; None before the first.
         attempts: first step of each attempt but the first, and the seconds elapsed before it.
         ledgers: lines of the goodput at checkpoints.
+        losses: loss of each step, the last one of a step that was made again.
         skips: first and last step of each range of skipped steps, and the reason.
     """
 
@@ -121,6 +122,7 @@ class RunRecord:
         self.evaluation: dict[str, Any] | None = None
         self.attempts: list[tuple[int, float]] = []
         self.ledgers: list[dict[str, Any]] = []
+        self.losses: dict[int, float] = {}
         self.skips: list[tuple[int, int, str]] = []
         self._position, self._number = 0, 0
         self._damaged: list[int] = []
@@ -171,6 +173,8 @@ class RunRecord:
         values["capacity"] = seconds * rate / mfu if mfu else None
         values |= {"tokens": number(line, "tokens"), "tokens_so_far": self._tokens, "elapsed": self._elapsed}
         self.curves.add(step, values)
+        if values["loss"] is not None:
+            self.losses[step] = values["loss"]
         self.recent.append(line)
 
     def _read_ledger(self, line: dict[str, Any]) -> None:

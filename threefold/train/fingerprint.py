@@ -1,21 +1,13 @@
-"""Fingerprint of a model's weights: a short hash of every element, the same in every layout.
-
-The fingerprint mixes the hash of each tensor (`threefold.random.tensor_hash`) with its name, and sums over the tensors.
-It finds mistakes and faults, and does not protect against an attacker. 0 and -0 count as equal.
-"""
+"""Fingerprints of a model that is sharded over a mesh, by the hashes of `threefold.random.tensor_hash`."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 
 from threefold.comm.mesh import Mesh
 from threefold.parallel.parameter import Weight, offset
-from threefold.random.rng import stream_key
-from threefold.random.tensor_hash import PartHash, mixed
-
-_DIGITS: Final = 12
+from threefold.random.tensor_hash import PartHash, fingerprint_of
 
 
 @dataclass(frozen=True)
@@ -27,10 +19,7 @@ class TensorHashes:
     @property
     def fingerprint(self) -> str:
         """The fingerprint of all tensors together: 12 hexadecimal digits."""
-        keys = torch.tensor([stream_key("fingerprint", name) for name in self.by_name], dtype=torch.int64)
-        hashes = torch.tensor(list(self.by_name.values()), dtype=torch.int64)
-        total = int(mixed(hashes ^ keys).sum()) & ((1 << 64) - 1)
-        return f"{total >> (64 - 4 * _DIGITS):0{_DIGITS}x}"
+        return fingerprint_of(self.by_name)
 
 
 class Fingerprints:

@@ -132,7 +132,7 @@ def _print_summary(summary: "CheckpointSummary") -> None:
     from threefold.checkpoint.errors import OPTIMIZER
     from threefold.checkpoint.manifest import VERSION
 
-    one, facts = summary.listed, summary.listed.facts
+    one, facts, fingerprint = summary.listed, summary.listed.facts, summary.listed.fingerprint
     assert facts is not None  # it could be read
     versions = ", ".join(f"{name} {version}" for name, version in one.writer.versions.items())
     ranks = f", on {counted(one.writer.ranks, 'rank')}" if one.writer.ranks else ""
@@ -146,7 +146,7 @@ def _print_summary(summary: "CheckpointSummary") -> None:
         *(_of_config(summary.config) if summary.config else [("config", "none: saved by threefold.save")]),
         ("parameters", f"{summary.weights.elements:,} in {summary.weights.tensors:,} tensors"),
         ("weights", _group(summary.weights)),
-        *((("fingerprint", f"{facts.fingerprint}, of the weights of an exact run"),) if facts.fingerprint else ()),
+        *((("fingerprint", f"{fingerprint}, of the weights, the same in every layout"),) if fingerprint else ()),
         *((f"optimizer {name}", _group(group)) for name, group in summary.states.items()),
         *((("other tensors", _group(summary.others)),) if summary.others.tensors else ()),
     ]

@@ -51,6 +51,8 @@ def command(
     rows = dict.fromkeys(name for run in found for name in run["summary"])
     cells = [(name, *(run["summary"].get(name, "–") for run in found)) for name in rows]
     console.print(table(("run", *names), cells, left, whole=(0,)))
+    if report["comparison"]:
+        typer.echo(report["comparison"])
     if report["differences"]:
         settings = [(name, *map(setting_text, values)) for name, values in report["differences"].items()]
         console.print(table(("setting", *names), settings, left))
