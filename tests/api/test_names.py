@@ -58,9 +58,11 @@ def test_the_package_says_that_it_has_types() -> None:
         "threefold": [
             "py.typed",
             "__init__.pyi",
+            "config/presets.csv",
             "convert/*.toml",
-            "planner/hardware.yaml",
-            "planner/systems.toml",
+            "planner/*.yaml",
+            "planner/*.toml",
+            "planner/*.md",
             "planner/page/*",
             "report/page.*",
         ]

@@ -10,24 +10,22 @@ from threefold.models.block import describe_model
 from threefold.planner.block_shape import block_shapes
 from threefold.planner.cost import block_seconds, cost_block
 from threefold.planner.doctor import (
-    DiskSpeed,
-    Examination,
-    Machine,
-    findings_of,
-    measure_disk,
-    measured_entry,
-    this_machine,
-)
-from threefold.planner.hardware import as_yaml, build, read_entries
-from threefold.planner.measuring import (
     NCCL,
     AttentionRate,
     Collective,
+    DiskSpeed,
+    Examination,
+    Machine,
     RankRates,
+    findings_of,
     half_depth,
+    measure_disk,
+    measured_entry,
     measured_link,
+    this_machine,
     tiny_config,
 )
+from threefold.planner.hardware import as_yaml, build, read_entries
 from threefold.planner.systems import SYSTEMS
 
 MACHINE = Machine(

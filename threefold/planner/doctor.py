@@ -1,4 +1,4 @@
-"""Examination of this machine: its parts, disk and rates, its problems in words, and its hardware entry."""
+"""Examination of this machine: its parts, rates of ranks and disk, its problems in words, and its hardware entry."""
 
 import importlib.metadata
 import os
@@ -7,25 +7,39 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from math import isfinite
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
+from itertools import count
+from math import isfinite, log2
 from pathlib import Path
-from typing import Any
+from statistics import geometric_mean, mean, median
+from typing import Any, Final, NamedTuple
 
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F
+
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.config import Config, resolve
+from threefold.data.loader import Batch
+from threefold.dtypes import DTYPES
 from threefold.errors import UserError
-from threefold.files import format_bytes, shown
-from threefold.host import cpu_quota, memory, usable_cores
+from threefold.files import counted, format_bytes, shown
+from threefold.host import cpu_quota, keep_freed_memory, memory, usable_cores
 from threefold.models.block import describe_model
-from threefold.planner import measuring
+from threefold.models.family import make_model, model_plan
+from threefold.ops.kernels import linear
 from threefold.planner.block_shape import block_shapes
 from threefold.planner.cost import block_seconds, cost_block
-from threefold.planner.hardware import THIS_MACHINE, Achievable, Hardware, cpu_name
+from threefold.planner.hardware import THIS_MACHINE, Achievable, Hardware, Link, cpu_name
+from threefold.planner.model_size import ZERO_WEIGHTS
 from threefold.planner.systems import SYSTEMS
+from threefold.train.step import Engine
 
-RunRanks = Callable[[Callable[..., object], tuple[Any, ...], int, str], object]
-"""Function that runs a worker on some local ranks of a device and returns the first rank's result."""
+NCCL: Final = "NCCL"
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,58 @@ class Machine:
     backends: tuple[str, ...]
 
 
+class MeasuringEffort(NamedTuple):
+    """Extent of the measurements."""
+
+    seconds: float = 0.35  # of each measurement
+    sizes: tuple[int, ...] = (64, 128, 256, 512, 1024)  # of square matrices
+    nbytes: int = 4 << 20  # of a large message
+    attention: tuple[tuple[int, int], ...] = ((128, 32), (128, 128), (1024, 128))  # positions, head dim
+    copied: int = 64 << 20  # bytes, more than caches hold
+
+
+QUICK: Final = MeasuringEffort(0.03, (64, 256), 1 << 20, ((64, 32), (64, 64), (256, 64)), 8 << 20)
+ON_GPUS: Final = MeasuringEffort(
+    0.35, (512, 1024, 2048, 4096, 8192), 256 << 20, ((2048, 64), (2048, 128), (8192, 128)), 1 << 30
+)
+
+
+@dataclass(frozen=True)
+class AttentionRate:
+    """FLOP/s of fused causal attention, without the masked part, for one sequence length and head dim."""
+
+    positions: int
+    head_dim: int
+    forward: float
+    backward: float
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Measured collective: seconds of a small message, and bytes per second of a large one."""
+
+    latency: float
+    bandwidth: float
+    transport: str
+
+
+@dataclass(frozen=True)
+class RankRates:
+    """Rates of one of several ranks while all do the same, averaged over them."""
+
+    ranks: int
+    threads: int
+    matrix: dict[str, dict[int, float]]  # FLOP/s by dtype and size of square matrices
+    attention: dict[str, list[AttentionRate]]
+    memory_bandwidth: float  # of the bytes that a copy reads and writes
+    kernel: float  # seconds of a kernel on a few elements with autograd's work for it
+    block: float = 0.0  # seconds of a minimal block's forward and backward pass
+    sharded_block: float = 0.0  # the same with its weights sharded over the ranks
+    tensor_block: float = 0.0  # with tensor parallelism, the mean of pairs and of all ranks
+    context_block: float = 0.0  # in pairs of context-parallel ranks
+    collectives: dict[str, Collective] = field(default_factory=dict)  # `all_reduce` of all ranks, and of `pairs`
+
+
 @dataclass(frozen=True)
 class DiskSpeed:
     """Speed of a folder's disk in bytes per second until written data is on it, and its free bytes."""
@@ -72,37 +138,41 @@ class Examination:
 
     machine: Machine
     device: str
-    rates: tuple[measuring.RankRates, ...]
+    rates: tuple[RankRates, ...]
     disk: DiskSpeed | None
     findings: tuple[MachineFinding, ...]
 
 
 def examine(
-    run_ranks: RunRanks, folder: Path, quick: bool = False, tell: Callable[[str, int, int], None] = lambda *_: None
+    spawn: Callable[..., object],
+    folder: Path,
+    quick: bool = False,
+    tell: Callable[[str, int, int], None] = lambda *_: None,
 ) -> Examination:
     """Examine this machine, which takes half a minute, or some seconds with `quick`, which measures two ranks at most.
 
+    `spawn(worker, arguments, ranks, device=device)` runs a worker on local ranks and returns the first one's result.
     `tell` is called before each part with its name, its index from 0 and the number of parts.
     """
     machine = this_machine()
     device = "cuda" if machine.gpus and "nccl" in machine.backends else "cpu"
-    counts = [count for count in (1, 2, 4, 8) if count <= (machine.gpus if device == "cuda" else 2 if quick else 8)]
-    parts = [f"{count} {'rank' if count == 1 else 'ranks'}" for count in counts] + ["disk"]
-    rates, problems, disk = list[measuring.RankRates](), list[MachineFinding](), None
-    for number, count in enumerate(counts):
-        tell(parts[number], number, len(parts))
-        effort = measuring.QUICK if quick else measuring.ON_GPUS if device == "cuda" else measuring.MeasuringEffort()
-        if count not in (1, counts[-1]) and device == "cpu":
-            effort = measuring.MeasuringEffort(sizes=(256,), seconds=0.2)
+    counts = [each for each in (1, 2, 4, 8) if each <= (machine.gpus if device == "cuda" else 2 if quick else 8)]
+    rates, problems, disk = list[RankRates](), list[MachineFinding](), None
+    for number, ranks in enumerate(counts):
+        part = counted(ranks, "rank")
+        tell(part, number, len(counts) + 1)
+        effort = QUICK if quick else ON_GPUS if device == "cuda" else MeasuringEffort()
+        if ranks not in (1, counts[-1]) and device == "cpu":
+            effort = MeasuringEffort(sizes=(256,), seconds=0.2)
         try:
-            measured = run_ranks(measuring.measure_ranks, (("fp32", "bf16"), effort, device), count, device)
-            assert isinstance(measured, measuring.RankRates)
+            measured = spawn(measure_ranks, (("fp32", "bf16"), effort, device), ranks, device=device)
+            assert isinstance(measured, RankRates)
             rates.append(measured)
         except (UserError, RuntimeError) as error:
             reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
             remedy = "see what the sentence says; nothing can be trained with so many ranks before"
-            problems.append(MachineFinding("error", f"{parts[number]} cannot be run here: {reason}", remedy))
-    tell("disk", len(counts), len(parts))
+            problems.append(MachineFinding("error", f"{part} cannot be run here: {reason}", remedy))
+    tell("disk", len(counts), len(counts) + 1)
     try:
         disk = measure_disk(folder, 16 << 20 if quick else 128 << 20)
     except UserError as error:
@@ -111,105 +181,8 @@ def examine(
     return Examination(machine, device, tuple(rates), disk, (*problems, *findings_of(machine, device, rates, disk)))
 
 
-def findings_of(
-    machine: Machine, device: str, rates: Sequence[measuring.RankRates], disk: DiskSpeed | None
-) -> list[MachineFinding]:
-    """Return the findings about a machine, the worst first."""
-    found = [MachineFinding(*each) for each in _findings(machine, device, rates, disk)]
-    return sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.severity))
-
-
-def _findings(
-    machine: Machine, device: str, rates: Sequence[measuring.RankRates], disk: DiskSpeed | None
-) -> Iterator[tuple[str, str, str]]:
-    cores, get = machine.cores, "from https://pytorch.org"
-    if "gloo" not in machine.backends:
-        yield "error", "this build of torch has no gloo", f"install torch {get}"
-    if machine.gpus and device == "cpu":
-        yield "error", f"torch can use none of the {machine.gpus} GPUs", f"install a build for their driver {get}"
-    if 0 < machine.quota <= cores and machine.quota < machine.machine_cores:
-        text = f"the control group allows {machine.quota:g} cores' worth of time, on {machine.machine_cores} cores"
-        yield "warning", text, "raise the container's limit of CPU time (docker --cpus)"
-    if machine.load > cores / 2:
-        text = f"other programs keep {machine.load:.1f} processes busy on {cores} cores"
-        yield "warning", text, "measure again when the machine is quiet, as all rates here are too low"
-    if machine.shared_memory < 256 << 20:
-        text = (
-            f"/dev/shm has {format_bytes(machine.shared_memory)} to write, too little for the collectives of many ranks"
-        )
-        yield "warning", text, "make it larger and writable (docker --shm-size 2g); without, ranks talk over sockets"
-    if rates and device == "cpu":
-        alone = {dtype: max(sizes.values(), default=0.0) for dtype, sizes in rates[0].matrix.items()}
-        if alone.get("bf16", 0.0) < alone.get("fp32", 0.0):
-            text = f"bf16 products reach {alone.get('bf16', 0.0) / alone['fp32']:.0%} of the rate of fp32 here"
-            yield "warning", text, "train with precision.dtype fp32"
-        if rates[-1].ranks > cores:
-            text = f"{rates[-1].ranks} ranks share {cores} cores, each computing at a part of their rate"
-            yield "note", text, f"train with at most {cores} ranks where speed counts"
-    if disk is not None and disk.bandwidth < 100e6:
-        text = f"the disk of {disk.folder} takes {format_bytes(int(disk.bandwidth))}/s, so checkpoints take long"
-        yield "warning", text, "write runs to a faster disk, or set checkpoint.async_save: true"
-    if not machine.compiler:
-        text = "there is no C compiler, which train.compile needs"
-        yield "note", text, "install one (apt install g++) if you want compiled layers"
-    if machine.address.startswith("127."):
-        text = f"the name {machine.host} resolves to {machine.address}, which no other host can reach"
-        yield "note", text, "for runs on several hosts, set GLOO_SOCKET_IFNAME to an interface"
-
-
-def measured_entry(found: Examination) -> Hardware | None:
-    """Build the entry `this-machine`; None if no ranks could be measured.
-
-    Its rates are those of each rank in the largest measurement while all ranks computed, so no further fraction
-    applies; only the depth at which a product reaches half of its rate is fitted.
-    """
-    several = [rates for rates in found.rates if any(rates.matrix.values())]
-    if not several:
-        return None
-    most, machine, is_gpu = several[-1], found.machine, found.device == "cuda"
-    fp32 = most.matrix.get("fp32") or next(sizes for sizes in most.matrix.values() if sizes)
-    depth = measuring.half_depth(fp32, 128 if max(fp32) >= 128 else 0)
-    peaks = {dtype: max(sizes.values()) * (1 + depth / max(fp32)) for dtype, sizes in most.matrix.items() if sizes}
-    title, bytes_of_rank = machine.processor, max(1, machine.memory // most.ranks)
-    if is_gpu:
-        import torch
-
-        properties = torch.cuda.get_device_properties(0)
-        title, bytes_of_rank = properties.name, int(properties.total_memory)
-    link = measuring.measured_link(most)
-    whole = dict.fromkeys(("matrix", "memory", "link", "network"), 1.0)
-    shares = whole | measuring.attention_shares(most, peaks)
-    measured = f"{most.ranks} local ranks of {most.threads} threads at the same time"
-    entry = Hardware(
-        name=THIS_MACHINE,
-        title=title,
-        device=found.device,
-        matrix_rates=peaks,
-        memory_bytes=bytes_of_rank,
-        memory_bandwidth=most.memory_bandwidth,
-        gpus_per_node=most.ranks,
-        inside=link,
-        between=link,
-        achievable=Achievable(**shares, matrix_depth=depth, kernel=most.kernel, step=0.0, block=most.block),
-        cores=0 if is_gpu else machine.cores,
-        sources=(f"threefold doctor on {machine.host}: {measured}",),
-    )
-    if is_gpu or not most.block:  # a GPU's kernels run beside the host's work
-        return entry
-    config, system = measuring.tiny_config(), SYSTEMS["own-cpu"]
-    block = block_shapes(describe_model(config.model, config.data.sequence_length))[0]
-    without = replace(entry, achievable=replace(entry.achievable, block=0.0))
-    kernels = block_seconds(cost_block(config, block, 1, system), without, system).total
-    kinds = "sharded_block", "tensor_block", "context_block"
-    longer = {kind: max(0.0, getattr(most, kind) - most.block) for kind in kinds}
-    return replace(entry, achievable=replace(entry.achievable, block=max(0.0, most.block - kernels), **longer))
-
-
 def this_machine() -> Machine:
-    """Describe this machine without measuring. Imports torch, but does not initialise CUDA."""
-    import torch
-    import torch.distributed as dist
-
+    """Describe this machine without measuring. Does not initialise CUDA."""
     versions, address, shared, quota = {"python": platform.python_version()}, "", 0, cpu_quota()
     for name in ("torch", "numpy", "tokenizers", "safetensors", "pydantic", "transformers"):
         with suppress(importlib.metadata.PackageNotFoundError):
@@ -252,3 +225,268 @@ def measure_disk(folder: Path, nbytes: int) -> DiskSpeed:
         return DiskSpeed(str(folder.resolve()), nbytes / seconds, shutil.disk_usage(folder).free)
     except OSError as error:
         raise UserError(f"The folder {shown(str(folder))} cannot be written: {error.strerror}.") from None
+
+
+def findings_of(
+    machine: Machine, device: str, rates: Sequence[RankRates], disk: DiskSpeed | None
+) -> list[MachineFinding]:
+    """Return the findings about a machine, the worst first."""
+    found = [MachineFinding(*each) for each in _findings(machine, device, rates, disk)]
+    return sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.severity))
+
+
+def _findings(
+    machine: Machine, device: str, rates: Sequence[RankRates], disk: DiskSpeed | None
+) -> Iterator[tuple[str, str, str]]:
+    cores, get = machine.cores, "from https://pytorch.org"
+    if "gloo" not in machine.backends:
+        yield "error", "this build of torch has no gloo", f"install torch {get}"
+    if machine.gpus and device == "cpu":
+        yield "error", f"torch can use none of the {machine.gpus} GPUs", f"install a build for their driver {get}"
+    if 0 < machine.quota <= cores and machine.quota < machine.machine_cores:
+        text = f"the control group allows {machine.quota:g} cores' worth of time, on {machine.machine_cores} cores"
+        yield "warning", text, "raise the container's limit of CPU time (docker --cpus)"
+    if machine.load > cores / 2:
+        text = f"other programs keep {machine.load:.1f} processes busy on {cores} cores"
+        yield "warning", text, "measure again when the machine is quiet, as all rates here are too low"
+    if machine.shared_memory < 256 << 20:
+        free = format_bytes(machine.shared_memory)
+        text = f"/dev/shm has {free} to write, too little for the collectives of many ranks"
+        yield "warning", text, "make it larger and writable (docker --shm-size 2g); without, ranks talk over sockets"
+    if rates and device == "cpu":
+        fp32, bf16 = (max(rates[0].matrix.get(dtype, {}).values(), default=0.0) for dtype in ("fp32", "bf16"))
+        if bf16 < fp32:
+            text = f"bf16 products reach {bf16 / fp32:.0%} of the rate of fp32 here"
+            yield "warning", text, "train with precision.dtype fp32"
+        if rates[-1].ranks > cores:
+            text = f"{rates[-1].ranks} ranks share {cores} cores, each computing at a part of their rate"
+            yield "note", text, f"train with at most {cores} ranks where speed counts"
+    if disk is not None and disk.bandwidth < 100e6:
+        text = f"the disk of {disk.folder} takes {format_bytes(int(disk.bandwidth))}/s, so checkpoints take long"
+        yield "warning", text, "write runs to a faster disk, or set checkpoint.async_save: true"
+    if not machine.compiler:
+        text = "there is no C compiler, which train.compile needs"
+        yield "note", text, "install one (apt install g++) if you want compiled layers"
+    if machine.address.startswith("127."):
+        text = f"the name {machine.host} resolves to {machine.address}, which no other host can reach"
+        yield "note", text, "for runs on several hosts, set GLOO_SOCKET_IFNAME to an interface"
+
+
+def measured_entry(found: Examination) -> Hardware | None:
+    """Build the entry `this-machine`; None if no ranks could be measured.
+
+    Its rates are those of each rank in the largest measurement while all ranks computed, so no further fraction
+    applies; only the depth at which a product reaches half of its rate is fitted.
+    """
+    several = [rates for rates in found.rates if any(rates.matrix.values())]
+    if not several:
+        return None
+    most, machine, is_gpu = several[-1], found.machine, found.device == "cuda"
+    fp32 = most.matrix.get("fp32") or next(sizes for sizes in most.matrix.values() if sizes)
+    depth = half_depth(fp32, 128 if max(fp32) >= 128 else 0)
+    peaks = {dtype: max(sizes.values()) * (1 + depth / max(fp32)) for dtype, sizes in most.matrix.items() if sizes}
+    title, bytes_of_rank = machine.processor, max(1, machine.memory // most.ranks)
+    if is_gpu:
+        properties = torch.cuda.get_device_properties(0)
+        title, bytes_of_rank = properties.name, int(properties.total_memory)
+    link, shares = measured_link(most), dict.fromkeys(("matrix", "memory", "link", "network"), 1.0)
+    shares |= attention_shares(most, peaks)
+    measured = f"{most.ranks} local ranks of {most.threads} threads at the same time"
+    entry = Hardware(
+        name=THIS_MACHINE,
+        title=title,
+        device=found.device,
+        matrix_rates=peaks,
+        memory_bytes=bytes_of_rank,
+        memory_bandwidth=most.memory_bandwidth,
+        gpus_per_node=most.ranks,
+        inside=link,
+        between=link,
+        achievable=Achievable(**shares, matrix_depth=depth, kernel=most.kernel, step=0.0, block=most.block),
+        cores=0 if is_gpu else machine.cores,
+        sources=(f"threefold doctor on {machine.host}: {measured}",),
+    )
+    if is_gpu or not most.block:  # a GPU's kernels run beside the host's work
+        return entry
+    config, system = tiny_config(), SYSTEMS["own-cpu"]
+    block = block_shapes(describe_model(config.model, config.data.sequence_length))[0]
+    without = replace(entry, achievable=replace(entry.achievable, block=0.0))
+    kernels = block_seconds(cost_block(config, block, 1, system), without, system).total
+    kinds = "sharded_block", "tensor_block", "context_block"
+    longer = {kind: max(0.0, getattr(most, kind) - most.block) for kind in kinds}
+    return replace(entry, achievable=replace(entry.achievable, block=max(0.0, most.block - kernels), **longer))
+
+
+def measure_ranks(info: Any, dtypes: Sequence[str], effort: MeasuringEffort, device: str = "cpu") -> RankRates:
+    """Measure this rank while the others do the same. Collective over the world."""
+    if device == "cpu":
+        keep_freed_memory()  # as in a training rank
+    world = dist.get_world_size()
+    on = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device("cpu")
+    mesh = Mesh(Layout(dp=world // 2, tp=2) if world > 1 else Layout(), on)
+    timed = partial(_seconds, mesh, effort.seconds)
+    block = partial(measure_block, timed, world, on)
+    source = torch.zeros(effort.copied // 4, device=on)
+    target, tiny = torch.empty_like(source), torch.ones(64, device=on, requires_grad=True)
+
+    def chain() -> None:
+        out = tiny
+        for _ in range(16):
+            out = out + tiny
+        torch.autograd.grad(out.sum(), tiny)
+
+    found = RankRates(
+        ranks=world,
+        threads=torch.get_num_threads(),
+        matrix={dtype: _products(timed, DTYPES[dtype], effort.sizes, on) for dtype in dtypes},
+        attention={name: [_attention(timed, DTYPES[name], on, *each) for each in effort.attention] for name in dtypes},
+        memory_bandwidth=2 * effort.copied / timed(lambda: target.copy_(source)),
+        kernel=timed(chain) / 32,
+        block=block(),
+    )
+    if world == 1:
+        return found
+    return replace(
+        found,
+        sharded_block=block(zero=ZERO_WEIGHTS),
+        tensor_block=mean(block(tp=tp) for tp in (2, world)),
+        context_block=block(cp=2),
+        collectives=_all_reduces(timed, mesh, effort.nbytes),
+    )
+
+
+_Timed = Callable[[Callable[[], object]], float]
+
+
+def _seconds(mesh: Mesh, budget: float, operation: Callable[[], object]) -> float:
+    """Return the seconds of one call among many, equally many on every rank, averaged over the ranks."""
+
+    def mean_of(repeats: int) -> float:
+        mesh.world.barrier()
+        started = time.perf_counter()
+        for _ in range(repeats):
+            operation()
+        if mesh.device.type == "cuda":
+            torch.cuda.synchronize(mesh.device)
+        seconds = torch.tensor([time.perf_counter() - started], dtype=torch.float64, device=mesh.device)
+        return float(mesh.world.all_reduce_values(seconds)[0]) / mesh.world.size / repeats
+
+    mean_of(1)
+    repeats = max(2, int(budget / max(mean_of(1), 1e-7) / 2))
+    return min(mean_of(repeats) for _ in range(2))  # in case another program disturbs one
+
+
+_LAYERS, _VOCAB, _LENGTH = 4, 32, 16
+_FEW, _MANY = 1, 4  # micro-batches of two steps, whose difference cancels the fixed cost of a step
+
+
+@cache
+def tiny_config(micro_batches: int = _FEW, device: str = "cpu", **parallel: int) -> Config:
+    """Return a resolved config of a minimal GPT with `micro_batches` per data-parallel rank of a layout."""
+    batch = parallel.get("dp", 1) * micro_batches
+    given: dict[str, Any] = {
+        "model": {"num_layers": _LAYERS, "hidden_size": 32, "num_attention_heads": 8, "vocab_size": _VOCAB},
+        "data": {"path": "none", "sequence_length": _LENGTH},
+        "parallel": parallel,
+        "train": {"global_batch_size": batch, "micro_batch_size": 1, "device": device},
+    }
+    return resolve(Config.model_validate(given), _VOCAB)
+
+
+def measure_block(timed: _Timed, ranks: int, device: torch.device, tp: int = 1, cp: int = 1, zero: int = 0) -> float:
+    """Return the seconds of one tiny block's forward and backward pass of a micro-batch. Collective over the world.
+
+    Its kernels take almost no time, so that Python and autograd remain; tp · cp divides `ranks`.
+    """
+    dp = ranks // (tp * cp)
+    mesh, times = Mesh(Layout(dp=dp, tp=tp, cp=cp), device), []
+    for micro_batches in (_FEW, _MANY):
+        config = tiny_config(micro_batches, device.type, dp=dp, tp=tp, cp=cp, zero=zero)
+        engine = Engine(partial(make_model, config.model), model_plan(config.model, _LENGTH), mesh, config)
+        rows = torch.arange(config.train.global_batch_size).chunk(dp)[mesh.dp.index]
+        tokens = torch.zeros(len(rows), _LENGTH, dtype=torch.int64)  # the engine takes them to the device
+        step = map(partial(engine.train_step, Batch(tokens, tokens, rows)), count())
+        times.append(timed(partial(next, step)))
+    return max(0.0, times[1] - times[0]) / ((_MANY - _FEW) * _LAYERS)
+
+
+def _products(timed: _Timed, dtype: torch.dtype, sizes: Sequence[int], device: torch.device) -> dict[int, float]:
+    """Return the FLOP/s of the models' linear layers by size, without sizes that would take half a second."""
+    found: dict[int, float] = {}
+    before, seconds = sizes[0], 0.0
+    for size in sizes:
+        if seconds * (size / before) ** 3 > 0.5:
+            break
+        x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        with torch.no_grad():
+            before, seconds = size, timed(partial(linear, x, weight))
+        found[size] = 2 * size**3 / seconds
+    return found
+
+
+def _attention(timed: _Timed, dtype: torch.dtype, device: torch.device, positions: int, head_dim: int) -> AttentionRate:
+    shape = (2, 256 // head_dim, positions, head_dim)
+    query, key, value, grad = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(4))
+    flops = 2 * 2 * 2 * 256 * positions**2 / 2  # two products, half of them masked
+    forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
+    seconds = timed(forward)
+    both = timed(lambda: torch.autograd.grad(forward(), (query, key, value), grad.detach()))
+    return AttentionRate(positions, head_dim, flops / seconds, 2.5 * flops / max(both - seconds, 1e-9))
+
+
+def _all_reduces(timed: _Timed, mesh: Mesh, nbytes: int) -> dict[str, Collective]:
+    """Measure an all-reduce of all ranks, and of simultaneous pairs.
+
+    Each follows a product, as in training: ranks that share cores arrive one after another, and a waiting rank yields
+    its core. The time that it adds to the product is its cost.
+    """
+    x, found = torch.randn(512, 512, device=mesh.device), {}
+    with torch.no_grad():
+        alone = timed(partial(linear, x, x))
+        for name, axis in (("all_reduce", mesh.world), ("pairs", mesh.tp)):
+            small, large = (torch.zeros(size // 4, device=mesh.device) for size in (256, nbytes))
+            both = [timed(lambda: (linear(x, x), axis.all_reduce_(tensor))) for tensor in (small, large)]  # noqa: B023
+            latency, seconds = (max(each - alone, 1e-7) for each in both)
+            transport = "shared memory" if axis.shares_memory else NCCL if mesh.device.type == "cuda" else "gloo"
+            found[name] = Collective(latency, nbytes / max(seconds - latency, 1e-9), transport)
+    return found
+
+
+def attention_shares(rates: RankRates, peaks: Mapping[str, float]) -> dict[str, float]:
+    """Return the fractions of attention, in the first dtype that has rates, and the sizes that reach half of them."""
+    names = "attention", "attention_backward", "attention_length", "attention_depth"
+    dtype = next((dtype for dtype in peaks if rates.attention.get(dtype)), None)
+    if dtype is None:
+        return dict(zip(names, (0.5, 0.5, 0.0, 0.0), strict=True))
+    narrow, wide, long = measured = rates.attention[dtype]
+    # FLOP/s of both passes; the backward pass has 2.5 times the operations of the forward pass.
+    both = {each: 3.5 / (1 / each.forward + 2.5 / each.backward) for each in measured}
+    depth = half_depth({each.head_dim: both[each] for each in (narrow, wide)})
+    length = half_depth({each.positions: both[each] for each in (wide, long)})
+    limits = [(1 + depth / each.head_dim) * (1 + length / each.positions) / peaks[dtype] for each in measured]
+    forward = geometric_mean(limit * each.forward for limit, each in zip(limits, measured, strict=True))
+    backward = geometric_mean(limit * each.backward for limit, each in zip(limits, measured, strict=True))
+    return dict(zip(names, (forward, backward, length, depth), strict=True))
+
+
+def half_depth(rates: Mapping[int, float], least: int = 0) -> float:
+    """Fit the size d at which a product reaches half its rate, if the rate at size n is proportional to n / (n + d)."""
+    *sizes, largest = sorted(size for size in rates if size >= least)
+    found = []
+    for size in sizes:
+        ratio = rates[largest] / rates[size]  # n (s + d) / (s (n + d)) for sizes n and s
+        if ratio > 1 and largest > ratio * size:
+            found.append(size * largest * (ratio - 1) / (largest - ratio * size))
+    return median(found) if found else 0.0
+
+
+def measured_link(rates: RankRates) -> Link:
+    """Fit the link that explains the all-reduces of shared memory or NCCL as rings, or for one rank a copy."""
+    if not rates.collectives:
+        return Link(rates.memory_bandwidth / 2, rates.kernel)
+    bandwidths, latencies = [], []
+    for name, ranks in (("pairs", 2), ("all_reduce", rates.ranks)):
+        measured = rates.collectives[name]
+        bandwidths.append(2 * (ranks - 1) / ranks * measured.bandwidth)
+        latencies.append(measured.latency / (2 * (log2(ranks) if measured.transport == NCCL else 1)))
+    return Link(geometric_mean(bandwidths), geometric_mean(latencies))

@@ -1,10 +1,12 @@
 """Reference of all settings, and of all features with the pairs that can be combined."""
 
+import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
+from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, Final, Literal, Union, get_args, get_origin
 
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
@@ -19,39 +21,7 @@ from threefold.config.section import NameIn
 from threefold.errors import UserError
 from threefold.plugins import one_of
 
-_INTRODUCTION = """\
-# The settings of a run
-
-A config is a YAML file of sections. Only `data.path`, or `data.mixture` in its place, must be given:
-
-```yaml
-data:
-  path: tokens          # a folder that `threefold data prepare` wrote
-parallel: {dp: 2, tp: 2, pp: 2}
-train: {max_steps: 300, eval_every: 50}
-```
-
-`threefold train CONFIG --set section.key=value` overrides single settings, as YAML: `--set optimizer.betas=[0.9,0.99]`;
-`null` stands for the default. `threefold config show CONFIG` prints the config with every setting filled, as it is
-stored in `RUN/config.yaml`, and changes nothing. What was derived from other settings, from the layout or from the data
-is a comment there, and is derived again when the file is used with a change: in another layout (`threefold train
-RUN/config.yaml --run-dir RUN --resume --set parallel.dp=4`), or for more steps (`--set train.max_steps=2000`, which
-`optimizer.decay_steps` follows). A misspelt key, a wrong type or settings that cannot go together end the command with
-one sentence that names the line and the nearest value that works, before any worker starts. An editor with a YAML
-language server completes and checks settings with `threefold config schema > schema.json` and, in the file's first
-line, `# yaml-language-server: $schema=schema.json`. `threefold config diff A B` lists the settings in which two files,
-or the folders of two runs, differ.
-
-The layout (`parallel`) is a performance choice: whatever it is, the same config trains the same model. So the global
-batch size never follows from `parallel.dp`: with nothing given it is 32, and a `dp` that does not divide it is refused.
-
-| Given | Derived |
-|---|---|
-| `global_batch_size`, `micro_batch_size` | `gradient_accumulation_steps` = global / (micro · dp) |
-| `global_batch_size`, `gradient_accumulation_steps` | `micro_batch_size` = global / (accumulation · dp) |
-| `micro_batch_size`, `gradient_accumulation_steps` | `global_batch_size` = micro · accumulation · dp |
-"""
-
+_FOLDER: Final = Path(__file__).parent
 _SIGNS = {Ge: ("≥", "ge"), Gt: (">", "gt"), Le: ("≤", "le"), Lt: ("<", "lt")}
 _TYPES: dict[Any, str] = {int: "whole number", float: "number", bool: "true or false", str: "text"}
 
@@ -75,7 +45,7 @@ def json_schema() -> dict[str, Any]:
 
 def markdown() -> str:
     """Return the whole page: an introduction, a table for each section, and the presets."""
-    lines, settings = [_INTRODUCTION], section_settings()
+    lines, settings = [_FOLDER.joinpath("reference.md").read_text(encoding="utf-8")], section_settings()
     for name, section in section_types().items():
         lines.append(f"## `{name}`\n\n{section.__doc__}\n\n| Setting | Value | Default | Meaning |\n|---|---|---|---|")
         for key, setting in settings[name].items():
@@ -168,79 +138,26 @@ class Feature:
         return any(self.settings[key] != other.settings[key] for key in self.settings.keys() & other.settings.keys())
 
 
-def _schedules() -> Iterator[tuple[str, ...]]:
-    for row in SCHEDULES.values():
-        if row.name != "1f1b":
-            count = next(count for count in (2, 4) if row.accepts(2, count))
-            needs = f"parallel.pp=2 train.gradient_accumulation_steps={count}"
-            deferring = " zero-bubble" * (row.defers_weight_gradients and row.name != "zero-bubble")
-            title, chosen = f"pipeline schedule `{row.name}`", f"parallel.schedule={row.name}"
-            yield "Pipeline schedules", row.name, title, chosen, needs, f"pp{deferring}"
+def _overrides(text: str) -> Settings:
+    return {key: parse_value(value, key) for key, _, value in (each.partition("=") for each in text.split())}
 
 
-_OF_EXPERTS = (
-    "model.architecture=llama model.expert_capacity_factor=1.0 model.router_aux_loss=0.1 model.router_z_loss=0.1"
-)
-_OF_ZERO = ("parallel.dp=2", "dp zero")
-_OF_LLAMA = "model.num_key_value_heads=2 model.sliding_window=5 model.qk_norm=true"
-_ROWS: tuple[tuple[str, ...], ...] = (
-    # group, name, title, settings and needs in the form of overrides (section.key=value), part of
-    ("Axes", "dp", "data parallelism", "parallel.dp=2"),
-    ("Axes", "tp", "tensor parallelism", "parallel.tp=2"),
-    ("Axes", "pp", "pipeline parallelism, schedule `1f1b`", "parallel.pp=2"),
-    ("Axes", "cp", "context parallelism, keys and values gathered", "parallel.cp_method=all-gather", "parallel.cp=2"),
-    ("Axes", "ring", "context parallelism as a ring", "parallel.cp_method=ring", "parallel.cp=2", "cp"),
-    ("Axes", "sp", "sequence parallelism", "parallel.sequence_parallel=true", "parallel.tp=2", "tp"),
-    *_schedules(),
-    *(
-        ("ZeRO", f"zero{n}", f"ZeRO stage {n}: optimizer states{what} shared", f"parallel.zero={n}", *_OF_ZERO)
-        for n, what in ((1, ""), (2, " and gradients"), (3, ", gradients and weights"))
-    ),
-    (
-        *("ZeRO", "hybrid", "ZeRO among some of the replicas"),
-        *("parallel.zero_shards=2", "parallel.dp=4 parallel.zero=1", "dp zero"),
-    ),
-    (
-        *("Memory", "selective", "attention computed again in the backward pass"),
-        *("train.recompute=selective", "", "recompute"),
-    ),
-    ("Memory", "full", "blocks computed again in the backward pass", "train.recompute=full", "", "recompute"),
-    ("Memory", "chunked", "the logits some columns at a time", "train.loss_chunk_size=5"),
-    ("Precision", "bf16", "bf16 with fp32 masters", "precision.dtype=bf16 precision.master_weights=true"),
-    ("Precision", "fp16", "fp16 with a loss scale and fp32 masters", "precision.dtype=fp16"),
-    ("Precision", "pure-bf16", "bf16 without fp32 masters", "precision.dtype=bf16 precision.master_weights=false"),
-    ("Precision", "fp8", "linear layers in float8", "precision.fp8=true", "precision.dtype=bf16"),
-    (
-        *("Precision", "compressed", "gradients summed in 16 bits", "parallel.gradient_compression=fp16"),
-        *("parallel.dp=2 precision.dtype=fp32", "dp compression"),
-    ),
-    ("Compilation and accumulation", "compile", "compiled layers", "train.compile=true"),
-    ("Model", "tied", "tied embeddings", "model.tie_embeddings=true"),
-    ("Model", "documents", "attention that stops at documents", "data.separate_documents=true"),
-    ("Model", "rope", "rotary positions", "model.position_embedding=rope"),
-    ("Model", "llama", "GQA, QK-norm, a sliding window, SwiGLU", "model.architecture=llama", _OF_LLAMA),
-    ("Model", "experts", "a mixture of experts with a capacity and its losses", "model.num_experts=4", _OF_EXPERTS),
-    (
-        *("Axes", "ep", "experts shared among replicas", "parallel.ep=2"),
-        *("parallel.dp=2 model.num_experts=4 model.architecture=llama", "dp experts"),
-    ),
-    ("Model", "dropout", "dropout", "model.hidden_dropout=0.1 model.attention_dropout=0.1"),
-    (
-        *("Compilation and accumulation", "accumulation", "several micro-batches a step"),
-        "train.gradient_accumulation_steps=2",
-    ),
-)
+def _features() -> Iterator[Feature]:
+    """Yield the features of the package's table, and after the axis `sp` the pipeline schedules, from their own."""
+    rows = tomllib.loads(_FOLDER.joinpath("features.toml").read_text(encoding="utf-8"))
+    for name, row in rows.items():
+        settings, needs = _overrides(row["settings"]), _overrides(row.get("needs", ""))
+        yield Feature(name, row["title"], row["group"], settings, needs, tuple(row.get("part_of", "").split()))
+        for each in SCHEDULES.values() if name == "sp" else ():
+            if each.name != "1f1b":
+                count = next(count for count in (2, 4) if each.accepts(2, count))
+                deferring = ("zero-bubble",) if each.defers_weight_gradients and each.name != "zero-bubble" else ()
+                title, settings = f"pipeline schedule `{each.name}`", {"parallel.schedule": each.name}
+                needs = {"parallel.pp": 2, "train.gradient_accumulation_steps": count}
+                yield Feature(each.name, title, "Pipeline schedules", settings, needs, ("pp", *deferring))
 
 
-def _feature(group: str, name: str, title: str, settings: str, needs: str = "", part_of: str = "") -> Feature:
-    given, least = (
-        {key: parse_value(value, key) for key, _, value in (each.partition("=") for each in text.split())}
-        for text in (settings, needs)
-    )
-    return Feature(name, title, group, given, least, tuple(part_of.split()))
-
-
-FEATURES: tuple[Feature, ...] = tuple(_feature(*row) for row in _ROWS)
+FEATURES: tuple[Feature, ...] = tuple(_features())
 _BASE: dict[str, Settings] = {
     "data": {"path": "tokens", "sequence_length": 8},
     "model": {

@@ -1,11 +1,11 @@
 """`threefold doctor`: hardware and software of this machine, its measured speed, and problems found."""
 
 import json
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import typer
 from typer import Option
@@ -56,11 +56,8 @@ def command(
     if not folder.is_dir():
         raise UserError(f"--folder is {shown(folder)} but there is no such folder; name one that exists, such as `.`.")
 
-    def run_ranks(worker: Callable[..., object], args: tuple[Any, ...], ranks: int, device: str) -> object:
-        return spawn(worker, args, ranks, device="cuda" if device == "cuda" else "cpu", timeout=60.0)
-
     with Steps("Measuring", shown=not as_json) as steps:
-        found = examine(run_ranks, folder, quick, steps.tell)
+        found = examine(partial(spawn, timeout=60.0), folder, quick, steps.tell)
     entry = measured_entry(found)
     saved = None if entry is None or (quick and save is None) else save_hardware(entry, save)
     if as_json:
@@ -87,18 +84,14 @@ def _print_examination(found: "Examination", entry: "Hardware | None", saved: Pa
         speed, free = format_bytes(int(found.disk.bandwidth)), format_bytes(found.disk.free)
         rows.append(("disk", f"{found.disk.folder}: {speed}/s written, {free} free"))
     print_table((machine.host, ""), rows)
-    rates = [
-        (
-            *(str(each.ranks), str(each.threads)),
-            *(_three_digits(max(each.matrix[dtype].values()) / 1e9) for dtype in ("fp32", "bf16")),
-            _three_digits(each.memory_bandwidth / 1e9),
-            *(
-                f"{1e6 * sent.latency:,.0f} µs, {_three_digits(sent.bandwidth / 1e9)}"
-                for sent in each.collectives.values()
-            ),
+    rates = []
+    for each in found.rates:
+        products = (_three_digits(max(each.matrix[dtype].values()) / 1e9) for dtype in ("fp32", "bf16"))
+        sums = (
+            f"{1e6 * one.latency:,.0f} µs, {_three_digits(one.bandwidth / 1e9)}" for one in each.collectives.values()
         )
-        for each in found.rates
-    ]
+        moved = _three_digits(each.memory_bandwidth / 1e9)
+        rates.append((str(each.ranks), str(each.threads), *products, moved, *sums))
     print_table(("ranks", "threads", "fp32, GFLOP/s", "bf16", "memory, GB/s", "all-reduce, GB/s", "of pairs"), rates)
     typer.echo("Of each rank while all do the same: the fastest product of square matrices, a copy, sums over ranks.\n")
     for finding in found.findings:
