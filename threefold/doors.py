@@ -10,7 +10,7 @@ The core is what trains. An attached room is a subpackage that a run can do with
     TOKEN_FORMATS = {"megatron": "threefold.convert.megatron_tokens:MEGATRON"}
     ATTACHMENTS = {"resilience": "threefold.resilience.attachment:FaultResponse"}  # `threefold.train.attachment`
     NAMES = {"verify_model": "threefold.verify.api:verify_model"}  # of `threefold`; TYPES, of `threefold.types`
-    RULES = {"exact": "threefold.exact.rules:check_exact"}  # of a resolved config, as `threefold.config.rules`
+    RULES = {"exact": "threefold.exact.rules:exact_rules"}  # of a resolved config, as `threefold.config.rules`
     DEFAULTS = {"grain": "threefold.exact.rules:default_grain"}  # of a config and its filled settings, by `section.key`
     SETTING_NAMES = {"other_systems": "threefold.convert.setting_names:SETTING_NAMES"}  # our setting → names elsewhere
     RUN_CHECKS = {"fault_policies": "threefold.resilience.rules:check_fault_policies"}  # of a config, before a run

@@ -1,6 +1,5 @@
 """The `model` section of a config, with the settings that all model families share."""
 
-import ast
 from collections.abc import Callable, Iterator
 from math import log
 from pathlib import Path
@@ -26,16 +25,6 @@ def split_model_file(text: str, setting: str = "--model") -> tuple[Path, str]:
             f"{setting} is {shown(text)} but {shown(file)} is not a file; name a Python file, as in model.py:MyModel."
         )
     return Path(file).resolve(), name
-
-
-def is_made_from_section(file: Path, name: str) -> bool:
-    """Return whether a file's `make_model`, and no class called `name`, makes the model; it is parsed, not executed."""
-    try:
-        body = ast.parse(file.read_bytes()).body
-    except (SyntaxError, ValueError):  # importing the file reports the error
-        return False
-    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-    return "make_model" in functions and not any(isinstance(node, ast.ClassDef) and node.name == name for node in body)
 
 
 T = TypeVar("T")

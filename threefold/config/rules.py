@@ -1,7 +1,8 @@
 """Rules between settings: compatible features, divisibility, and the error sentences."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from math import gcd, lcm, log2
 from typing import Final
 
@@ -11,6 +12,9 @@ from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, h
 from threefold.config.schema import Config, section_types
 from threefold.config.section import divisors, nearest_divisor, nearest_multiple
 from threefold.doors import added, imported, require_room
+
+Broken = Iterator[tuple[str, str]]
+"""Settings that break a rule, as `section.key`, with the rule, as it follows 'but' in the sentence about it."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +115,7 @@ def default_micro_batches(config: Config, share: int | None = None) -> list[int]
     return busy or [share // taken[-1]]
 
 
-def check_division(config: Config) -> None:
-    """Check that tp and ep divide what the family's sharding table shards over them, or raise a `UserError`."""
+def _division_rules(config: Config) -> Broken:
     model, tp = config.model, config.parallel.tp
     if model.architecture != OWN:  # importing that takes seconds; `parallel.layout_check` checks it later
         plan = FAMILIES.load(model.architecture).make_plan(model, 1)
@@ -124,47 +127,43 @@ def check_division(config: Config) -> None:
             if key in heads:
                 multiple = " or be a multiple of it" if unit.repeated else ""
                 nearest = plan.nearest_size("tp", tp, heads)
-                raise problem(config, "parallel.tp", f"must divide model.{key} {unit.count}{multiple}; use {nearest}")
-            rule = f"must be a multiple of parallel.tp {tp}; use {nearest_multiple(unit.count, tp)}"
-            raise problem(config, f"model.{key}", rule)
+                yield "parallel.tp", f"must divide model.{key} {unit.count}{multiple}; use {nearest}"
+            yield f"model.{key}", f"must be a multiple of parallel.tp {tp}; use {nearest_multiple(unit.count, tp)}"
         if tp > model.vocab_size:
-            rule = f"model.vocab_size is {model.vocab_size}; use at most {model.vocab_size}"
-            raise problem(config, "parallel.tp", rule)
+            yield "parallel.tp", f"model.vocab_size is {model.vocab_size}; use at most {model.vocab_size}"
     ep, dp, experts = config.parallel.ep, config.parallel.dp, config.model.num_experts
     if ep == 1:
         return
     if experts == 0:
-        raise problem(config, "parallel.ep", "model.num_experts is 0, so there are none to share; use 1")
+        yield "parallel.ep", "model.num_experts is 0, so there are none to share; use 1"
     works = nearest_divisor(ep, gcd(dp, experts))
     if dp % ep:
-        raise problem(config, "parallel.ep", f"must divide parallel.dp {dp}; use {works}")
+        yield "parallel.ep", f"must divide parallel.dp {dp}; use {works}"
     if experts % ep:
-        raise problem(config, "parallel.ep", f"must divide model.num_experts {experts}; use {works}")
+        yield "parallel.ep", f"must divide model.num_experts {experts}; use {works}"
 
 
-def check_pipeline(config: Config) -> None:
-    """Check the settings of the pipeline stages; raise a `UserError` for the first rule that is broken."""
+def _pipeline_rules(config: Config) -> Broken:
     parallel, schedule, partition = config.parallel, config.parallel.pipeline_schedule, config.parallel.partition
     known = ("cost", "uniform", "uniform-chunks")
     if isinstance(partition, str) and partition not in known and not partition.startswith("class:"):
         rule = "must be cost, uniform, uniform-chunks, class: and the name of a class, or a list of layers; use cost"
-        raise problem(config, "parallel.partition", rule)
+        yield "parallel.partition", rule
     if parallel.pp == 1 and (schedule.ranks is not None or schedule.stages_per_rank != 1):
         rule = f"there is no pipeline where parallel.pp is 1; use 1f1b or parallel.pp {max(2, schedule.ranks or 2)}"
-        raise problem(config, "parallel.schedule", rule)
+        yield "parallel.schedule", rule
     if schedule.ranks not in (None, parallel.pp):
         rule = f"parallel.schedule {schedule.name} has a line for each of {schedule.ranks} ranks; use {schedule.ranks}"
-        raise problem(config, "parallel.pp", rule)
+        yield "parallel.pp", rule
     layers, needed = config.model.blocks, schedule.stages_per_rank
     if needed is not None and parallel.stage_chunks != needed:
         other = "interleaved" if needed == 1 else "zero-bubble"
         rule = f"parallel.schedule {schedule.name} has {needed} of them on each rank; use {needed} or schedule {other}"
-        raise problem(config, "parallel.stage_chunks", rule)
+        yield "parallel.stage_chunks", rule
     if layers is None:  # layers of a user's own model are known from its plan
         return
     if parallel.pp > layers:
-        rule = f"each stage needs a layer and model.num_layers is {layers}; use at most {layers}"
-        raise problem(config, "parallel.pp", rule)
+        yield "parallel.pp", f"each stage needs a layer and model.num_layers is {layers}; use at most {layers}"
     stages, whole = len(schedule.stage_ranks(parallel.pp, parallel.stage_chunks)), layers + 2
     if stages > whole:
         if needed is None:
@@ -175,11 +174,10 @@ def check_pipeline(config: Config) -> None:
             f"parallel.pp {parallel.pp} then has {stages} stages for {whole} layers, the embedding "
             f"and the head among them; use {fewer} or model.num_layers {stages - 2}"
         )
-        raise problem(config, "parallel.stage_chunks", rule)
+        yield "parallel.stage_chunks", rule
 
 
-def check_micro_batches(config: Config) -> None:
-    """Check that the schedule accepts the number of micro-batches, or raise a `UserError` with the nearest number."""
+def _micro_batches_rules(config: Config) -> Broken:
     train, schedule, pp, dp = config.train, config.parallel.pipeline_schedule, config.parallel.pp, config.parallel.dp
     given = train.gradient_accumulation_steps
     if pp == 1 or schedule.accepts(pp, given):
@@ -192,7 +190,7 @@ def check_micro_batches(config: Config) -> None:
         if larger := next((count for count in counts if schedule.accepts(pp, count)), 0):
             use = f"{larger} with train.global_batch_size {larger * train.micro_batch_size * dp}"
     rule = f"parallel.schedule {schedule.name} {schedule.micro_batch_rule(pp, given)}; use {use}"
-    raise problem(config, "train.gradient_accumulation_steps", rule)
+    yield "train.gradient_accumulation_steps", rule
 
 
 def check(config: Config, vocab_size: int) -> None:
@@ -213,21 +211,15 @@ def rules() -> tuple[Callable[[Config], None], ...]:
     A rule reads only settings, as attributes of the config. Its result therefore holds for all configs with the same
     values of these settings, and `planner.search` evaluates it once for all of them. Attached rooms add theirs.
     """
-    return (
-        _check_data,
-        check_division,
-        check_pipeline,
-        check_micro_batches,
-        _check_sequence,
-        _check_zero,
-        _check_optimizer,
-        _check_precision,
-        _check_recompute,
-        _check_checkpoints,
-        _check_machine,
-        *map(imported, added("RULES").values()),
-        _check_together,
-    )
+    found = [_data_rules, _division_rules, _pipeline_rules, _micro_batches_rules, _sequence_rules, _zero_rules]
+    found += [_optimizer_rules, _precision_rules, _recompute_rules, _checkpoints_rules, _machine_rules]
+    found += [*map(imported, added("RULES").values()), _together_rules]
+    return tuple(partial(_require, rule) for rule in found)
+
+
+def _require(rule: Callable[[Config], Broken], config: Config) -> None:
+    for key, broken in rule(config):
+        raise problem(config, key, broken)
 
 
 OF_ROOMS: Final = {
@@ -258,124 +250,114 @@ def executed_micro_batches(config: Config) -> tuple[int, int]:
     return train.global_batch_size // config.parallel.dp // train.grain_leaf, train.grain_leaf
 
 
-def as_executed(config: Config) -> Config:
-    """Return a resolved config with the micro-batches that a replica runs (`executed_micro_batches`)."""
-    if not config.train.exact:
-        return config
-    count, samples = executed_micro_batches(config)
-    batches = {"gradient_accumulation_steps": count, "micro_batch_size": samples}
-    return config.model_copy(update={"train": config.train.model_copy(update=batches)})
-
-
-def _check_data(config: Config) -> None:
+def _data_rules(config: Config) -> Broken:
     longest = config.model.max_position_embeddings
     if config.data.sequence_length > longest:
-        rule = f"model.max_position_embeddings is {longest}; use {longest} or raise the latter"
-        raise problem(config, "data.sequence_length", rule)
+        yield "data.sequence_length", f"model.max_position_embeddings is {longest}; use {longest} or raise the latter"
 
 
-def _check_zero(config: Config) -> None:
+def _zero_rules(config: Config) -> Broken:
     parallel = config.parallel
     if parallel.zero == 0:
         return
     if parallel.dp * parallel.cp == 1:
-        raise problem(config, "parallel.zero", "parallel.dp is 1 and ZeRO needs dp > 1; use 0 or dp 2")
+        yield "parallel.zero", "parallel.dp is 1 and ZeRO needs dp > 1; use 0 or dp 2"
     if parallel.dp % parallel.zero_shards:
         nearest = nearest_divisor(parallel.zero_shards, parallel.dp)
-        raise problem(config, "parallel.zero_shards", f"must divide parallel.dp {parallel.dp}; use {nearest}")
+        yield "parallel.zero_shards", f"must divide parallel.dp {parallel.dp}; use {nearest}"
     if parallel.zero_shards % parallel.ep and parallel.ep % parallel.zero_shards:
         ep, given = parallel.ep, parallel.zero_shards
         counts = [n for n in divisors(parallel.dp) if n % ep == 0 or (ep % n == 0 and n * parallel.cp > 1)]
         rule = f"must be a multiple or a divisor of parallel.ep {ep}, whose replicas share a copy of the experts"
         nearest = min(counts, key=lambda count: (abs(count - given), count))
-        raise problem(config, "parallel.zero_shards", f"{rule}; use {nearest}")
+        yield "parallel.zero_shards", f"{rule}; use {nearest}"
     if parallel.zero_shards * parallel.cp == 1:
         rule = f"zero_shards 1 disables sharding and parallel.zero is {parallel.zero}; use {parallel.dp}, or zero 0"
-        raise problem(config, "parallel.zero_shards", rule)
+        yield "parallel.zero_shards", rule
     copies = max(1, parallel.zero_shards // parallel.ep) * parallel.cp
     if parallel.ep > 1 and config.model.hidden_size % copies:
         rule = f"the {copies} ranks with the same experts must divide model.hidden_size {config.model.hidden_size}"
         nearest = nearest_multiple(config.model.hidden_size, copies)
-        raise problem(config, "parallel.zero", f"{rule}; use 0 or model.hidden_size {nearest}")
+        yield "parallel.zero", f"{rule}; use 0 or model.hidden_size {nearest}"
     vocab, before_last = config.model.vocab_size, parallel.tp - 1
     if before_last and before_last * (rows := -(-vocab // parallel.tp)) >= vocab:  # fully_shard takes no empty tensor
         rule = f"parallel.tp {parallel.tp} leaves a rank without rows of the {vocab} of model.vocab_size"
-        raise problem(config, "parallel.zero", f"{rule}; use 0 or model.vocab_size {before_last * rows + 1}")
+        yield "parallel.zero", f"{rule}; use 0 or model.vocab_size {before_last * rows + 1}"
 
 
-def _check_sequence(config: Config) -> None:
+def _sequence_rules(config: Config) -> Broken:
     length, parallel = config.data.sequence_length, config.parallel
     if parallel.sequence_parallel and parallel.tp == 1:
         rule = "the tensor-parallel ranks share the sequence and parallel.tp is 1; use false or tp 2"
-        raise problem(config, "parallel.sequence_parallel", rule)
+        yield "parallel.sequence_parallel", rule
     chunks = 2 * parallel.cp if parallel.cp > 1 else 1
     shares = parallel.cp * parallel.tp if parallel.sequence_parallel else parallel.cp
     unit = lcm(chunks, shares)
     if length % unit:
         key = "parallel.cp" if length % chunks else "parallel.sequence_parallel"
         rule = f"the ranks share each sequence in {unit} equal parts; use data.sequence_length"
-        raise problem(config, key, f"{rule} {nearest_multiple(length, unit)} instead of {length}")
+        yield key, f"{rule} {nearest_multiple(length, unit)} instead of {length}"
 
 
-def _check_precision(config: Config) -> None:
+def _precision_rules(config: Config) -> Broken:
     precision = config.precision
     if not precision.master_weights and precision.dtype != "bf16":
         rule = f"precision.dtype is {precision.dtype} and only bf16 goes without; use true or precision.dtype bf16"
-        raise problem(config, "precision.master_weights", rule)
+        yield "precision.master_weights", rule
     if precision.fp8 and config.train.compile and config.parallel.pipeline_schedule.defers_weight_gradients:
         rule = (
             f"parallel.schedule {config.parallel.schedule} defers the gradients of weights, as compiled float8 layers"
         )
-        raise problem(config, "precision.fp8", f"{rule} cannot; use false or train.compile false")
+        yield "precision.fp8", f"{rule} cannot; use false or train.compile false"
     if config.parallel.gradient_compression != "none" and precision.dtype == "fp64":
         rule = "precision.dtype is fp64, of whose digits it would drop all but three; use none or precision.dtype fp32"
-        raise problem(config, "parallel.gradient_compression", rule)
+        yield "parallel.gradient_compression", rule
     if (nearest := 2.0 ** round(log2(precision.loss_scale))) != precision.loss_scale:
-        raise problem(config, "precision.loss_scale", f"must be a power of two; use {nearest:g}")
+        yield "precision.loss_scale", f"must be a power of two; use {nearest:g}"
 
 
-def _check_recompute(config: Config) -> None:
+def _recompute_rules(config: Config) -> Broken:
     train, layers = config.train, config.model.blocks
     if train.recompute_every > 1 and train.recompute != "full":
         rule = f"train.recompute is {train.recompute}, which does not count blocks; use 1 or train.recompute full"
-        raise problem(config, "train.recompute_every", rule)
+        yield "train.recompute_every", rule
     if layers is not None and train.recompute_every > layers:
-        raise problem(config, "train.recompute_every", f"model.num_layers is {layers}; use at most {layers}")
+        yield "train.recompute_every", f"model.num_layers is {layers}; use at most {layers}"
 
 
-def _check_checkpoints(config: Config) -> None:
+def _checkpoints_rules(config: Config) -> Broken:
     every, kept = config.checkpoint.every, config.checkpoint.keep_every
     if kept is None:
         return
     if not every:
-        raise problem(config, "checkpoint.keep_every", "checkpoint.every is 0; leave it out or give every, too")
+        yield "checkpoint.keep_every", "checkpoint.every is 0; leave it out or give every, too"
     if kept % every:
         rule = f"must be a multiple of checkpoint.every {every}; use {nearest_multiple(kept, every)}"
-        raise problem(config, "checkpoint.keep_every", rule)
+        yield "checkpoint.keep_every", rule
 
 
-def _check_optimizer(config: Config) -> None:
+def _optimizer_rules(config: Config) -> Broken:
     optimizer = config.optimizer
     for beta in optimizer.betas:
         if not 0 <= beta < 1:
-            raise problem(config, "optimizer.betas", "each must be at least 0 and below 1; use [0.9, 0.95]")
-    _check_hyper_parameters(config)
+            yield "optimizer.betas", "each must be at least 0 and below 1; use [0.9, 0.95]"
+    yield from _hyper_parameters_rules(config)
     if optimizer.warmup_steps > optimizer.decay_steps:
         rule = f"must be at most optimizer.decay_steps {optimizer.decay_steps}; use {optimizer.decay_steps}"
-        raise problem(config, "optimizer.warmup_steps", rule)
+        yield "optimizer.warmup_steps", rule
     if optimizer.stable_steps and optimizer.decay != "wsd":
         rule = f"optimizer.decay is {optimizer.decay}, which has no stable part; leave it out or use decay wsd"
-        raise problem(config, "optimizer.stable_steps", rule)
+        yield "optimizer.stable_steps", rule
     room = optimizer.decay_steps - optimizer.warmup_steps
     if optimizer.stable_steps > room:
-        raise problem(config, "optimizer.stable_steps", f"warm-up and decay_steps leave room for {room}; use {room}")
+        yield "optimizer.stable_steps", f"warm-up and decay_steps leave room for {room}; use {room}"
 
 
-def _check_hyper_parameters(config: Config) -> None:
+def _hyper_parameters_rules(config: Config) -> Broken:
     optimizer = config.optimizer
     if optimizer.arguments and optimizer.name in BUILT_IN:
         rule = f"optimizer.name is {optimizer.name}, whose settings are those of this section; leave it out"
-        raise problem(config, "optimizer.arguments", rule)
+        yield "optimizer.arguments", rule
     own = OPTIMIZERS.is_path(optimizer.name)
     read = hyper_parameters(optimizer.name)
     for key in HYPER_PARAMETERS:
@@ -384,23 +366,22 @@ def _check_hyper_parameters(config: Config) -> None:
             continue  # a config of Adam's is tried with optimizer.name=sgd, which ignores them
         if own:
             rule = f"optimizer.name is {optimizer.name}; give its arguments in optimizer.arguments instead"
-            raise problem(config, f"optimizer.{key}", rule)
+            yield f"optimizer.{key}", rule
         rule = f"optimizer.name is {optimizer.name}, which does not read it; leave it out"
         users = [name for name, row in BUILT_IN.items() if key in row.reads]
-        raise problem(config, f"optimizer.{key}", f"{rule} or use optimizer.name {users[0]}")
+        yield f"optimizer.{key}", f"{rule} or use optimizer.name {users[0]}"
     if optimizer.nesterov and not optimizer.momentum:
-        rule = "optimizer.momentum is 0, and Nesterov's needs one; use false or momentum 0.9"
-        raise problem(config, "optimizer.nesterov", rule)
+        yield "optimizer.nesterov", "optimizer.momentum is 0, and Nesterov's needs one; use false or momentum 0.9"
 
 
-def _check_together(config: Config) -> None:
+def _together_rules(config: Config) -> Broken:
     for rule in RULES:
         if rule.broken(config):
-            raise problem(config, rule.key, rule.reason.format(config=config))
+            yield rule.key, rule.reason.format(config=config)
 
 
-def _check_machine(config: Config) -> None:
+def _machine_rules(config: Config) -> Broken:
     if 0 < config.train.timeout < 2:  # ranks send a heartbeat twice a second
-        raise problem(config, "train.timeout", "must be at least 2 seconds, or 0; use 2")
+        yield "train.timeout", "must be at least 2 seconds, or 0; use 2"
     if config.precision.dtype == "fp64" and config.train.device == "cuda":
-        raise problem(config, "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu")
+        yield "precision.dtype", "works on the CPU only; use fp32 or bf16, or set train.device to cpu"

@@ -3,5 +3,5 @@
 from typing import Final
 
 HOOKS: Final = {"exact_arithmetic": "threefold.exact.arithmetic:exact_arithmetic"}
-RULES: Final = {"exact": "threefold.exact.rules:check_exact"}
+RULES: Final = {"exact": "threefold.exact.rules:exact_rules"}
 DEFAULTS: Final = {"grain": "threefold.exact.rules:default_grain"}

@@ -5,10 +5,10 @@ from math import gcd
 from typing import Any
 
 from threefold.config import Config
-from threefold.config.loading import config_of, problem
+from threefold.config.loading import config_of
 from threefold.config.model import FAMILIES, OWN
 from threefold.config.optimizer import BUILT_IN
-from threefold.config.rules import executed_micro_batches
+from threefold.config.rules import Broken, executed_micro_batches
 from threefold.config.section import nearest_divisor
 
 GRAIN = ("grain_leaf", "grain_samples", "grain_tensor", "grain_context")
@@ -41,14 +41,14 @@ def takes_context_pieces(config: Config) -> bool:
     return _is_of_this_package(config) and not config.model.num_experts
 
 
-def check_exact(config: Config) -> None:
-    """Check the settings that an exact run needs or excludes; raise a `UserError` for the first rule that is broken."""
+def exact_rules(config: Config) -> Broken:
+    """Yield settings that an exact run excludes, or whose values it cannot have."""
     train, parallel, precision, optimizer = config.train, config.parallel, config.precision, config.optimizer
     samples, tensor = train.grain_samples, train.grain_tensor
     if not train.exact:
         for key in GRAIN:
             if getattr(train, key):
-                raise problem(config, f"train.{key}", "train.exact is false; leave it out or use train.exact true")
+                yield f"train.{key}", "train.exact is false; leave it out or use train.exact true"
         return
     ours = _is_of_this_package(config)
     along = takes_context_pieces(config)
@@ -66,7 +66,7 @@ def check_exact(config: Config) -> None:
         ("parallel.gradient_compression", parallel.gradient_compression != "none", "none"),
     ):
         if broken:
-            raise problem(config, key, f"train.exact is true, whose sums do not go together with it yet; use {use}")
+            yield key, f"train.exact is true, whose sums do not go together with it yet; use {use}"
     for name, grain, counts in (
         ("grain_samples", samples, [("train.global_batch_size", train.global_batch_size)]),
         ("grain_leaf", train.grain_leaf, [("the samples of a group,", max(1, train.global_batch_size // samples))]),
@@ -76,18 +76,18 @@ def check_exact(config: Config) -> None:
         if powers % grain:
             key, count = next(each for each in counts if gcd(1 << 30, each[1]) % grain)
             rule = f"must be a power of two that divides {key} {count}"
-            raise problem(config, f"train.{name}", f"{rule}; use {nearest_divisor(grain, powers)}")
+            yield f"train.{name}", f"{rule}; use {nearest_divisor(grain, powers)}"
     if samples % parallel.dp:
         works = nearest_divisor(parallel.dp, samples)
-        raise problem(config, "parallel.dp", f"must divide train.grain_samples {samples}; use {works}")
-    _check_schedule(config)
-    _check_context(config)
+        yield "parallel.dp", f"must divide train.grain_samples {samples}; use {works}"
+    yield from _schedule_rules(config)
+    yield from _context_rules(config)
     rows = config.data.sequence_length // train.grain_context
     positions = gcd(tensor, rows) if parallel.sequence_parallel else tensor
     if tensor % parallel.tp or positions % parallel.tp:
         works = nearest_divisor(parallel.tp, positions)
         which = f"train.grain_tensor {tensor}" if tensor % parallel.tp else f"the {positions} pieces of a sequence"
-        raise problem(config, "parallel.tp", f"must divide {which}, since train.exact is true; use {works}")
+        yield "parallel.tp", f"must divide {which}, since train.exact is true; use {works}"
 
 
 def _is_of_this_package(config: Config) -> bool:
@@ -111,7 +111,7 @@ def _cut_by_tensor_axis(config: Config) -> list[tuple[str, int]]:
     return cut
 
 
-def _check_schedule(config: Config) -> None:
+def _schedule_rules(config: Config) -> Broken:
     schedule, pp, (count, leaf) = config.parallel.pipeline_schedule, config.parallel.pp, executed_micro_batches(config)
     if pp == 1:
         return
@@ -119,24 +119,22 @@ def _check_schedule(config: Config) -> None:
         smaller = (leaf >> bit for bit in range(1, leaf.bit_length()))
         works = (f"train.grain_leaf {each}" for each in smaller if schedule.accepts(pp, count * leaf // each))
         rule = f"train.exact runs the {count} leaves of a replica one by one, but {schedule.name}"
-        rule = f"{rule} {schedule.micro_batch_rule(pp, count)}; use {next(works, '1f1b')}"
-        raise problem(config, "parallel.schedule", rule)
+        yield "parallel.schedule", f"{rule} {schedule.micro_batch_rule(pp, count)}; use {next(works, '1f1b')}"
     last: dict[tuple[int, bool], int] = {}  # for a class of torch, the arithmetic asks for ascending micro-batches
     for action in (each for order in schedule.orders(pp, count) or () for each in order if each.kind != "F"):
         passed = action.stage, action.kind == "W"
         if action.micro_batch < last.get(passed, 0):
             rule = "has backward passes of a later micro-batch before those of an earlier one, and train.exact is true"
-            raise problem(config, "parallel.schedule", f"{rule}; use interleaved")
+            yield "parallel.schedule", f"{rule}; use interleaved"
         last[passed] = action.micro_batch
 
 
-def _check_context(config: Config) -> None:
+def _context_rules(config: Config) -> Broken:
     pieces, length, cp = config.train.grain_context, config.data.sequence_length, config.parallel.cp
     most = max(1, gcd(1 << 30, length) // 2)  # its divisors are the numbers of pieces that work
     if most % pieces:
         rule = f"must be 1, or a power of two, twice which divides data.sequence_length {length}"
-        raise problem(config, "train.grain_context", f"{rule}; use {nearest_divisor(pieces, most)}")
+        yield "train.grain_context", f"{rule}; use {nearest_divisor(pieces, most)}"
     if pieces % cp:
         works = str(nearest_divisor(cp, pieces)) if most % cp else f"train.grain_context {cp}"
-        rule = f"must divide train.grain_context {pieces}, since train.exact is true; use {works}"
-        raise problem(config, "parallel.cp", rule)
+        yield "parallel.cp", f"must divide train.grain_context {pieces}, since train.exact is true; use {works}"

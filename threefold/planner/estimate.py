@@ -8,7 +8,6 @@ from typing import Any, Final
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.resolve import on_device
-from threefold.config.rules import as_executed
 from threefold.config.schedules import is_custom_schedule
 from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
@@ -19,7 +18,7 @@ from threefold.planner.block_shape import block_shapes
 from threefold.planner.cost import Number, Passes, Pipeline, Seconds
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import described_blocks, optimizer_states
-from threefold.planner.stage_memory import RESERVE, StageMemory, stage_memory
+from threefold.planner.stage_memory import RESERVE, StageMemory, as_executed, stage_memory
 from threefold.planner.systems import SYSTEMS, System, find_system
 
 

@@ -13,7 +13,6 @@ from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.resolve import on_device
-from threefold.config.rules import as_executed
 from threefold.errors import UserError
 from threefold.host import memory
 from threefold.models.sharding import Split
@@ -24,7 +23,7 @@ from threefold.planner.estimate import Estimate, estimate, send_time, stage_pass
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import described_blocks
 from threefold.planner.schedule import simulated
-from threefold.planner.stage_memory import StageMemory, stage_memory
+from threefold.planner.stage_memory import StageMemory, as_executed, stage_memory
 
 FORMAT: Final = "threefold layout"
 VERSION: Final = 1

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.config import Config
-from threefold.config.rules import as_executed
+from threefold.config.rules import executed_micro_batches
 from threefold.config.schedules import SENDS_UNDER_WAY, Action, Schedule
 from threefold.config.schema import ParallelConfig, PrecisionConfig
 from threefold.planner.activations import LayerBytes, LayerMemory
@@ -71,6 +71,15 @@ class StageMemory:
     def tensors(self) -> int:
         """Total bytes without the allocator's fragmentation."""
         return self.peak - self.fragmentation
+
+
+def as_executed(config: Config) -> Config:
+    """Return a resolved config with the micro-batches that a replica runs (`executed_micro_batches`)."""
+    if not config.train.exact:
+        return config
+    count, samples = executed_micro_batches(config)
+    batches = {"gradient_accumulation_steps": count, "micro_batch_size": samples}
+    return config.model_copy(update={"train": config.train.model_copy(update=batches)})
 
 
 def stage_memory(config: Config, device: str = "cuda", system: str = "own") -> list[StageMemory]:

@@ -4,7 +4,7 @@ from typing import Final
 
 CALLBACKS: Final = {"stragglers": "threefold.resilience.stragglers:StragglerReport"}
 ATTACHMENTS: Final = {"resilience": "threefold.resilience.attachment:FaultResponse"}
-RULES: Final = {"skipped_steps": "threefold.resilience.rules:check_skipped_steps"}
+RULES: Final = {"skipped_steps": "threefold.resilience.rules:skipped_steps_rules"}
 RUN_CHECKS: Final = {"fault_policies": "threefold.resilience.rules:check_fault_policies"}
 HOOKS: Final = {
     "step_ranges": "threefold.resilience.rules:StepRanges",

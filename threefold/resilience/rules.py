@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from threefold.config import Config
-from threefold.config.loading import problem
+from threefold.config.rules import Broken
 from threefold.config.schema import ON_NAN, ON_SPIKE
 from threefold.config.section import MOST_STEPS
 from threefold.errors import UserError
@@ -65,11 +65,11 @@ class StepRanges:
         return StepRanges.of([*self.ranges, (first, last)])
 
 
-def check_skipped_steps(config: Config) -> None:
-    """Check that `data.skip_steps` leaves steps of a resolved config; raise a `UserError` if not."""
+def skipped_steps_rules(config: Config) -> Broken:
+    """Yield `data.skip_steps` if it leaves no step."""
     if StepRanges.parse(config.data.skip_steps or ()).next_outside(1) > config.train.max_steps:
         rule = f"leaves none of the {config.train.max_steps} steps of train.max_steps; leave one of them out of it"
-        raise problem(config, "data.skip_steps", rule)
+        yield "data.skip_steps", rule
 
 
 def check_fault_policies(config: Config) -> None:

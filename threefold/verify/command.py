@@ -1,11 +1,13 @@
 """`threefold verify`: compare layouts with a single process."""
 
+import ast
 import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
 from math import prod
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import typer
@@ -81,12 +83,12 @@ def command(
       threefold verify run.yaml --all --ranks 4
     """
     from threefold.comm.layout import parse_layouts
-    from threefold.config.model import OWN, is_made_from_section, split_model_file
+    from threefold.config.model import OWN, split_model_file
     from threefold.data.dataset import names_nested_data, vocabulary
     from threefold.launch.process import require_room
     from threefold.verify import layouts as choices
 
-    from_section = model is not None and is_made_from_section(*split_model_file(model))
+    from_section = model is not None and _is_made_from_section(*split_model_file(model))
     given = read_config(config, overrides, None if from_section else model, trust_code)
     nested = names_nested_data(given)
     specs = parse_layouts([*(layouts or ()), *(named or ())])
@@ -331,6 +333,16 @@ class _Table:
             table.add_column(width=width, justify=justify, no_wrap=not is_name, overflow=overflow)
         table.add_row(*cells, style=style)
         return table
+
+
+def _is_made_from_section(file: Path, name: str) -> bool:
+    """Return whether a file's `make_model`, and no class called `name`, makes the model; it is parsed, not executed."""
+    try:
+        body = ast.parse(file.read_bytes()).body
+    except (SyntaxError, ValueError):  # importing the file reports the error
+        return False
+    functions = {node.name for node in body if isinstance(node, ast.FunctionDef)}
+    return "make_model" in functions and not any(isinstance(node, ast.ClassDef) and node.name == name for node in body)
 
 
 def _explanation(result: "LayoutResult", parameters: int) -> list[str]:
