@@ -18,6 +18,7 @@ from threefold.errors import UserError
 from threefold.exact import custom_functions, layers
 from threefold.exact.custom import CustomFunctions, UnknownCalls
 from threefold.exact.experts import weighted_sum
+from threefold.exact.fingerprint import Fingerprints
 from threefold.exact.functions import ExactFunctions
 from threefold.exact.grain import Grain, Pieces
 from threefold.exact.layers import RowSum, last_dim_summed
@@ -121,6 +122,7 @@ class ExactOnRank(RankArithmetic):
     ) -> None:
         self._grain, self._mesh, self._order, self._calls = grain, mesh, order, calls
         self._widths: dict[Tensor, int] = {}
+        self._fingerprints: Fingerprints | None = None
         self.layers, self.shardings = ExactLayers(pieces, grain.tensor), shardings(pieces, grain.context)
         functions: Callable[[], AbstractContextManager[Any]]
         if calls is None:
@@ -169,6 +171,11 @@ class ExactOnRank(RankArithmetic):
         self, values: Sequence[Tensor], counts: Tensor, over_ranks: Callable[[Tensor], list[float]]
     ) -> tuple[list[float], list[float]]:
         return sum_exactly(values, counts, self._mesh.world, over_ranks)
+
+    def fingerprint(self, weights: Sequence[Weight], turn: int) -> str:
+        if self._fingerprints is None:
+            self._fingerprints = Fingerprints(weights, self._mesh)
+        return self._fingerprints.take(turn).fingerprint
 
     def note(self, call: str) -> None:
         if self._calls is not None:

@@ -95,6 +95,13 @@ class RankArithmetic:
         found = over_ranks(torch.cat([sums, counts]))
         return found[: len(sums)], found[len(sums) :]
 
+    def fingerprint(self, weights: Sequence[Weight], turn: int) -> str | None:
+        """Return a hash of all weights if it is the same in every layout, else None; collective over the world.
+
+        Of the ranks that hold an element, the one that hashes it changes with each `turn`.
+        """
+        return None
+
     def note(self, call: str) -> None:
         """Take note of a function that may not keep this arithmetic's promise."""
 

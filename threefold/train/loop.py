@@ -193,7 +193,7 @@ class TrainingLoop:
                 return self._rolled_back(step, response)
             reason = response.reason
         self._ask_guards("after_update", step)
-        hashes = None if self.engine.fingerprints is None else self.engine.fingerprints.take(step)
+        fingerprint = self.engine.fingerprint(step)
         ended = time.perf_counter()
         times = {"data": read - started, "callbacks": begun - read}
         times |= {"forward_backward": computed - begun, "update": ended - computed}
@@ -203,7 +203,7 @@ class TrainingLoop:
             seconds=ended - started,
             phases=times,
             performance=self.meter.after_step(ended - started),
-            fingerprint=None if hashes is None else hashes.fingerprint,
+            fingerprint=fingerprint,
             unknown_calls=unknown,
         )
         if not result.skipped:

@@ -186,7 +186,6 @@ class CheckpointContents:
         """Return the state of the run besides its tensors after `step` updates."""
         dataset, sizes = self.dataset, self._sizes
         scale, good_steps = loss_scale_facts(self.engine)
-        fingerprints = self.engine.fingerprints
         return Facts(
             step=step,
             consumed_samples=self.loader.consumed.before(step),
@@ -203,7 +202,7 @@ class CheckpointContents:
             good_steps=good_steps,
             anomalies=self.anomalies(),
             evaluation_missed=evaluation_missed,
-            fingerprint=None if fingerprints is None else fingerprints.take(step).fingerprint,
+            fingerprint=self.engine.fingerprint(step),
         )
 
     def texts(self, carried: Checkpoint | None) -> dict[str, str]:

@@ -181,12 +181,11 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
         UserError: on every rank, if the checkpoint cannot be read.
     """
     load_tensors(engine_tensors(engine), checkpoint.path, engine.mesh.world)
-    fingerprints, written = engine.fingerprints, checkpoint.facts.fingerprint
-    if fingerprints is not None and written is not None:
-        found = fingerprints.take(checkpoint.step).fingerprint
-        if found != written:
-            reason = f"its weights have the fingerprint {found} in this layout, and {written} when it was written"
-            raise DamagedCheckpoint(checkpoint.path, reason)
+    written = checkpoint.facts.fingerprint
+    found = None if written is None else engine.fingerprint(checkpoint.step)
+    if found not in (None, written):
+        reason = f"its weights have the fingerprint {found} in this layout, and {written} when it was written"
+        raise DamagedCheckpoint(checkpoint.path, reason)
     engine.optimizer.restored()
     restore_loss_scale(engine, checkpoint.facts.loss_scale, checkpoint.facts.good_steps)
     names = {name for name in stored_tensors(checkpoint.path) if name.startswith(STREAMS)}

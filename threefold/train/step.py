@@ -43,7 +43,6 @@ from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, StepSamples
 from threefold.parallel.recompute import as_written
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
-from threefold.train.fingerprint import Fingerprints
 from threefold.train.gradient_update import GradientUpdate
 from threefold.train.optim import GradientNorm, Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
@@ -338,9 +337,6 @@ class Engine(GradientStep):
     Args:
         loss_scale: loss scale of the backward pass; None for the config's, which only fp16 has.
         chunks: sizes of the chunks that work is divided into; None for the default sizes.
-
-    Attributes:
-        fingerprints: hashes of the weights, if they have the same bits in every layout; else None.
     """
 
     stop: Stop
@@ -369,7 +365,10 @@ class Engine(GradientStep):
         rule, axes = update_rule(config.optimizer), self.parallelism.sharding_axes
         layers, weights = self.arithmetic.layers, self.model.weights
         self.optimizer = Optimizer(rule, weights, self.gradients, config.optimizer, plan, axes, layers)
-        self.fingerprints = Fingerprints(weights, mesh) if settings.arithmetic.is_bitwise else None
+
+    def fingerprint(self, step: int) -> str | None:
+        """Hash the weights after a step, if they have the same bits in every layout. Collective over the world."""
+        return self.arithmetic.fingerprint(self.model.weights, step)
 
     def train_step(self, batch: Any, step: int) -> StepResult:
         """Make one update from a global batch; see `compute_gradients` and `update`."""

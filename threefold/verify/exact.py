@@ -189,8 +189,9 @@ def _steps(
 
 
 def _fingerprint(engine: Engine, step: int) -> str:
-    assert engine.fingerprints is not None  # the run is exact
-    return engine.fingerprints.take(step).fingerprint
+    found = engine.fingerprint(step)
+    assert found is not None  # the run is exact
+    return found
 
 
 def write_exact_trace(

@@ -13,9 +13,9 @@ from tests.support.parity import Case, make_engine
 from tests.train.support import Run, manifest, steps_of, train_rank
 from threefold.checkpoint.index import read_fingerprint
 from threefold.checkpoint.manifest import read_manifest, write_manifest
+from threefold.exact.fingerprint import Fingerprints, TensorHashes
 from threefold.random.tensor_hash import PartHash
 from threefold.report.checkpoints import summarize_checkpoint
-from threefold.train.fingerprint import TensorHashes
 from threefold.verify.worker_pool import WorkerPool
 
 EXACT = ("train.exact", True)
@@ -90,8 +90,7 @@ def taken(case: Case, flipped: str = "", rank: int = 0, turn: int = 0) -> Tensor
         for weight in engine.model.weights:
             if weight.name == flipped:
                 weight.master.detach().view(torch.int32).flatten()[-1] ^= 1
-    assert engine.fingerprints is not None
-    return engine.fingerprints.take(turn)
+    return Fingerprints(engine.model.weights, engine.mesh).take(turn)
 
 
 LAYOUTS = [(2, 1, 1), (1, 2, 2), (1, 8, 1), (2, 2, 2)]
