@@ -221,7 +221,7 @@ FUNCTIONS: Final = {
         launch/process.py::StopSignals.noted.end_on_second resilience/processes.py::_fields
         launch/process.py::_tasks_of_user resilience/processes.py::identify_process
         resilience/processes.py::process_state resilience/processes.py::worked_seconds
-        resilience/memory_copy.py::MemoryCopy.__init__ huggingface/limited.py::_reachable
+        resilience/states_in_memory.py::StateInMemory.__init__ huggingface/limited.py::_reachable
     """,
     "the user's cache": "huggingface/tokenizer_check.py::try_tokenizer",
     "a picture in a new file of `own_file`": "report/loss_curve.py::draw",

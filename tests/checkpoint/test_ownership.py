@@ -10,9 +10,9 @@ from tests.train.support import Run, train_rank
 from threefold.checkpoint.folder import path_of
 from threefold.data.dataset import open_dataset
 from threefold.errors import UserError
-from threefold.resilience.mirror import claim_address
 from threefold.resilience.ownership import OWNER_FILE, Claimant, Owner, terms_of
 from threefold.resilience.remote import AddressTaken, RemoteCheckpoints, look_at_remote
+from threefold.resilience.remote_copier import claim_address
 from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 TERMS = {"optimizer.lr": "0.001", "train.seed": "1"}

@@ -249,8 +249,8 @@ def tasks_on(tasks_per_node: str, node: int) -> int:
 PATIENCE: Final = 4
 """Number of timeouts that a rank may take to meet the others (under a launcher it may still prepare its data), and for
 one computation."""
-LONGEST_WAIT: Final = 1800.0
-"""Seconds that ranks wait for each other if no setting says how long; torch's default."""
+MEETING_LIMIT: Final = 1800.0
+"""Seconds that ranks may take to meet if no setting says how long; torch's default."""
 NOTICE: Final = 5.0
 """Seconds of waiting after which a rank prints what it waits for."""
 _SLICE: Final = 0.2  # seconds between two checks
@@ -263,11 +263,11 @@ def meet(launched: LaunchedRank, timeout: float = 0.0) -> "Store":
     """Connect to the rendezvous and wait until all ranks have; return the store of this attempt.
 
     A launcher may keep its store when it restarts ranks. They have `PATIENCE` times `timeout` (`train.timeout`) to
-    arrive, or `LONGEST_WAIT` if that is 0; then a `UserError` is raised.
+    arrive, or `MEETING_LIMIT` if that is 0; then a `UserError` is raised.
     """
     wait = _Wait(launched, timeout)
     found: Any = _connected(wait)
-    found.set_timeout(timedelta(seconds=LONGEST_WAIT))
+    found.set_timeout(timedelta(seconds=MEETING_LIMIT))
     store = _store_of(launched, found)
     if launched.world_size > 1:
         _wait_for_others(wait, store)
@@ -311,7 +311,7 @@ class _Wait:
 
     def __init__(self, launched: LaunchedRank, timeout: float) -> None:
         self.launched, self._timeout = launched, timeout
-        self._limit = PATIENCE * timeout or LONGEST_WAIT
+        self._limit = PATIENCE * timeout or MEETING_LIMIT
         self._begun, self._told = time.monotonic(), False
 
     def look(self, whom: Callable[[], str], seconds: float = _SLICE) -> None:

@@ -33,7 +33,7 @@ from threefold.output import write_durably
 
 LOCK_FILE: Final = "run.lock"
 CONFIG_FILE: Final = "config.yaml"
-LONGEST_WAIT: Final = 15.0
+LOCK_PATIENCE: Final = 15.0
 """Seconds to wait for a holder that is not a live process of this host: it may be ending, or on another host."""
 
 
@@ -71,7 +71,7 @@ class Holder(NamedTuple):
 def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the lock of a run folder within the block; create the folder if it is missing.
 
-    Waits at most `LONGEST_WAIT` seconds for a holder that is not a live process of this host, as the ranks of a killed
+    Waits at most `LOCK_PATIENCE` seconds for a holder that is not a live process of this host, as the ranks of a killed
     run may take a moment to end. Raises a UserError if another process holds the lock. If the file system has no locks,
     prints a warning and locks nothing.
     """
@@ -259,7 +259,7 @@ def _in_use(run_dir: Path, holder: Holder | None) -> UserError:
 
 def _acquire(lock: FileLock, run_dir: Path) -> bool:
     """Take the lock; return False if the file system has no locks."""
-    deadline = time.monotonic() + LONGEST_WAIT
+    deadline = time.monotonic() + LOCK_PATIENCE
     while True:
         try:
             lock.acquire()

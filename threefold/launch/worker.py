@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Device = Literal["cpu", "cuda"]
 
-_LONGEST_WAIT: Final = timedelta(days=1)
+_LONGEST_COLLECTIVE: Final = timedelta(days=1)
 """Longest wait of a rank that makes progress, such as one that writes a large checkpoint to a slow disk; heartbeats
 find one that makes no progress. (Shared-memory waits count milliseconds in 32 bits.)"""
 
@@ -121,11 +121,11 @@ def join(info: RankInfo, store: "Store", timeout: float = 0.0) -> None:
         torch.cuda.set_device(info.local_rank if info.backend == "auto" else info.local_rank % gpu_count())
     else:
         torch.set_num_threads(threads_per_rank(info.local_world_size))
-    backend, longest = "gloo", _LONGEST_WAIT if timeout else None  # None is torch's default
+    backend, longest = "gloo", _LONGEST_COLLECTIVE if timeout else None  # None is torch's default
     if info.device == "cuda" and info.backend == "auto":
         backend = "cpu:gloo,cuda:nccl"
         if timeout:  # an NCCL collective may wait so long: the training thread is not seen to wait in one
-            longest = timedelta(seconds=min(4 * timeout, _LONGEST_WAIT.total_seconds()))
+            longest = timedelta(seconds=min(4 * timeout, _LONGEST_COLLECTIVE.total_seconds()))
     elif info.device == "cuda":
         backend = staged_backend()
     heartbeat = info.heartbeat or Heartbeat()

@@ -6,19 +6,19 @@ from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.data.loader import Loader
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
 from threefold.resilience.corruption import CorruptionWatch, GradientCheck
-from threefold.resilience.memory_copy import KeptStates, StateKeeper
+from threefold.resilience.states_in_memory import StateKeeper, StatesInMemory
 from threefold.train.attachment import Attachment
 from threefold.train.callbacks.base import Callback
 from threefold.train.saving import SafeSaving
-from threefold.train.state import HeldStates, StartingPoint
+from threefold.train.state import KeptStates, StartingPoint
 from threefold.train.step import Engine
 
 
 class FaultResponse(Attachment):
     """Policies for bad steps, the watch for corruption, and copies of the state in memory."""
 
-    def __init__(self, engine: Engine, loader: Loader, start: StartingPoint, held: HeldStates | None) -> None:
-        super().__init__(engine, loader, start, held)
+    def __init__(self, engine: Engine, loader: Loader, start: StartingPoint, kept: KeptStates | None) -> None:
+        super().__init__(engine, loader, start, kept)
         self._policy = AnomalyPolicy(engine.config, start.anomalies)
         self._watch: CorruptionWatch | None = None
 
@@ -30,8 +30,8 @@ class FaultResponse(Attachment):
 
     def callbacks(self, saving: SafeSaving) -> Sequence[Callback]:
         engine, train, found = self.engine, self.engine.config.train, list[Callback]()
-        if isinstance(self.held, KeptStates) and self.held.copies:
-            found.append(StateKeeper(self.held, saving.store))
+        if isinstance(self.kept, StatesInMemory) and self.kept.states:
+            found.append(StateKeeper(self.kept, saving.store))
         if train.watch_every:
             gradients = GradientCheck(engine, self.loader) if train.watch == "gradients" else None
             self._watch = CorruptionWatch(engine, train.watch_every, saving.store.newest, gradients)

@@ -8,7 +8,7 @@ RULES: Final = {"skipped_steps": "threefold.resilience.rules:skipped_steps_rules
 RUN_CHECKS: Final = {"fault_policies": "threefold.resilience.rules:check_fault_policies"}
 HOOKS: Final = {
     "step_ranges": "threefold.resilience.rules:StepRanges",
-    "held_states": "threefold.resilience.memory_copy:KeptStates",
+    "kept_states": "threefold.resilience.states_in_memory:StatesInMemory",
     "fallbacks": "threefold.resilience.restarts:fallbacks_of",
     "in_world": "threefold.resilience.restarts:in_world",
     "restarts": "threefold.resilience.restarts:Restarts",
@@ -16,5 +16,5 @@ HOOKS: Final = {
     "watch_launched": "threefold.resilience.rank_watch:watch_launched",
     "checks": "threefold.resilience.data_checks:RankChecks",
     "background_saver": "threefold.resilience.background_saving:BackgroundSaver",
-    "remote_copies": "threefold.resilience.mirror:RemoteCopies",
+    "remote_copies": "threefold.resilience.remote_copier:RemoteCopies",
 }

@@ -368,12 +368,12 @@ class RemoteCheckpoints:
             raise
         except ImportError as error:
             raise UserError(
-                f"checkpoint.remote is {shown(self.address)}, which needs another package ({reason_of(error)}); "
+                f"checkpoint.remote is {shown(self.address)}, which needs another package ({message_of(error)}); "
                 "install it, such as s3fs for s3://."
             ) from None
         except Exception as error:
             raise UserError(
-                f"checkpoint.remote is {shown(self.address)}, which cannot {verb}: {reason_of(error)}."
+                f"checkpoint.remote is {shown(self.address)}, which cannot {verb}: {message_of(error)}."
             ) from None  # a traceback would show the address of a proxy with its password
 
 
@@ -459,6 +459,6 @@ def _listed(damaged: list[DamagedCopy]) -> str:
     return first_of([f"{shown(each.place)} ({each.reason})" for each in damaged], 3, separator=" and ")
 
 
-def reason_of(error: Exception) -> str:
+def message_of(error: Exception) -> str:
     """Return the message of an error of a file system, as the end of a sentence."""
     return hide_secrets(" ".join(str(error).split()))[:300].removesuffix(".") or type(error).__name__

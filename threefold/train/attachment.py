@@ -17,7 +17,7 @@ from threefold.doors import added, hook, imported
 from threefold.models.source import ModelSource
 from threefold.train.callbacks.base import Callback
 from threefold.train.saving import SafeSaving
-from threefold.train.state import HeldStates, StartingPoint
+from threefold.train.state import KeptStates, StartingPoint
 from threefold.train.step import Engine
 
 
@@ -67,11 +67,11 @@ class Attachment:
 
     Args:
         start: state that the run starts from, which the engine holds.
-        held: states of earlier attempts, whose files the room may write on.
+        kept: states of earlier attempts, whose files the room may write on.
     """
 
-    def __init__(self, engine: Engine, loader: Loader, start: StartingPoint, held: HeldStates | None) -> None:
-        self.engine, self.loader, self.start, self.held = engine, loader, start, held
+    def __init__(self, engine: Engine, loader: Loader, start: StartingPoint, kept: KeptStates | None) -> None:
+        self.engine, self.loader, self.start, self.kept = engine, loader, start, kept
 
     def record(self) -> AnomalyFacts | None:
         """Return the record of the run's bad steps, to store in a checkpoint; None if there is nothing to remember."""
@@ -88,15 +88,15 @@ class Attachment:
 
 def import_attachments() -> None:
     """Import what attached rooms add to a run, before processes are forked."""
-    for name in ("checks", "held_states", "remote_copies", "background_saver"):
+    for name in ("checks", "kept_states", "remote_copies", "background_saver"):
         hook(name)
     for path in added("ATTACHMENTS").values():
         imported(path)
 
 
 def attachments(
-    engine: Engine, loader: Loader, start: StartingPoint, held: HeldStates | None = None
+    engine: Engine, loader: Loader, start: StartingPoint, kept: KeptStates | None = None
 ) -> list[Attachment]:
     """Make what each attached room adds to a run on this rank."""
     makers: list[Callable[..., Attachment]] = [imported(path) for path in added("ATTACHMENTS").values()]
-    return [make(engine, loader, start, held) for make in makers]
+    return [make(engine, loader, start, kept) for make in makers]

@@ -40,7 +40,7 @@ from threefold.train.loop import TrainingLoop
 from threefold.train.optim import learning_rate
 from threefold.train.optimizers import update_rule
 from threefold.train.saving import CheckpointContents, Checkpoints, SafeSaving
-from threefold.train.state import Start, held_states
+from threefold.train.state import Start, kept_states
 from threefold.train.step import Engine
 from threefold.train.stop import RunClock, Stop, Stopped
 
@@ -111,8 +111,8 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
 
     heartbeat.activity(Activity.RESTORE)
     memory = run.attempt.memory[mesh.rank] if run.attempt.memory else ()
-    held, copies = held_states(memory, config), copies_of(config, run_dir)
-    start_from = Start(run, resume, held, copies)  # before any rank changes the folder
+    kept, copies = kept_states(memory, config), copies_of(config, run_dir)
+    start_from = Start(run, resume, kept, copies)  # before any rank changes the folder
     _open_folder(run, options, checks)
 
     make_saver = hook("background_saver") if config.checkpoint.async_save else None
@@ -134,7 +134,7 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
                 announce(run, loader, make_model, plan)
             for line in (*notes, *start.lines):
                 say(line)
-        attached = attachments(engine, loader, start, held)
+        attached = attachments(engine, loader, start, kept)
         first = checks.callbacks(mesh, loader, start.resumed)
 
         def record() -> AnomalyFacts | None:

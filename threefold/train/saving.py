@@ -251,9 +251,9 @@ class Checkpoints:
         first, tries = engine.mesh.world.is_first, "training continues, and the next checkpoint that is due tries again"
         self._saving, self._pruning = FailureWarning(first, tries), FailureWarning(first, "training continues")
         self._waiting = FailureWarning(first, "save less often (checkpoint.every) to spare that")
-        self._copies, self._mirror, self._pruned = copies, None if copies is None else copies.mirror, -1
-        if self._mirror is not None and start.resumed is not None:
-            self._mirror.add(start.resumed.step, start.resumed.path, if_missing=True)
+        self._copies, self._copier, self._pruned = copies, None if copies is None else copies.copier, -1
+        if self._copier is not None and start.resumed is not None:
+            self._copier.add(start.resumed.step, start.resumed.path, if_missing=True)
         self._texts = record.texts(start.carried) if first else {}
         held = sum(tensor.numel() * tensor.itemsize for tensor in engine_tensors(engine).values())
         clock.begin(held * engine.mesh.pp.size)  # of one stage, whole; the others hold about as much
@@ -308,10 +308,10 @@ class Checkpoints:
         """
         if self._background is not None and self._background.end(seconds):
             self.finish()
-        if self._mirror is None:
+        if self._copier is None:
             return None
         progress = self.engine.mesh.heartbeat.progress
-        missing = self._mirror.end(seconds, progress)
+        missing = self._copier.end(seconds, progress)
         if self._pruned >= 0:  # those that were still to be copied then
             self._prune(self._pruned, progress)
         return missing
@@ -327,7 +327,7 @@ class Checkpoints:
 
     def _prune(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
         self._pruned = step
-        settings, used = self._settings, frozenset() if self._mirror is None else self._mirror.in_use
+        settings, used = self._settings, frozenset() if self._copier is None else self._copier.in_use
         try:
             prune(self.run_dir, settings.keep, step, self.skipped | used, settings.keep_every, progress)
             self._pruning.worked()
@@ -349,8 +349,8 @@ class Checkpoints:
         """
         self.finish()
         moved = set_aside_checkpoint(self.run_dir, step, self.engine.mesh.world)
-        if moved is not None and self._mirror is not None:
-            self._mirror.remove(step, self.engine.mesh.heartbeat.progress)
+        if moved is not None and self._copier is not None:
+            self._copier.remove(step, self.engine.mesh.heartbeat.progress)
         return moved
 
     def is_finite(self) -> bool:
@@ -388,5 +388,5 @@ class Checkpoints:
         self._saving.worked()
         self.skipped -= {path}  # it replaced a damaged one
         self._clock.saved(seconds)
-        if self._mirror is not None:
-            self._mirror.add(step, path, last)
+        if self._copier is not None:
+            self._copier.add(step, path, last)

@@ -48,8 +48,8 @@ class StartingPoint:
     is_unsaved: bool = False
 
 
-class HeldStates(Protocol):
-    """States of this rank that earlier attempts of the run hold outside of checkpoints."""
+class KeptStates(Protocol):
+    """States of this rank that earlier attempts of the run kept outside of checkpoints."""
 
     def newest(self, world: Axis) -> int | None:
         """Return the newest step whose state every rank holds whole; None if there is none. Collective."""
@@ -58,25 +58,25 @@ class HeldStates(Protocol):
         """Fill the engine with the state after `step` updates; `lines` will be printed."""
 
 
-def held_states(files: Sequence[Path], config: Config) -> HeldStates | None:
+def kept_states(files: Sequence[Path], config: Config) -> KeptStates | None:
     """Return the states that these files of this rank hold; None without files, or without a room that reads them."""
-    make = hook("held_states") if files else None
-    held: HeldStates | None = None if make is None else make(files, config)
-    return held
+    make = hook("kept_states") if files else None
+    kept: KeptStates | None = None if make is None else make(files, config)
+    return kept
 
 
 class Start:
     """Choice of a run's starting point, made on rank 0 for all ranks. Collective over the world.
 
-    States in memory (`held`) are used if no checkpoint is newer. Raises a `UserError` on every rank if no checkpoint
+    States in memory (`kept`) are used if no checkpoint is newer. Raises a `UserError` on every rank if no checkpoint
     fits the config.
     """
 
-    def __init__(self, run: RunContext, resume: Resume, held: HeldStates | None, remote: Any) -> None:
-        self._run, self._resume, self._held, self._remote = run, resume, held, remote
+    def __init__(self, run: RunContext, resume: Resume, kept: KeptStates | None, remote: Any) -> None:
+        self._run, self._resume, self._kept, self._remote = run, resume, kept, remote
         self._damaged: dict[Path, str] = {}
         self._replaced: set[Path] = set()  # damaged checkpoints that a copy has replaced
-        self._in_memory, saved = None if held is None else held.newest(run.mesh.world), -1
+        self._in_memory, saved = None if kept is None else kept.newest(run.mesh.world), -1
         if self._in_memory is not None:
             saved = from_first(run.mesh.world, lambda: found.step if (found := newest(run.run_dir)) else -1)
             if saved > self._in_memory:
@@ -90,9 +90,9 @@ class Start:
         Raises a `UserError` on every rank if no checkpoint can be read.
         """
         lines = self._run.attempt.lines
-        if self._held is not None and self._in_memory is not None:
+        if self._kept is not None and self._in_memory is not None:
             said = lines(f"Resuming from memory after step {self._in_memory:,}")
-            return self._held.restore(self._in_memory, engine, self._run.run_dir, self._is_unsaved, said)
+            return self._kept.restore(self._in_memory, engine, self._run.run_dir, self._is_unsaved, said)
         while (found := self._found) is not None:
             try:
                 (restore_engine if found.is_resumed else load_weights)(engine, found.checkpoint)

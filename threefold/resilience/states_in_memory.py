@@ -1,11 +1,11 @@
-"""Copies of a rank's state in files in memory, which outlive the rank's process.
+"""States of a rank in files in memory, which outlive the rank's process.
 
     record: step, bytes of the tensors, bytes of the index, checksum of all that
     tensors, each at a multiple of `ALIGNMENT`
     index: JSON with the facts, and name, dtype, shape and offset of each tensor
 
-A process may be killed at any moment, so a copy counts only if its checksum is right. The record is invalidated before
-anything else of the copy changes, and written last.
+A process may be killed at any moment, so a state counts only if its checksum is right. The record is invalidated before
+anything else of the state changes, and written last.
 """
 
 import json
@@ -49,8 +49,8 @@ _START: Final = mmap.PAGESIZE
 _INVALID: Final = -1
 
 
-class MemoryCopy:
-    """Copy of a state in the file in memory at `path` (`memory_files`); an empty file holds none."""
+class StateInMemory:
+    """State in the file in memory at `path` (`memory_files`); an empty file holds none."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -65,12 +65,12 @@ class MemoryCopy:
 
     @property
     def step(self) -> int | None:
-        """Number of updates of the copy, according to its record; None without a copy."""
+        """Number of updates of the state, according to its record; None without a state."""
         found = self._record()
         return found[0] if found else None
 
     def is_whole(self) -> bool:
-        """Return whether the copy is complete and unchanged, by its checksum."""
+        """Return whether the state is complete and unchanged, by its checksum."""
         if (found := self._record()) is None:
             return False
         step, data, index, checksum = found
@@ -81,7 +81,7 @@ class MemoryCopy:
         return dict(self._index["facts"])
 
     def write(self, step: int, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
-        """Replace the copy with `tensors` and `facts` (JSON) after `step` updates; raise an `OSError` without room."""
+        """Replace the state by `tensors` and `facts` (JSON) after `step` updates; raise an `OSError` without room."""
         places, end = {}, 0
         for name, tensor in tensors.items():
             places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end)
@@ -99,10 +99,10 @@ class MemoryCopy:
         _RECORD.pack_into(held, 0, step, end, len(index), self._checksum(step, end, len(index)))
 
     def read(self, tensors: Mapping[str, Tensor]) -> set[str]:
-        """Fill tensors in place from a whole copy; return the names of those that it holds.
+        """Fill tensors in place from a whole state; return the names of those that it holds.
 
         Raises:
-            ValueError: a tensor of the copy is missing here, or has another shape or dtype.
+            ValueError: a tensor of the state is missing here, or has another shape or dtype.
         """
         places = self._index["tensors"]
         for name, (dtype, shape, start) in places.items():
@@ -146,37 +146,37 @@ class MemoryCopy:
         return self._map
 
 
-class KeptStates:
+class StatesInMemory:
     """States of this rank that earlier attempts kept in memory, one of which the run may resume from.
 
-    A state counts only in the same `layout`, a checksum of the settings that two attempts must share. `copies` are the
-    files that can be opened; none when the launcher, which ends this rank too, is gone.
+    A state counts only in the same `layout`, a checksum of the settings that two attempts must share. `states` are
+    those whose files can be opened; none when the launcher, which ends this rank too, is gone.
     """
 
     def __init__(self, files: Sequence[Path], config: Config) -> None:
-        self.copies: list[MemoryCopy] = []
+        self.states: list[StateInMemory] = []
         settings = [config.sections()[name] for name in ("parallel", "model", "precision")]
         self.layout = checksum_of(json.dumps(settings, default=str).encode())
         with suppress(OSError):
             for file in files:
-                self.copies.append(MemoryCopy(file))
+                self.states.append(StateInMemory(file))
 
     def newest(self, world: Axis) -> int | None:
         """Return the newest step whose state every rank holds whole. Collective over the world if states are kept."""
-        if not self.copies:
+        if not self.states:
             return None
-        mine = {copy.step for copy in self.copies if copy.is_whole() and copy.facts()["layout"] == self.layout}
+        mine = {state.step for state in self.states if state.is_whole() and state.facts()["layout"] == self.layout}
         common = set.intersection(*map(set, world.gather_objects(sorted(step for step in mine if step is not None))))
         return max(common, default=None)
 
     def restore(self, step: int, engine: Engine, run_dir: Path, is_unsaved: bool, lines: list[str]) -> StartingPoint:
         """Fill the engine from the state after `step` updates, which `newest` found whole; `lines` will be printed."""
-        config, copy = engine.config, next(copy for copy in self.copies if copy.step == step)
+        config, kept = engine.config, next(state for state in self.states if state.step == step)
         states = random_states(engine)
-        filled = copy.read(_locals(engine_tensors(engine) | states))
+        filled = kept.read(_locals(engine_tensors(engine) | states))
         engine.optimizer.restored()
         restore_random_states(engine, {name: state for name, state in states.items() if name in filled})
-        facts, is_first = copy.facts(), engine.mesh.world.is_first
+        facts, is_first = kept.facts(), engine.mesh.world.is_first
         restore_loss_scale(engine, facts["loss_scale"], facts["good_steps"])
         anomalies = None if facts["anomalies"] is None else parse_facts(AnomalyFacts, facts["anomalies"])
         carried = (newest(run_dir) or getattr(find_warm_start(config), "checkpoint", None)) if is_first else None
@@ -196,13 +196,13 @@ class StateKeeper(Callback):
 
     The state before step s + 1 is the state after s updates and after the evaluation and checkpoint that were due then.
     A rank makes step s + 1 only together with all others, so no rank is more than one state ahead of another. Of two
-    copies written in turn, one therefore belongs to a step that every rank has.
+    states written in turn, one therefore belongs to a step that every rank has.
     """
 
     ranks: ClassVar[Literal["first", "all"]] = "all"
 
-    def __init__(self, kept: KeptStates, checkpoints: Checkpoints) -> None:
-        self._copies, self._layout, self._checkpoints = kept.copies, kept.layout, checkpoints
+    def __init__(self, kept: StatesInMemory, checkpoints: Checkpoints) -> None:
+        self._states, self._layout, self._checkpoints = kept.states, kept.layout, checkpoints
         self._every = checkpoints.engine.config.checkpoint.memory_every
 
     def before_fit(self, start: int) -> None:
@@ -210,10 +210,10 @@ class StateKeeper(Callback):
 
     def before_step(self, step: int, batch: Any) -> None:
         done, checkpoints, engine = step - 1, self._checkpoints, self._checkpoints.engine
-        if not self._copies or not done or done % self._every:
+        if not self._states or not done or done % self._every:
             return
         self._discard_after(done)
-        if any(copy.step == done for copy in self._copies):  # the run resumed from this state
+        if any(state.step == done for state in self._states):  # the run resumed from this state
             return
         scale, good_steps = loss_scale_facts(engine)
         facts = {
@@ -224,25 +224,25 @@ class StateKeeper(Callback):
             "anomalies": asdict(found) if (found := checkpoints.record.anomalies()) else None,
             "passed": sorted(map(str, checkpoints.skipped)),
         }
-        oldest = min(self._copies, key=lambda copy: -1 if copy.step is None else copy.step)
+        oldest = min(self._states, key=lambda state: -1 if state.step is None else state.step)
         try:
             oldest.write(done, _locals(checkpoint_tensors(engine)), facts)
         except OSError as error:
-            for copy in self._copies:
-                copy.discard()
-            self._copies = []
+            for state in self._states:
+                state.discard()
+            self._states = []
             say(f"Warning: no more states are kept in memory ({reason_of(error)}); restarts use checkpoints.")
 
     def close(self) -> None:
-        for copy in self._copies:
-            copy.close()
-        self._copies = []
+        for state in self._states:
+            state.close()
+        self._states = []
 
     def _discard_after(self, step: int) -> None:
         """Discard states of later steps, which a run that went back does not reproduce."""
-        for copy in self._copies:
-            if copy.step is not None and copy.step > step:
-                copy.discard()
+        for state in self._states:
+            if state.step is not None and state.step > step:
+                state.discard()
 
 
 def _locals(tensors: dict[str, Tensor]) -> dict[str, Tensor]:

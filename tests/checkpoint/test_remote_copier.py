@@ -9,19 +9,19 @@ import pytest
 from tests.support import ready
 from tests.train.support import Run, train_rank
 from threefold.checkpoint.folder import complete, path_of
-from threefold.resilience.mirror import CheckpointMirror, claim_address
 from threefold.resilience.ownership import OWNER_FILE, Claimant
 from threefold.resilience.remote import RemoteCheckpoints
+from threefold.resilience.remote_copier import RemoteCopier, claim_address
 from threefold.verify.worker_pool import WorkerPool
 
 
 class Told:
-    """What a mirror told, and the mirror: of a folder, whose name a file has until `works` is called."""
+    """What a copier told, and the copier: of a folder, whose name a file has until `works` is called."""
 
     def __init__(self, there: Path, *retries: float) -> None:
         self.there, self.failed, self.kept = there, list[str](), list[str]()
         self.remote = RemoteCheckpoints(f"file://{there}")
-        self.mirror = CheckpointMirror(
+        self.copier = RemoteCopier(
             self.remote, 1, None, self.failed.append, self.kept.append, lambda: None, retries or (0.01, 0.01)
         )
 
@@ -36,19 +36,19 @@ def test_the_last_copy_is_tried_again(trained: Path, tmp_path: Path) -> None:
     """Its failure is not told of while it may still succeed; that of another is, once, as training goes on."""
     told = Told(tmp_path / "there")
     told.break_it()
-    told.mirror.add(3, path_of(trained, 3))
-    told.mirror._wait(None, lambda: None)
+    told.copier.add(3, path_of(trained, 3))
+    told.copier._wait(None, lambda: None)
     assert len(told.failed) == 1
-    told.mirror.add(4, path_of(trained, 4), is_last=True)
-    assert told.mirror.end(progress=told.works) is None
+    told.copier.add(4, path_of(trained, 4), is_last=True)
+    assert told.copier.end(progress=told.works) is None
     assert (len(told.failed), told.kept, told.remote.steps()) == (1, [], [4])
 
 
 def test_a_last_copy_that_fails_to_the_end_is_told_of_once(trained: Path, tmp_path: Path) -> None:
     told = Told(tmp_path / "there")
     told.break_it()
-    told.mirror.add(4, path_of(trained, 4), is_last=True)
-    missing = told.mirror.end()
+    told.copier.add(4, path_of(trained, 4), is_last=True)
+    missing = told.copier.end()
     assert missing is not None
     assert missing.startswith(
         f"The last checkpoint could not be copied in 3 attempts, but {path_of(trained, 4)} is complete, and "
@@ -61,8 +61,8 @@ def test_a_last_copy_is_not_tried_again_where_the_address_is_anothers(trained: P
     told = Told(tmp_path / "there", 1000.0)
     told.remote.claim(Claimant(tmp_path, False, {}))
     claim_address(told.remote.address, Claimant(tmp_path, True, {}))
-    told.mirror.add(4, path_of(trained, 4), is_last=True)
-    missing = told.mirror.end()
+    told.copier.add(4, path_of(trained, 4), is_last=True)
+    missing = told.copier.end()
     assert missing is not None
     assert missing.startswith("The last checkpoint could not be copied, but")
     assert told.remote.steps() == []

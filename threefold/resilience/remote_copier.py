@@ -19,7 +19,7 @@ from threefold.resilience.remote import (
     RemoteCheckpoints,
     Restored,
     look_at_remote,
-    reason_of,
+    message_of,
     replace_damaged,
 )
 from threefold.train.callbacks.base import FailureWarning
@@ -57,7 +57,7 @@ class _Copy:
     if_missing: bool = False
 
 
-class CheckpointMirror:
+class RemoteCopier:
     """Background copier of a run's checkpoints to a remote address, on one rank.
 
     A checkpoint still queued when a newer one arrives is skipped, unless it is kept for good. Retention at the address
@@ -159,7 +159,7 @@ class CheckpointMirror:
             self._note(copy, error)
         except Exception as error:  # such as a checkpoint that was deleted meanwhile
             self._note(
-                copy, UserError(f"{copy.folder} cannot be copied to {shown(self.remote.address)}: {reason_of(error)}.")
+                copy, UserError(f"{copy.folder} cannot be copied to {shown(self.remote.address)}: {message_of(error)}.")
             )
         else:
             self._missing = None
@@ -184,7 +184,7 @@ class RemoteCopies:
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config, self._run_dir, self._address = config, run_dir, str(config.checkpoint.remote)
         self._run: Claimant | None = None
-        self.mirror: CheckpointMirror | None = None
+        self.copier: RemoteCopier | None = None
 
     def new_files(self) -> list[str]:
         return [] if Owner.of_folder(self._run_dir) else [OWNER_FILE]
@@ -203,9 +203,7 @@ class RemoteCopies:
         told = FailureWarning(True, "training continues, and the next checkpoint is copied there again")
         kept = FailureWarning(True, "old copies stay there until a later checkpoint is copied")
         settings = self._config.checkpoint
-        self.mirror = CheckpointMirror(
-            remote, settings.keep, settings.keep_every, told.failed, kept.failed, told.worked
-        )
+        self.copier = RemoteCopier(remote, settings.keep, settings.keep_every, told.failed, kept.failed, told.worked)
         return lines
 
     def replace_damaged(self, damaged: Damaged) -> Restored:
