@@ -82,5 +82,10 @@ def test_every_example_and_preset_is_recorded() -> None:
     assert len(RECORDED) >= 70
 
 
+def test_demo_runs_on_eight_processes_in_all_three_directions() -> None:
+    parallel = load_config(EXAMPLES / "demo.yaml").parallel
+    assert (parallel.dp, parallel.tp, parallel.pp) == (2, 2, 2)
+
+
 if __name__ == "__main__":
     write(configs())
