@@ -24,7 +24,7 @@ from threefold.huggingface.files import choose_type, imported_config, left_out, 
 from threefold.huggingface.mapping import WeightMap
 from threefold.huggingface.shards import Shards, in_shares
 from threefold.huggingface.source import choose_exported
-from threefold.models.source import file_source
+from threefold.models.source import bound_arguments, file_source
 from threefold.output import Progress, check_replaceable, staged_directory
 
 CONSTRUCTOR: Final = "model.json"
@@ -135,7 +135,10 @@ def _place(name: str) -> tuple[int, int, str]:
 def _write_constructor(config: ModelConfig, folder: Path) -> tuple[str, ...]:
     """Write the code of a custom model (its file and its imports) and how to call it; return the names."""
     source = file_source(config)
-    name, given = source.constructor(config)
+    factory, _ = source.parts()
+    name, given = factory.__name__, {"config": config}
+    if name != "make_model":
+        given = bound_arguments(factory, config, f"{source.path.name}: {name}")
     arguments = {key: value.settings() if isinstance(value, ModelConfig) else value for key, value in given.items()}
     _, plan = source.load_section(config)
     values = {"file": OWN_MODEL, "name": name, "arguments": arguments, "tied": dict(plan.ties)}

@@ -8,7 +8,6 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from threefold.config.model import FAMILIES, OWN, ModelConfig
-from threefold.errors import UserError
 from threefold.models import sharding
 from threefold.models.family import family_of, make_model, model_plan
 
@@ -45,10 +44,6 @@ class WeightShape(NamedTuple):
         """Indices of each part of a unit of the sharded dim, such as queries, keys and values."""
         unit = self.split.units(self.last_name).get("tp")
         return {} if unit is None else dict(unit.parts)
-
-
-class UnknownBlock(UserError):
-    """Block for which the planner has no formulas."""
 
 
 class ModelDescription:

@@ -204,9 +204,8 @@ class FileSource(ModelSource):
 
     def load_section(self, config: ModelConfig) -> tuple[MakeModel, ModelPlan]:
         """Load the model of a `model` section: a function that makes it, and its sharding plan."""
-        module = self._import()
-        factory, plan = self._parts(module)
-        make = partial(self._make, factory, config)
+        factory, plan = self.parts()
+        make = partial(self.make, factory, config)
         complete = complete_plan(plan, make, config, self.path.name)
         return tying(make, complete), complete
 
@@ -218,23 +217,6 @@ class FileSource(ModelSource):
             raise UserError(f"{self.path.name}: loss is {found!r} but must be a function loss(output, batch).")
         return cast("Callable[..., Any] | None", found)
 
-    def on_meta_device(self, config: ModelConfig) -> tuple[nn.Module, Plan | ModelPlan | None]:
-        """Return the model of a resolved section on the meta device, and the file's plan; None if it has none."""
-        factory, plan = self._parts(self._import(), needs_plan=False)
-        with torch.device("meta"):
-            model = self._make(factory, config)
-        if plan is None or isinstance(plan, Plan):
-            return model, plan
-        return model, complete_plan(plan, partial(self._make, factory, config), config, self.path.name)
-
-    def constructor(self, config: ModelConfig) -> tuple[str, dict[str, Any]]:
-        """Return the name of the class or function that makes the model, and its keyword arguments."""
-        factory = self._parts(self._import())[0]
-        name = factory.__name__
-        if name == "make_model":
-            return name, {"config": config}
-        return name, bound_arguments(factory, config, f"{self.path.name}: {name}")
-
     def files(self, config: Config) -> tuple[Path, ...]:
         return (self.path,)
 
@@ -244,8 +226,9 @@ class FileSource(ModelSource):
     def __str__(self) -> str:
         return f"{self.path.name}:{self.name or 'plan'}"
 
-    def _parts(self, module: ModuleType, needs_plan: bool = True) -> tuple[Callable[..., Any], Any]:
+    def parts(self, needs_plan: bool = True) -> tuple[Callable[..., Any], Any]:
         """Return the class or function that makes the model, and its plan; None if there is none and none is needed."""
+        module = self._import()
         named = getattr(module, self.name, None) if self.name else None
         if _is_model_class(named) or (callable(named) and not hasattr(module, "make_model")):
             plan = getattr(named, "plan", None) or getattr(module, "plan", None)
@@ -270,7 +253,8 @@ class FileSource(ModelSource):
         plan = getattr(module, self.name or "plan", None)
         return make, plan if isinstance(plan, Plan | ModelPlan) else self._function(module, self.name or "plan")
 
-    def _make(self, factory: Callable[..., Any], config: ModelConfig) -> nn.Module:
+    def make(self, factory: Callable[..., Any], config: ModelConfig) -> nn.Module:
+        """Make the model of a resolved section."""
         said = f"{self.path.name}: {factory.__name__}"
         if factory.__name__ == "make_model":
             return _made(factory, (config,), {}, f"{said}(config)")

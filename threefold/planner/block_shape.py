@@ -8,8 +8,9 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import lru_cache
 
+from threefold.errors import UserError
 from threefold.models import sharding
-from threefold.models.block import ModelDescription, UnknownBlock, WeightShape
+from threefold.models.block import ModelDescription, WeightShape
 from threefold.models.family import family_of
 
 
@@ -43,6 +44,10 @@ class BlockShape:
     attention_dropout: bool = False
     window: int = 0  # in positions; 0 for none
     experts: Mixture | None = None
+
+
+class UnknownBlock(UserError):
+    """Block for which the planner has no formulas."""
 
 
 @lru_cache(maxsize=16)

@@ -1,5 +1,6 @@
 """`threefold inspect`: the modules of a custom model, and how its plan shards them."""
 
+from functools import partial
 from pathlib import Path
 
 import typer
@@ -36,9 +37,16 @@ def command(
         given = config_of({**read.sections(), "model": {**settings, **custom}})
     from threefold.config import resolve
     from threefold.data.dataset import USUAL_VOCABULARY
-    from threefold.models.source import file_source
+    from threefold.models.plan import Plan
+    from threefold.models.source import complete_plan, file_source
+    from threefold.parallel.layout_check import made_on_meta
     from threefold.verify.inspection import inspect_made
 
-    resolved = resolve(given, given.model.vocab_size or USUAL_VOCABULARY)
-    made, plan = file_source(resolved.model).on_meta_device(resolved.model)
+    section = resolve(given, given.model.vocab_size or USUAL_VOCABULARY).model
+    source = file_source(section)
+    factory, plan = source.parts(needs_plan=False)
+    make = partial(source.make, factory, section)
+    made = made_on_meta(make)
+    if plan is not None and not isinstance(plan, Plan):
+        plan = complete_plan(plan, make, section, source.path.name)
     typer.echo(str(inspect_made(made, plan, tp)))
