@@ -53,86 +53,12 @@ def test_a_file_becomes_these_settings_and_the_rest_is_noted(tmp_path: Path, nam
     assert [note.key for note in found.unsupported] == expected["unsupported"]
 
 
-def test_fleet_of_the_first_versions(tmp_path: Path) -> None:
-    found = _convert(
-        tmp_path,
-        "old.yaml",
-        "Data: {batch_size: {local_batch_size: 8}, dataset: {input_dir: d, max_seq_len: 64}}\n"
-        "Optimizer: {adam_beta1: 0.8, adam_epsilon: 1.0e-6, lr: {max_lr: 1e-5, min_lr: 5e-5}, grad_clip: 2.0}\n",
-        world_size=4,
-    )
-    assert found.sections["data"] == {"path": "d", "eod": 50256, "sequence_length": 64}
-    assert found.sections["train"]["global_batch_size"] == 32
-    assert found.sections["parallel"] == {"dp": 4}
-    assert found.sections["optimizer"]["betas"] == [0.8, 0.999]
-    assert found.sections["optimizer"]["clip_grad_norm"] == 2.0
-    assert (found.sections["optimizer"]["lr"], found.sections["optimizer"]["min_lr"]) == (1e-5, 5e-5)
-    assert found.invalid == ""  # Fleet's own example, whose rate rises after the warm-up
-
-
 def test_nothing_of_a_python_file_is_run(tmp_path: Path) -> None:
     marker = tmp_path / "run"
     code = f"open({str(marker)!r}, 'w')\nX = __import__('pathlib').Path({str(marker)!r}).touch()\nBATCH_SIZE = 4\n"
     found = _convert(tmp_path, "evil.py", code)
     assert not marker.exists()
     assert {"line 1", "X"} <= set(_reasons(found))
-
-
-@pytest.mark.parametrize(
-    ("flags", "key"),
-    [
-        ("--swiglu", "swiglu"),
-        ("--normalization RMSNorm", "normalization"),
-        ("--disable-bias-linear", "disable-bias-linear"),
-        ("--normalization RMSNorm --swiglu --disable-bias-linear", "position-embedding-type"),
-        ("--normalization RMSNorm --swiglu --position-embedding-type rope", "disable-bias-linear"),
-        ("--group-query-attention --num-query-groups 2", "num-query-groups"),
-    ],
-)
-def test_mixed_families_are_told(tmp_path: Path, flags: str, key: str) -> None:
-    found = _convert(tmp_path, "flags.txt", f"--num-layers 2 {flags}\n")
-    assert "not convertible exactly" in _reasons(found)[key]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "sentence"),
-    [
-        ("a.yaml", "- 1\n", "is not a Fleet config: it must be a mapping of sections such as Model: and Engine:."),
-        ("a.yaml", "Model: {num_layers: many}\n", "Model.num_layers is 'many' but must be a whole number."),
-        ("a.yaml", "Model: {num_layers: -1}\n", "model.num_layers is -1 but must be at least 1."),
-        (
-            "a.yaml",
-            "_base_: gone.yaml\n",
-            "_base_ is 'gone.yaml' but that file does not exist; put it where the key says.",
-        ),
-        ("a.yaml", "_base_: a.yaml\n", "_base_ is 'a.yaml' but that file is circular."),
-        ("a.py", "parallel = dict(\n", "not Python, so it is not a Colossal-AI config."),
-        ("a.py", "import torch\n", "has no assignment such as BATCH_SIZE = 8, so it is not a Colossal-AI config."),
-        ("a.py", "BATCH_SIZE = 8\nNUM_MICRO_BATCHES = 3\n", "NUM_MICRO_BATCHES is 3 but must divide BATCH_SIZE 8."),
-        ("a.py", "parallel = dict(pipeline=0)\n", "parallel.pipeline is 0 but must be at least 1."),
-        (
-            "a.sh",
-            "echo hello\n",
-            "has no flags such as --num-layers 24, so it is not Megatron-LM's; name its system with --from.",
-        ),
-        ("a.sh", "X='\n", "a quote that does not close is not read"),
-        ("a.sh", "--lr fast\n", "lr is 'fast' but must be a number."),
-        ("a.sh", "--fp16 --bf16\n", "--fp16 and --bf16 are both given but one excludes the other; leave one out."),
-        ("a.sh", "--world-size 3 --tensor-model-parallel-size 2\n", "the world size is 3 but must be a multiple of 2"),
-    ],
-)
-def test_malformed(tmp_path: Path, name: str, content: str, sentence: str) -> None:
-    with pytest.raises(UserError) as error:
-        _convert(tmp_path, name, content)
-    assert sentence in str(error.value)
-    assert "\n" not in str(error.value)
-
-
-def test_a_variable_that_is_not_set_is_told(tmp_path: Path) -> None:
-    found = _convert(tmp_path, "a.sh", "python pretrain_gpt.py --num-layers $LAYERS --data-path $DATA\n")
-    assert _reasons(found)["num-layers"].startswith("a variable that the file does not set")
-    assert found.sections["data"]["path"] == "$DATA"
-    assert "data-path" in _reasons(found)
 
 
 @pytest.mark.parametrize(("given", "kept"), [("false", False), ("True", True), (True, True), ("FALSE", False)])

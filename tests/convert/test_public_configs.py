@@ -152,12 +152,6 @@ def test_no_setting_is_lost(tmp_path: Path, name: str) -> None:
     assert lost == []
 
 
-_SCRIPT = (
-    "python -m paddle.distributed.launch run_pretrain.py --model_type gpt --model_name_or_path gpt2-small-en "
-    "--input_dir data --output_dir out --local_batch_size 8 --dp_degree 1"
-)
-
-
 def _of_text(folder: Path, name: str, text: str) -> tuple[Settings, dict[str, str]]:
     """Return the converted settings and the notes' reasons."""
     (folder / name).write_text(text)
@@ -166,78 +160,6 @@ def _of_text(folder: Path, name: str, text: str) -> tuple[Settings, dict[str, st
         f"{section}.{key}": value for section, values in found.sections.items() for key, value in values.items()
     }
     return settings, {note.key: note.reason for note in found.notes}
-
-
-def test_a_word_is_a_value(tmp_path: Path) -> None:
-    """The word none asks for a constant rate; it does not mean that the flag is not given."""
-    settings, notes = _of_text(tmp_path, "a.sh", f"{_SCRIPT} --lr_decay_style none --max_lr 1e-4\n")
-    assert settings["optimizer.decay"] == "constant"
-    assert (settings["optimizer.lr"], settings["optimizer.warmup_steps"]) == (1e-4, 0)
-    assert notes["lr_decay_style"] == "max_lr in all steps: optimizer.decay is constant, warmup_steps is 0"
-    settings, notes = _of_text(tmp_path, "a.sh", f"{_SCRIPT} --lr_decay_style cosine\n")
-    assert "optimizer.decay" not in settings  # cosine, our default
-    assert "lr_decay_style" not in notes
-    with pytest.raises(UserError, match="lr_decay_style is 'step' but must be cosine or none"):
-        _of_text(tmp_path, "a.sh", f"{_SCRIPT} --lr_decay_style step\n")
-
-
-def test_defaults_of_the_script(tmp_path: Path) -> None:
-    settings, _ = _of_text(tmp_path, "a.sh", f"{_SCRIPT}\n")
-    assert (settings["optimizer.lr"], settings["optimizer.min_lr"]) == (1e-5, 5e-5)
-    assert (settings["train.micro_batch_size"], settings["optimizer.clip_grad_norm"]) == (8, 0.0)
-    assert "precision.dtype" not in settings
-    for flags, scale in (("--use_amp True", 128), ("--use_pure_fp16 True", 32768)):
-        settings, _ = _of_text(tmp_path, "a.sh", f"{_SCRIPT} {flags}\n")
-        assert (settings["precision.dtype"], settings["precision.loss_scale"]) == ("fp16", scale)
-
-
-@pytest.mark.parametrize(("flag", "on"), [("", False), (" yes", True), (" 1", True), (" n", False), (" False", False)])
-def test_switches_are_read_as_the_script_reads_them(tmp_path: Path, flag: str, on: bool) -> None:
-    settings, notes = _of_text(tmp_path, "a.sh", f"{_SCRIPT} --use_recompute{flag} --use_pure_fp16{flag}\n")
-    assert (settings.get("train.recompute"), settings.get("precision.dtype")) == (
-        ("full", "fp16") if on else (None, None)
-    )
-    assert ("use_recompute" in notes) == (flag == "")  # a bare flag is false there, which is worth a note
-    with pytest.raises(UserError, match="use_recompute is 'perhaps' but must be true or false"):
-        _of_text(tmp_path, "a.sh", f"{_SCRIPT} --use_recompute perhaps\n")
-
-
-def test_checking_accuracy_turns_dropout_off(tmp_path: Path) -> None:
-    settings, notes = _of_text(tmp_path, "a.sh", f"{_SCRIPT} --hidden_dropout_prob 0.2 --check_accuracy True\n")
-    assert settings.get("model.hidden_dropout", 0.0) == settings.get("model.attention_dropout", 0.0) == 0.0
-    assert "check_accuracy" in notes
-
-
-def test_decay_steps_count_steps_with_increments_too(tmp_path: Path) -> None:
-    """Fleet multiplies them by the batch, and moves its schedule on by a batch per step."""
-    text = "Global: {{local_batch_size: 8}}\nOptimizer: {{lr: {{decay_steps: 7200, warmup_rate: 0.01{}}}}}\n"
-    for more in ("", ", use_increments: True"):
-        settings, _ = _of_text(tmp_path, "a.yaml", text.format(more))
-        assert (settings["optimizer.decay_steps"], settings["optimizer.warmup_steps"]) == (7200, 72)
-
-
-def test_a_fleet_config_that_gives_little_has_fleets_defaults(tmp_path: Path) -> None:
-    settings, _ = _of_text(
-        tmp_path,
-        "a.yaml",
-        "Global: {local_batch_size: 8}\nEngine: {max_steps: 900}\nOptimizer: {lr: {warmup_rate: 0.1}}\n"
-        "Distributed: {sharding: {sharding_degree: 4}}\n",
-    )
-    assert settings["parallel.zero"] == 2
-    assert (settings["train.eval_every"], settings["checkpoint.every"]) == (0, 0)
-    assert (settings["optimizer.decay_steps"], settings["optimizer.warmup_steps"]) == (900, 90)
-
-
-def test_a_fleet_run_by_epochs(tmp_path: Path) -> None:
-    settings, notes = _of_text(
-        tmp_path,
-        "a.yaml",
-        "Global: {local_batch_size: 8}\n"
-        "Engine: {run_mode: epoch, num_train_epochs: 3, max_steps: 900, eval_freq: 1, eval_iters: 20}\n",
-    )
-    assert (settings["train.epochs"], settings["train.eval_every_epochs"], settings["train.eval_every"]) == (3, 1, 0)
-    assert "train.max_steps" not in settings
-    assert notes["Engine.max_steps"] == "Engine.run_mode is epoch, so epochs are the length"
 
 
 def test_a_script_that_names_only_a_config(tmp_path: Path) -> None:
@@ -254,12 +176,6 @@ def test_a_script_that_names_only_a_config(tmp_path: Path) -> None:
     )
     assert "model.ffn_hidden_size" not in settings
     assert (settings["data.split"], settings["parallel.dp"], settings["parallel.tp"]) == ("9,1,0", 2, 2)
-
-
-def test_programs_of_fleet_that_train_no_gpt_are_unsupported(tmp_path: Path) -> None:
-    for module in ("GPTGenerationModuleAuto", "GPTEvalModule", "GPTFinetuneModule", "MoEModule"):
-        (tmp_path / "a.yaml").write_text(f"Global: {{local_batch_size: 8}}\nModel: {{module: {module}, name: GPT}}\n")
-        assert [note.key for note in convert(tmp_path / "a.yaml").unsupported] == ["Model.module"]
 
 
 def test_zero_of_colossal_computes_in_fp16(tmp_path: Path) -> None:

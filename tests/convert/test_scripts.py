@@ -117,69 +117,12 @@ def test_each_example_form_has_its_own_way_of_gathering_flags() -> None:
     assert _BRANCHING.keys() < EXPECTED.keys()
 
 
-@pytest.mark.parametrize(
-    ("script", "what"),
-    [
-        ("pretrain_bert.py", "bert"),
-        ("pretrain_t5.py", "t5"),
-        ("pretrain_mamba.py", "mamba"),
-        ("../../pretrain_hybrid.py", "hybrid"),
-        ("pretrain_vlm.py", "vlm"),
-    ],
-)
-def test_other_models_are_refused(tmp_path: Path, script: str, what: str) -> None:
-    with pytest.raises(UserError, match=f"trains {what} models, and Threefold trains decoder-only"):
-        _convert(tmp_path, f"ARGS=({_MODEL})\ntorchrun --nproc_per_node 8 {script} ${{ARGS[@]}}\n")
-
-
-def test_flags_of_other_models_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--hybrid-layer-pattern, so its model has Mamba layers"):
-        _convert(tmp_path, f"torchrun pretrain_gpt.py {_MODEL} --hybrid-layer-pattern M-M-\n")
-
-
 def test_unknown_flags_words_and_variables_are_unsupported(tmp_path: Path) -> None:
     text = f"torchrun pretrain_gpt.py {_MODEL} --bf16 stray --lr $RATE --frobnicate 3 --swiglu $EXTRA\n"
     found = _convert(tmp_path, text)
     assert {note.key for note in found.unsupported} == {"stray", "lr", "frobnicate", "swiglu"}
     assert "flags in it are not known" in next(note.reason for note in found.notes if note.key == "$EXTRA")
     assert found.sections["precision"]["dtype"] == "bf16"
-
-
-def test_reduced_gradients_in_bf16(tmp_path: Path) -> None:
-    text = f"torchrun --nproc_per_node 4 pretrain_gpt.py {_MODEL} --lr 1e-4 --grad-reduce-in-bf16"
-    assert _convert(tmp_path, text).sections["parallel"] == {"dp": 4, "gradient_compression": "bf16"}
-    found = _convert(tmp_path, f"{text} --use-distributed-optimizer\n")
-    assert found.sections["parallel"] == {"dp": 4, "zero": 1}
-    assert "does not go with parallel.zero" in next(n.reason for n in found.notes if n.key == "grad-reduce-in-bf16")
-
-
-@pytest.mark.parametrize(
-    ("text", "what"),
-    [
-        ("case $X in\na) --lr 1 ;;\n", "case $X in"),
-        ("f() --lr 1\n", "f ( ) --lr 1"),
-        ("[ -z $X ] && X=1\n--lr $X\n", "[ -z $X ] & & X=1"),
-        ("cd x || exit 1\n--lr 1\n", "cd x | | exit 1"),
-        ("--lr 1 > log --seed 7\n", "--lr 1 > log --seed 7"),
-        ("ARGS=(--lr 1\n", "ARGS= ( --lr 1"),
-        ("--lr $(echo 1)\n", "$(echo 1)"),
-        ("--lr ${A%x}\n", "${A%x}"),
-        ("A=`nproc`\n--lr 1 --seed $A\n", "`nproc`"),
-        ("--lr 1 )\n", "--lr 1 )"),
-        ("torchrun x.py <<EOF\n", "torchrun x.py < < EOF"),
-        ("{ " * 500 + "--lr 1", "{ { {"),
-        ("bash train_all.sh --lr 1\n", "bash train_all.sh --lr 1"),
-        ('bash -c "python train.py --lr 1"\n', "bash -c python train.py --lr 1"),
-        ("ssh host <<EOF\ntorchrun pretrain_gpt.py --lr 1\nEOF\n", "ssh host < < EOF"),
-        ("--lr 'x\n", "a quote that does not close"),
-    ],
-)
-def test_scripts_that_are_not_read(tmp_path: Path, text: str, what: str) -> None:
-    with pytest.raises(UserError) as error:
-        _convert(tmp_path, text)
-    assert str(error.value).startswith(f"{tmp_path / 'train.sh'}: {what}")
-    assert "pass the arguments instead" in str(error.value)
-    assert "\n" not in str(error.value)
 
 
 def test_variables_that_grow_are_refused(tmp_path: Path) -> None:

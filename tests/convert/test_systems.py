@@ -70,12 +70,6 @@ def test_colossal_models_have_their_sizes(tmp_path: Path, name: str, count: int)
     assert _parameters(found.sections["model"]) == count
 
 
-def test_colossal_settings_that_cannot_be_read_are_unsupported(tmp_path: Path) -> None:
-    text = "BATCH_SIZE = 8\nCONFIG = dict(parallel=dict(pipeline=1))\nCONFIG.update(clip_grad_norm=1.0)\nFROB = 3\n"
-    found = _convert(tmp_path, "a.py", text)
-    assert {note.key for note in found.unsupported} == {"line 3", "FROB"}
-
-
 def test_fleet_flags_that_share_and_that_are_not_known(tmp_path: Path) -> None:
     text = FLEET_FLAGS.replace("--sharding_degree 1 --sharding_stage 1", "--sharding_degree 2 --sharding_stage 2")
     found = _convert(
