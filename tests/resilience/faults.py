@@ -15,8 +15,8 @@ from tests.train.support import Run
 from threefold.parallel.leaf import local
 from threefold.train import run as entry_point
 from threefold.train.callbacks.base import Callback
+from threefold.train.optim import Entry
 from threefold.train.step import Engine, StepResult
-from threefold.train.update_rule import Entry
 
 
 @dataclass(frozen=True)

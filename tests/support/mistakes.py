@@ -12,8 +12,8 @@ from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
 from threefold.parallel import parameter
 from threefold.parallel.pipeline import stage
+from threefold.train import optim, step_batch
 from threefold.train import step as engine
-from threefold.train import step_batch, update_rule
 
 Patch = tuple[Any, str, Any]
 """Arguments of `patch.object`."""
@@ -63,4 +63,4 @@ def logged_loss_of_one_replica() -> list[Patch]:
 
 
 def biases_decayed() -> list[Patch]:
-    return [(update_rule.Entry, "decays", True)]
+    return [(optim.Entry, "decays", True)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from threefold.train.optim import squared_norm
+from threefold.parallel.gradients import squared_norm
 
 
 def test_the_norm_of_many_small_numbers_is_exact() -> None:

@@ -29,8 +29,8 @@ from threefold.models.sharding import Column, ModelPlan, Normal, Replicated, Row
 from threefold.parallel.parallelize import TrainingSettings
 from threefold.parallel.parameter import offset
 from threefold.random.rng import fill_normal_, stream_key
+from threefold.train.gradient_update import LossScale
 from threefold.train.step import GradientStep
-from threefold.train.update_rule import LossScale
 from threefold.verify.compare import relative_error
 from threefold.verify.worker_pool import WorkerError
 

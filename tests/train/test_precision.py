@@ -20,7 +20,7 @@ from threefold.config.resolve import resolve
 from threefold.errors import UserError
 from threefold.models.layers.decoder import CrossEntropy
 from threefold.ops import kernels
-from threefold.train.update_rule import LossScale
+from threefold.train.gradient_update import LossScale
 from threefold.verify.compare import relative_error
 
 # Stage 0 has the norm that every tensor rank holds whole, stage 1 the split weights of the last block.

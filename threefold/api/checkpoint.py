@@ -19,7 +19,7 @@ from threefold.errors import UserError, require_whole
 from threefold.files import parse_json
 from threefold.foreign import FolderFiles
 from threefold.parallel.leaf import like
-from threefold.train.update_rule import LossScale
+from threefold.train.gradient_update import LossScale
 
 if TYPE_CHECKING:
     from threefold.data.map_dataset import DistributedDataLoader

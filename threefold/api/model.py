@@ -31,9 +31,9 @@ from threefold.parallel.parallelize import ChunkSizes, TrainingSettings
 from threefold.parallel.parameter import publish_
 from threefold.parallel.whole_state import LoadedKeys, load_whole_state, on_all_stages, whole_state
 from threefold.plugins import require_one_of
+from threefold.train.gradient_update import LossScale
 from threefold.train.state import model_tensors
 from threefold.train.step import GradientStep
-from threefold.train.update_rule import LossScale
 
 
 def with_arguments(model: Callable[..., Any], arguments: Mapping[str, Any] | None) -> Callable[[], Any]:

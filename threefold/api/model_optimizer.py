@@ -11,8 +11,8 @@ from threefold.api.checkpoint import LoopModel, LoopOptimizer
 from threefold.api.model import DistributedModel
 from threefold.errors import UserError
 from threefold.parallel.parameter import ShardedMatrix
+from threefold.train.optim import Entry
 from threefold.train.optimizers import UpdatedWeights
-from threefold.train.update_rule import Entry
 
 
 class ModelOptimizer(LoopOptimizer, torch.optim.Optimizer):

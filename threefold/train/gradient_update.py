@@ -1,4 +1,4 @@
-"""From the gradients of a step to the update: one code path for runs, and for loops around `parallelize` and `prepare`.
+"""From the gradients of a step to the update: sum, loss scale, norm, clipping; one code path for runs and loops.
 
 `GradientStep` and `Engine` (`train/step.py`) also run the forward and backward passes. In a loop around
 `threefold.prepare`, the caller runs them, and in one with Horovod's optimizer the update too.
@@ -8,17 +8,50 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from threefold.comm.mesh import Mesh
-from threefold.parallel.gradients import Gradients
+from threefold.config import PrecisionConfig
+from threefold.parallel.arithmetic import RankArithmetic
+from threefold.parallel.gradients import NORM_ELEMENTS, Gradients, squared_norm
 from threefold.parallel.moving_buffers import MovingBuffers
-from threefold.parallel.parameter import Weight, has_uneven_shards
+from threefold.parallel.parameter import Weight, has_uneven_shards, is_split
 from threefold.parallel.pipeline.stage import TiedWeights
-from threefold.train.optim import GradientNorm
-from threefold.train.update_rule import LossScale
 
 _CLIP_EPS = 1e-6  # same as torch.nn.utils.clip_grad_norm_
+LEAST = 1.0  # smallest loss scale; gradients that overflow at this scale also overflow unscaled
+
+
+class LossScale:
+    """Dynamic loss scale of fp16 training; equal on every rank, as all ranks see the same gradient norm.
+
+    Small gradients vanish below fp16's smallest number, 6e-8. The loss is therefore multiplied by a large factor before
+    the backward pass, and the gradients are divided by it afterwards (Micikevicius et al., "Mixed precision training",
+    arXiv 1710.03740, section 3.2). The scale, a power of two so that this is exact, halves when the gradients overflow,
+    and doubles after `window` steps without an overflow, counted by `good_steps`.
+    """
+
+    def __init__(self, initial: float, window: int) -> None:
+        self.window = window
+        self.value, self.good_steps = initial, 0
+
+    @classmethod
+    def of(cls, config: PrecisionConfig) -> "LossScale | None":
+        """Return the loss scale that a config asks for; None unless the dtype is fp16."""
+        return cls(config.loss_scale, config.loss_scale_window) if config.dtype == "fp16" else None
+
+    @property
+    def is_least(self) -> bool:
+        return self.value <= LEAST
+
+    def update(self, finite: bool) -> None:
+        """Count a step whose gradients are finite and double the scale after `window` of them, or halve it."""
+        self.good_steps += 1
+        if not finite:
+            self.value, self.good_steps = max(LEAST, self.value / 2), 0
+        elif self.good_steps == self.window:
+            self.value, self.good_steps = self.value * 2, 0
 
 
 class Ending(NamedTuple):
@@ -50,10 +83,11 @@ class GradientUpdate:
         weights: all weights of this rank.
         partial: leaves that tensor ranks hold whole, whose gradients are sums over these ranks.
         loss_scale: multiplies the loss in the backward pass, and divides the gradients afterwards; None without one.
-        norm: terms of the global norm; None for those of the trained weights.
         buffers: buffers that forward passes change, restored in a step without an update; None to leave them alone.
         tied: tied weights that several stages hold; None without them.
         copies: pairs of leaves of one weight, whose gradients are summed separately and added up here.
+        at_once: number of neighbouring elements of which the norm adds up the squares, as in `squared_norm`.
+        arithmetic: how it adds them up.
     """
 
     def __init__(
@@ -63,16 +97,30 @@ class GradientUpdate:
         weights: Sequence[Weight],
         partial: Sequence[Tensor] = (),
         loss_scale: LossScale | None = None,
-        norm: GradientNorm | None = None,
         buffers: MovingBuffers | None = None,
         tied: TiedWeights | None = None,
         copies: Sequence[tuple[Tensor, Tensor]] = (),
+        at_once: int = NORM_ELEMENTS,
+        arithmetic: RankArithmetic | None = None,
     ) -> None:
         self.mesh, self.gradients, self.loss_scale = mesh, gradients, loss_scale
         self._trained = [weight for weight in weights if weight.is_trained]
         self._partial, self._tied, self._copies, self._moving = list(partial), tied, copies, buffers
         self._in_order = any(has_uneven_shards(weight.parameter) for weight in weights)
-        self._norm = norm or GradientNorm(gradients, self._trained, mesh, tied)
+        self.arithmetic, self._at_once = arithmetic or RankArithmetic(), at_once
+        self._counted: list[Weight] = []
+        """Weights whose gradients this rank adds to the norm; each counts once, on one of the ranks that hold it."""
+        self._uncounted: list[Tensor] = []
+        for weight in self._trained:
+            counts = (
+                gradients.is_in_norm(weight.leaf)
+                and (tied is None or tied.is_primary(weight.name))
+                and (is_split(weight.parameter) or mesh.tp.is_first)
+            )
+            if counts:
+                self._counted.append(weight)
+            else:
+                self._uncounted.append(weight.leaf)
 
     @property
     def scale(self) -> float:
@@ -110,8 +158,20 @@ class GradientUpdate:
             self.gradients.scale_(1 / scale)
 
     def local_squares(self) -> Tensor:
-        """Return this rank's summands of the squared norm of all gradients: fp64 [n], with NaN if one is not finite."""
-        return self._norm.squares(masked=self.loss_scale is not None)
+        """Return this rank's summands of the squared norm of all gradients: fp64 [n].
+
+        The last is 0, or NaN if a gradient that another rank counts is not finite on this rank; with a loss scale, if
+        any gradient is not. Ranks that share a gradient hold the same bits of it unless the memory or a link of one of
+        them fails. The norm would then be finite, and the update of that rank alone would spoil its weights.
+        """
+        squares = overflow = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
+        if self._counted:
+            squares = self.arithmetic.squares(self._counted, self.gradients, self._at_once).reshape(-1)
+        if self._uncounted:
+            overflow = 0 * squared_norm(self.gradients.joined(self._uncounted), self._at_once).view(1)
+        if self.loss_scale is not None:
+            overflow = overflow + 0 * squares.sum()
+        return torch.cat([squares, overflow])
 
     def squared_norm(self) -> Tensor:
         """Return the squared global norm of the gradients, equal on every rank, so that all decide alike. fp64 [1]."""

@@ -1,29 +1,106 @@
-"""The update of a rank's weights: the global gradient norm, the optimizer, AdamW, and the learning-rate schedules.
+"""The update of a rank's weights: the base of optimizers, AdamW, and the learning-rate schedules.
 
 An optimizer is one `UpdateRule`: AdamW and Adam below, the others in `train/optimizers.py` or in another package. A
 learning-rate schedule is one function, below or in another package. `config.optimizer` has a row for each.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from math import cos, pi
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from threefold.comm.axis import Axis
-from threefold.comm.mesh import Mesh
 from threefold.config import OptimizerConfig
-from threefold.config.optimizer import LR_SCHEDULES
+from threefold.config.optimizer import BUILT_IN, LR_SCHEDULES
 from threefold.models.sharding import ModelPlan
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
-from threefold.parallel.arithmetic import RankArithmetic
-from threefold.parallel.gradients import NORM_ELEMENTS, Gradients, squared_norm
-from threefold.parallel.parameter import ShardedMatrix, Weight, is_split, publish_
-from threefold.parallel.pipeline.stage import TiedWeights
+from threefold.parallel.gradients import Gradients
+from threefold.parallel.parameter import ShardedMatrix, Weight, publish_
 from threefold.torch_private.tensors import fused_adam_
-from threefold.train.update_rule import Entry, UpdateRule
+
+
+@dataclass(frozen=True)
+class Entry(Weight):
+    """Weight of an optimizer.
+
+    Attributes:
+        gradients: gradients of all weights, including this one.
+        whole: gathers the whole matrix or matrices (the last two dims of the parameter), or the whole vector.
+        is_hidden: whether the weight has at least two dims and lies between the first and the last layer; False for
+            embeddings, the head, norms and biases.
+        arithmetic: how an update multiplies whole matrices, and whether it may use fused kernels.
+    """
+
+    gradients: Gradients
+    whole: ShardedMatrix
+    is_hidden: bool = False
+    arithmetic: LayerArithmetic = PLAIN
+
+    @property
+    def gradient(self) -> Tensor:
+        """Gradient of the weight, with the dtype and shape of the master."""
+        return self.gradients[self.leaf]
+
+    @property
+    def decays(self) -> bool:
+        """Whether weight decay applies: to weights of at least two dims, not to biases and norms."""
+        return self.parameter.dim() >= 2
+
+
+class UpdateRule(ABC):
+    """Base class of optimizers: updates this rank's shards, given their complete gradients.
+
+    The update must be the same in every layout. This holds for a rule that treats elements independently; a rule that
+    needs whole matrices gathers them through `Entry.whole`. Entries are the same and in the same order on all ranks
+    that shard them; a shard may be empty.
+
+    Attributes:
+        reads: the `config.optimizer.HYPER_PARAMETERS` that it reads, with their defaults (None: the section's default).
+            All others are refused. Built-in optimizers use `BUILT_IN` instead, which imports no torch.
+    """
+
+    reads: ClassVar[Mapping[str, Any]] = {}
+
+    def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
+        self.entries, self.config = list(entries), config
+
+    @abstractmethod
+    def step(self, lr: float) -> None:
+        """Update every entry's `master` in place from its `gradient` with learning rate `lr`.
+
+        Called without autograd, in the same steps on all ranks.
+        """
+
+    @abstractmethod
+    def state(self, entry: Entry) -> Mapping[str, Tensor]:
+        """Return the optimizer state of an entry by name; it is saved in checkpoints and filled in place on resuming.
+
+        Each tensor exists from the start. It either has the master's shape and is sharded like the parameter, or is a
+        scalar that is the same on every rank.
+        """
+
+    def is_replicated(self, entry: Entry, state: str, value: Tensor) -> bool:
+        """Return whether a tensor of `state` is equal on all ranks that hold the weight, not sharded like it."""
+        return value.dim() == 0
+
+    def restored(self) -> None:  # noqa: B027 - most have nothing to do
+        """Handle masters and `state` tensors that were filled from a checkpoint or from initial weights."""
+
+    @classmethod
+    def states_per_element(cls, config: OptimizerConfig, is_hidden_matrix: bool) -> int:
+        """Return the number of state tensors of the weight's shape, for memory estimates.
+
+        An optimizer of another package must define it; `BUILT_IN` has those of the others.
+        """
+        return BUILT_IN[config.name].states(config, is_hidden_matrix)
+
+    def weight_decay(self, entry: Entry) -> float:
+        return self.config.weight_decay if entry.decays else 0.0
 
 
 class Optimizer:
@@ -186,65 +263,3 @@ def linear(update: int, config: OptimizerConfig, hold_until: int | None = None) 
 def wsd(update: int, config: OptimizerConfig) -> float:
     """Hold `lr` for `stable_steps` after the warm-up, then decay linearly to `min_lr` at `decay_steps`."""
     return linear(update, config, hold_until=config.warmup_steps + config.stable_steps)
-
-
-class GradientNorm:
-    """This rank's terms of the global gradient norm, from the current gradients.
-
-    Each gradient counts once, on one of the ranks that hold it.
-
-    Args:
-        tied: tied weights that several stages hold; None without them.
-        at_once: number of neighbouring elements, as in `squared_norm`.
-        arithmetic: how the squares are added up.
-    """
-
-    def __init__(
-        self,
-        gradients: Gradients,
-        weights: Iterable[Weight],
-        mesh: Mesh,
-        tied: TiedWeights | None = None,
-        at_once: int = NORM_ELEMENTS,
-        arithmetic: RankArithmetic | None = None,
-    ) -> None:
-        self._gradients, self._at_once, self._device = gradients, at_once, mesh.device
-        self._arithmetic = arithmetic or RankArithmetic()
-        self._counted: list[Weight] = []
-        self._others: list[Tensor] = []
-        for weight in weights:
-            counts = (
-                gradients.is_in_norm(weight.leaf)
-                and (tied is None or tied.is_primary(weight.name))
-                and (is_split(weight.parameter) or mesh.tp.is_first)
-            )
-            if counts:
-                self._counted.append(weight)
-            else:
-                self._others.append(weight.leaf)
-
-    def squares(self, masked: bool = False) -> Tensor:
-        """Return this rank's summands of the squared norm, over the gradients that it counts, and one more: fp64 [n].
-
-        The last is `uncounted_overflow`; if `masked`, it is NaN if any gradient of this rank is not finite.
-        """
-        squares = self._of_counted().reshape(-1)
-        overflow = self.uncounted_overflow().view(1)
-        if masked:
-            overflow = overflow + 0 * squares.sum()
-        return torch.cat([squares, overflow])
-
-    def uncounted_overflow(self) -> Tensor:
-        """Return 0, or NaN if a gradient that another rank counts is not finite on this rank. fp64 scalar.
-
-        Ranks that share a gradient hold the same bits of it unless the memory or a link of one of them fails. The norm
-        would then be finite, and the update of that rank alone would spoil its weights.
-        """
-        if not self._others:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return 0 * squared_norm(self._gradients.joined(self._others), self._at_once)
-
-    def _of_counted(self) -> Tensor:
-        if not self._counted:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return self._arithmetic.squares(self._counted, self._gradients, self._at_once)

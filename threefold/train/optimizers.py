@@ -21,8 +21,7 @@ from threefold.errors import UserError
 from threefold.files import describe_error, shown
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.plugins import one_of
-from threefold.train.optim import AdamW
-from threefold.train.update_rule import Entry, UpdateRule
+from threefold.train.optim import AdamW, Entry, UpdateRule
 
 
 class UpdatedWeights:

@@ -43,12 +43,11 @@ from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, StepSamples
 from threefold.parallel.recompute import as_written
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
-from threefold.train.gradient_update import GradientUpdate
-from threefold.train.optim import GradientNorm, Optimizer, learning_rate
+from threefold.train.gradient_update import GradientUpdate, LossScale
+from threefold.train.optim import Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
 from threefold.train.step_batch import BatchFacts, BatchPreparation, is_of_tokens
 from threefold.train.stop import Stop, sum_over_ranks
-from threefold.train.update_rule import LossScale
 
 
 class GradientStep(GradientUpdate):
@@ -84,15 +83,22 @@ class GradientStep(GradientUpdate):
             settings = replace(settings, is_custom=True)
         self.plan, self.settings, self.stop, self.loss = plan, settings, stop, loss
         self.parallelism = Parallelism.make(plan, mesh, settings)
-        self.arithmetic = self.parallelism.arithmetic
         self.model = apply_parallelism(make_model, plan, self.parallelism)
         self._make_model = make_model
         self.stages, self.streams = self.model.stages, self.model.streams
         self.buffers = MovingBuffers(self.stages, plan, mesh)
-        gradients, tied, at_once = self.model.gradients, self.model.tied, settings.chunks.norm_elements
-        norm = GradientNorm(gradients, self.model.trained, mesh, tied, at_once, self.arithmetic)
-        partial, copies = partial_over_tensor_ranks(self.model), self.model.copies
-        super().__init__(mesh, gradients, self.model.weights, partial, loss_scale, norm, self.buffers, tied, copies)
+        super().__init__(
+            mesh,
+            self.model.gradients,
+            self.model.weights,
+            partial_over_tensor_ranks(self.model),
+            loss_scale,
+            self.buffers,
+            self.model.tied,
+            self.model.copies,
+            settings.chunks.norm_elements,
+            self.parallelism.arithmetic,
+        )
         self.generators = ProcessGenerators(mesh.coordinates, mesh.device)  # for user models that draw from them
         self.runner = self._make_runner(activation)
         self._batches = BatchPreparation(self.model, settings, self.runner, self.preserved)

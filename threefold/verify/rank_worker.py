@@ -32,9 +32,9 @@ from threefold.output import SILENT
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import axes_of, offset
+from threefold.train.gradient_update import LossScale
 from threefold.train.state import checkpoint_tensors, loss_scale_facts, restore_engine
 from threefold.train.step import Engine
-from threefold.train.update_rule import LossScale
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import CONSUMED, EVALUATED, EVALUATION, SCALE, TOLERANCE, Comparison, Error, Held
 from threefold.verify.layouts import compose

@@ -19,7 +19,7 @@ TOY = '''
 
 import torch
 
-from threefold.train.update_rule import UpdateRule
+from threefold.train.optim import UpdateRule
 
 
 class Toy(UpdateRule):

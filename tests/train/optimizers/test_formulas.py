@@ -10,8 +10,8 @@ from torch import Tensor
 from threefold.config import OptimizerConfig
 from threefold.config.optimizer import OPTIMIZERS, hyper_parameters
 from threefold.parallel.parameter import ShardedMatrix
+from threefold.train.optim import Entry, UpdateRule
 from threefold.train.optimizers import newton_schulz
-from threefold.train.update_rule import Entry, UpdateRule
 
 SHAPES = {"matrix": (6, 4), "wide": (3, 8), "table": (5, 4), "bias": (4,)}
 HIDDEN = ("matrix", "wide")

@@ -24,8 +24,7 @@ from threefold.parallel.parameter import Weight, slice_of, whole
 from threefold.parallel.whole_state import LoadedKeys
 from threefold.parallel.zero import report_gradients
 from threefold.random.rng import signed, stream_key
-from threefold.train.gradient_update import GradientUpdate
-from threefold.train.update_rule import LossScale
+from threefold.train.gradient_update import GradientUpdate, LossScale
 
 Reduction = Literal["mean", "sum"]
 

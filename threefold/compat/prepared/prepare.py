@@ -34,7 +34,7 @@ from threefold.parallel.split_layer import SplitLayer
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
 from threefold.plugins import require_one_of
 from threefold.torch_private.tensors import has_gradient_hooks, has_module_hooks
-from threefold.train.update_rule import LossScale
+from threefold.train.gradient_update import LossScale
 
 _TAKEN: Final = (Optimizer, DataLoader, LRScheduler, PreparedLoader, PreparedScheduler)
 
