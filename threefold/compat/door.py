@@ -2,6 +2,10 @@
 
 from typing import Final
 
+HOOKS: Final = {
+    "explaining_arguments": "threefold.compat.layer_arguments:explaining_arguments",
+    "split_tensor": "threefold.compat.split_tensor:SplitTensor",
+}
 NAMES: Final = {
     "backward": "threefold.compat.prepared.model:backward",
     "clip_grad_norm_": "threefold.compat.prepared.prepare:clip_grad_norm_",

@@ -4,8 +4,8 @@ The `DTensor` has the global shape and the placement, so checkpoints, counts and
 forward pass computes with a plain leaf that shares its memory: on a CPU, dispatch through `DTensor` costs many times as
 much as a small layer's own operations. If ZeRO shards a parameter further, another `DTensor` describes both shardings.
 
-A layer that a user's own model is written with has no leaf: it computes with the shard of its parameter, a
-`SplitTensor`, which gets the gradient. An engine takes it over by asking for its leaf (`local`).
+A layer in a loop of the user's has no leaf: it computes with the shard of its parameter, a `SPLIT_TENSOR`, which gets
+the gradient. An engine takes it over by asking for its leaf (`local`).
 """
 
 from collections.abc import Sequence
@@ -16,9 +16,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
-from threefold.parallel.split_tensor import SplitTensor
+from threefold.doors import hook
 from threefold.torch_private.distributed import fresh_parameter, shard_of, split_like
 
+SPLIT_TENSOR: Final[type[DTensor]] = hook("split_tensor") or DTensor
+"""Class of the weights of layers that stand alone: one that torch's optimizers take, from an attached room."""
 _KEPT_HERE: Final = frozenset({"local_leaf", "stored_whole", "_is_param"})
 """Attributes of a parameter that are set by this module, or by torch, and are its own."""
 _Made = TypeVar("_Made", bound=Tensor)
@@ -76,8 +78,8 @@ def like(parameter: Tensor, shard: Tensor) -> Tensor:
     """Wrap a tensor of the local shard's shape (a gradient, an optimizer state) the way the parameter is stored."""
     if not isinstance(parameter, DTensor):
         return shard
-    if isinstance(parameter, SplitTensor):
-        return split_like(SplitTensor, shard, parameter)
+    if isinstance(parameter, SPLIT_TENSOR):
+        return split_like(SPLIT_TENSOR, shard, parameter)
     return as_stored(shard, parameter.device_mesh, parameter.placements, parameter)
 
 

@@ -358,7 +358,7 @@ def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: Constructe
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
         # Contiguous, however its constructor made it: optimizer kernels and ZeRO rely on memory order.
         shard = made = torch.empty(held(parameter).shape, device=device, dtype=dtype)
-        if isinstance(parameter, DTensor):  # computed with through its leaf, so never a `SplitTensor`
+        if isinstance(parameter, DTensor):  # computed with through its leaf, so never a `SPLIT_TENSOR`
             made = as_stored(shard, parameter.device_mesh, parameter.placements, parameter)
         if how.zero is not None or how.deferred is None or not parameter.requires_grad:
             return fresh_parameter(made, parameter.requires_grad)

@@ -17,8 +17,7 @@ from threefold.comm.layout import shard_bounds
 from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
 from threefold.models.source import ConstructedModel, drawn
 from threefold.parallel.gradients import Gradients
-from threefold.parallel.leaf import as_stored, held, like, local, with_marks
-from threefold.parallel.split_tensor import SplitTensor
+from threefold.parallel.leaf import SPLIT_TENSOR, as_stored, held, like, local, with_marks
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.distributed import fresh_parameter, split_like
 from threefold.torch_private.tensors import foreach_copy_
@@ -57,7 +56,7 @@ def _as_parameter(
     if axis.device_mesh is None:
         raise ValueError(f"axis {axis.name!r} is not an axis of the mesh, so no parameter can be split over it")
     stored = as_stored(shard, axis.device_mesh, [Shard(dim) for dim in dims], whole)
-    return fresh_parameter(split_like(SplitTensor, shard, stored), requires_grad)
+    return fresh_parameter(split_like(SPLIT_TENSOR, shard, stored), requires_grad)
 
 
 def whole(tensor: Tensor) -> Tensor:

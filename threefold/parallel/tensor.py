@@ -1,8 +1,8 @@
 """Tensor-parallel layers: linear layers and embeddings with weights split over a mesh axis.
 
-Their parameters have the shape of the whole weight. In a model of a user's own, they and their gradients are
-`SplitTensor`s, which torch's optimizers take. Where `parallelize` or `prepare` has taken a model over, the layers
-compute with plain leaves instead (`parallel.leaf`).
+Their parameters have the shape of the whole weight. In a loop of the user's, they and their gradients are of a class
+that torch's optimizers take (`compat.split_tensor`). Where `parallelize` or `prepare` has taken a model over, the
+layers compute with plain leaves instead (`parallel.leaf`).
 """
 
 from collections.abc import Callable
