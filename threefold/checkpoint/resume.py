@@ -22,7 +22,6 @@ from threefold.checkpoint.folder import (
 from threefold.checkpoint.manifest import Checkpoint, read_writer
 from threefold.comm.layout import Layout
 from threefold.config import Config
-from threefold.config.resolve import is_derived
 from threefold.data.corpus import Content, Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.samples import ConsumedSamples, whole_shares
@@ -274,7 +273,7 @@ def _forbidden(key: str, before: Any, now: Any, config: Config) -> str | None:
     if key in _ORDER:
         return "and the order of the samples follows from it"
     parts = ("train.micro_batch_size", "train.gradient_accumulation_steps")
-    if key == _BATCH and not any(is_derived(config, part) for part in parts):
+    if key == _BATCH and not config.derived.intersection(parts):
         return (
             "and with train.micro_batch_size and train.gradient_accumulation_steps given it follows from parallel.dp; "
             "leave one of these two out to change it on purpose"

@@ -13,7 +13,7 @@ from typing import Any, Final
 import yaml
 from pydantic import ValidationError
 
-from threefold.config.schema import DERIVED, Config, section_settings
+from threefold.config.schema import Config, section_settings
 from threefold.doors import added, imported
 from threefold.errors import UserError
 from threefold.files import hide_secrets, read_text, shown
@@ -85,10 +85,10 @@ def load_config(path: Path | str, overrides: Overrides = ()) -> Config:
 
 def load_stored_config(path: Path, overrides: Overrides = ()) -> Config:
     """Read the config that a run has stored, as `load_config`, without secrets that somebody may have put there."""
-    return _load(path, overrides, _document(_stored_text(path), path))
+    return _load(path, overrides, _document(stored_text(path), path))
 
 
-def _stored_text(path: Path) -> str:
+def stored_text(path: Path) -> str:
     """Return the text of a config in a folder that anyone may have made, without secrets."""
     return hide_secrets(FolderFiles(path.parent).text(path.name, "the config ", LARGEST_DOCUMENT))
 
@@ -101,16 +101,6 @@ def _load(path: Path | str, overrides: Overrides, document: tuple[Any, dict[tupl
     values = {name: {} if section is None else _named(section) for name, section in _named(read).items()}
     origins = {".".join(key): f"{shown(path)}, line {line}: " for key, line in lines.items()}
     return config_of(values, overrides, origins, places=origins, where=shown(path))
-
-
-def recorded_settings(path: Path) -> dict[str, dict[str, Any]]:
-    """Return the settings that a run's config.yaml records by section, unchecked, with the derived ones in comments."""
-    lines = _stored_text(path).split("\n")
-    # A comment that begins a derived setting ends its first column with `#`.
-    text = "\n".join(f" {line[3:]}" if line.startswith("  # ") and line != DERIVED else line for line in lines)
-    read, _ = _parse(text, shown(path))
-    sections = read.items() if isinstance(read, dict) else ()
-    return {str(name): _named(values) for name, values in sections if isinstance(values, dict)}
 
 
 def differing_settings(configs: Sequence[Mapping[str, Mapping[str, Any]]]) -> dict[str, tuple[Any, ...]]:
@@ -133,7 +123,7 @@ def config_of(
     `origins` says where each setting was set before, for later errors; `derived` settings (`section.key`) follow from
     others. An error of this call begins with one of `places`, to which overrides add theirs, or with `where`.
     """
-    values: dict[Any, Any] = {name: dict(own) if isinstance(own, Mapping) else own for name, own in sections.items()}
+    values: dict[Any, Any] = {name: dict(one) if isinstance(one, Mapping) else one for name, one in sections.items()}
     if places is None:
         places = {f"{name}.{key}": "" for name, settings in sections.items() for key in settings}
     for key, value, place in _applied(overrides):

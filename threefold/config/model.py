@@ -29,16 +29,6 @@ def split_model_file(text: str, setting: str = "--model") -> tuple[Path, str]:
 
 T = TypeVar("T")
 
-FOR_SCALED_ROPE: Final = (
-    "rope_factor",
-    "rope_original_positions",
-    "rope_low_frequency_factor",
-    "rope_high_frequency_factor",
-    "rope_beta_fast",
-    "rope_beta_slow",
-    "rope_attention_factor",
-)
-"""Settings that have no effect without `rope_scaling`."""
 MOST_LAYERS: Final = 1024
 MOST_HEADS: Final = 2**16
 WIDEST: Final = 2**20
@@ -298,6 +288,12 @@ class ModelConfig(Section):
         return {name: values[name] for name in model_settings() if name in values}
 
 
+FOR_SCALED_ROPE: Final = tuple(
+    name for name in ModelConfig.model_fields if name.startswith("rope_") and name not in ("rope_theta", "rope_scaling")
+)
+"""Settings that have no effect without `rope_scaling`."""
+
+
 def model_settings() -> dict[str, FieldInfo]:
     """Return the settings of the `model` section of all families, in order."""
     fields = dict(ModelConfig.model_fields)
@@ -305,12 +301,12 @@ def model_settings() -> dict[str, FieldInfo]:
     for name in FAMILIES.names():
         kind = FAMILIES.load(name).config
         place = len(order)
-        for own, field in kind.model_fields.items():
-            if own in fields:
+        for added, field in kind.model_fields.items():
+            if added in fields:
                 continue
-            if own in kind.comes_after:
-                place = order.index(kind.comes_after[own]) + 1
-            fields[own] = field
-            order.insert(place, own)
+            if added in kind.comes_after:
+                place = order.index(kind.comes_after[added]) + 1
+            fields[added] = field
+            order.insert(place, added)
             place += 1
     return {name: fields[name] for name in order}

@@ -119,16 +119,11 @@ def with_micro_batch(config: Config, size: int) -> Config:
 def on_device(config: Config, device: str) -> Config:
     """Return a resolved config on another device, with the loss chunk size of that device unless one was given."""
     train: dict[str, Any] = {"device": device}
-    if is_derived(config, "train.loss_chunk_size"):
+    if "train.loss_chunk_size" in config.derived:
         columns, tokens = _of_rank(config.model.vocab_size, config.data.sequence_length, config.parallel)
         tokens *= config.train.micro_batch_size
         train["loss_chunk_size"] = logits_chunk(tokens, columns, device, config.parallel.pp)
     return config.model_copy(update={"train": config.train.model_copy(update=train)})
-
-
-def is_derived(config: Config, key: str) -> bool:
-    """Return whether a setting of a resolved config, as `section.key`, was derived and not given."""
-    return key in config.derived
 
 
 def logits_chunk(tokens: int, columns: int, device: str, pp: int) -> int:

@@ -160,7 +160,7 @@ def _pipeline_rules(config: Config) -> Broken:
         other = "interleaved" if needed == 1 else "zero-bubble"
         rule = f"parallel.schedule {schedule.name} has {needed} of them on each rank; use {needed} or schedule {other}"
         yield "parallel.stage_chunks", rule
-    if layers is None:  # layers of a user's own model are known from its plan
+    if layers is None:  # layers of a custom model are known from its plan
         return
     if parallel.pp > layers:
         yield "parallel.pp", f"each stage needs a layer and model.num_layers is {layers}; use at most {layers}"
@@ -358,13 +358,12 @@ def _hyper_parameters_rules(config: Config) -> Broken:
     if optimizer.arguments and optimizer.name in BUILT_IN:
         rule = f"optimizer.name is {optimizer.name}, whose settings are those of this section; leave it out"
         yield "optimizer.arguments", rule
-    own = OPTIMIZERS.is_path(optimizer.name)
     read = hyper_parameters(optimizer.name)
     for key in HYPER_PARAMETERS:
         default = type(optimizer).model_fields[key].default
         if key in read or getattr(optimizer, key) == default or (optimizer.name == "sgd" and key in ("betas", "eps")):
             continue  # a config of Adam's is tried with optimizer.name=sgd, which ignores them
-        if own:
+        if OPTIMIZERS.is_path(optimizer.name):
             rule = f"optimizer.name is {optimizer.name}; give its arguments in optimizer.arguments instead"
             yield f"optimizer.{key}", rule
         rule = f"optimizer.name is {optimizer.name}, which does not read it; leave it out"

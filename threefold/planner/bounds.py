@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from threefold.comm.layout import Coordinates
-from threefold.config.resolve import is_derived, logits_chunk
+from threefold.config.resolve import logits_chunk
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.config.schema import Config, ParallelConfig
 from threefold.config.section import divisors
@@ -209,7 +209,7 @@ class LeastBytes:
         choice = LayoutChoice(mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep, 0, "1f1b", 1, size, 1, mode, sharded)
         config = in_layout(self._config, choice)
         chunks = [config.train.loss_chunk_size]
-        if is_derived(self._config, "train.loss_chunk_size"):
+        if "train.loss_chunk_size" in self._config.derived:
             chunks = [0, 1]  # other chunk sizes lie between these two
         memories, replayed = [], self._weights.recomputed(mode, 1)
         for chunk in chunks:
@@ -444,7 +444,7 @@ class LeastSeconds:
         }
         first = next(iter(blocks.values()))
         chunks = [config.train.loss_chunk_size] * len(sizes)
-        if is_derived(self._config, "train.loss_chunk_size"):
+        if "train.loss_chunk_size" in self._config.derived:
             length, columns = -(-config.data.sequence_length // config.parallel.cp), -(-model.vocab_size // first.tp)
             device, pp = config.train.device, config.parallel.pp
             chunks = [logits_chunk(size * length, columns, device, pp) for size in sizes.tolist()]

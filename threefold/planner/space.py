@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, cast, get_args
 
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.config.loading import config_of
-from threefold.config.resolve import is_derived, logits_chunk
+from threefold.config.resolve import logits_chunk
 from threefold.config.rules import DEFAULT_GLOBAL_BATCH_SIZE, rules
 from threefold.config.schedules import SCHEDULES, find_schedule
 from threefold.config.schema import Config, ParallelConfig, TrainConfig
@@ -105,7 +105,7 @@ def in_layout(config: Config, choice: LayoutChoice) -> Config:
     for key, value in choice.settings().items():
         section, name = key.split(".")
         (parallel if section == "parallel" else train)[name] = value
-    if is_derived(config, "train.loss_chunk_size"):
+    if "train.loss_chunk_size" in config.derived:
         tokens = choice.micro_batch_size * -(-config.data.sequence_length // choice.cp)
         columns = -(-config.model.vocab_size // choice.tp)
         train["loss_chunk_size"] = logits_chunk(tokens, columns, config.train.device, choice.pp)

@@ -10,7 +10,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.config.loading import recorded_settings
+from threefold.config.loading import parse_value, stored_text
+from threefold.config.schema import DERIVED
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles, lines_of
@@ -90,7 +91,7 @@ class RunRecord:
     def settings(self) -> tuple[dict[str, dict[str, Any]], str]:
         """Return the settings that the run recorded by section, and a sentence if they cannot be read."""
         try:
-            return recorded_settings(self.folder / CONFIG_FILE), ""
+            return _recorded_settings(self.folder / CONFIG_FILE), ""
         except UserError as error:
             return {}, f"{str(error).removesuffix('.')}; the report is without the settings."
 
@@ -220,3 +221,17 @@ def _members(line: Mapping[str, Any], name: str, prefix: str = "") -> dict[str, 
     """Return the numbers of an object inside an object, with a prefix to their names."""
     inside = line.get(name)
     return {f"{prefix}{key}": number(inside, key) for key in inside} if isinstance(inside, dict) else {}
+
+
+def _recorded_settings(path: Path) -> dict[str, dict[str, Any]]:
+    """Return the settings that a run's config.yaml records by section, unchecked, with the derived ones in comments."""
+    lines = stored_text(path).split("\n")
+    # A comment that begins a derived setting ends its first column with `#`.
+    text = "\n".join(f" {line[3:]}" if line.startswith("  # ") and line != DERIVED else line for line in lines)
+    read = parse_value(text, shown(path))
+    sections = {str(name): values for name, values in read.items()} if isinstance(read, dict) else {}
+    return {
+        name: {shown(str(key)): value for key, value in values.items()}
+        for name, values in sections.items()
+        if isinstance(values, dict)
+    }

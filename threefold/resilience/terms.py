@@ -18,7 +18,6 @@ from threefold.checksums import checksum_of_blocks
 from threefold.comm.agreement import facts_of_process, processor, require_same, short
 from threefold.comm.heartbeat import Heartbeat
 from threefold.config import Config
-from threefold.config.resolve import is_derived
 from threefold.data.corpus import Corpus
 from threefold.data.dataset import Dataset, stored_corpus
 from threefold.data.formats.own_data import OwnData
@@ -63,7 +62,7 @@ def agree_on_terms(
 
 def settings_of(config: Config) -> dict[str, str]:
     """Return the settings of a resolved config that all ranks must have alike, as text."""
-    agreed = (key for key in _AGREED if is_derived(config, "train.micro_batch_size") and is_derived(config, key))
+    agreed = (key for key in _AGREED if {"train.micro_batch_size", key} <= config.derived)
     sections, named = config.sections(), [(key.split("."), name) for key, name in code_of(config)]
     alone = (f"{section}.{key}" for (section, key), name in named if sections[section].get(key) == name)
     left_out = {*NOT_COMPARED, *agreed, *alone}

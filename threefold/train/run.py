@@ -19,7 +19,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import OWN
-from threefold.config.resolve import is_derived, with_micro_batch
+from threefold.config.resolve import with_micro_batch
 from threefold.data.agreement import numbers_of_ranks
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import Loader, Share
@@ -162,7 +162,7 @@ def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
 
     Collective over the world.
     """
-    if not is_derived(config, "train.micro_batch_size"):
+    if "train.micro_batch_size" not in config.derived:
         return config
     (smallest,) = min(numbers_of_ranks(mesh.world, mesh.device, config.train.micro_batch_size))
     return config if smallest == config.train.micro_batch_size else with_micro_batch(config, smallest)
