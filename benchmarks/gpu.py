@@ -32,7 +32,7 @@ from hardware import hardware_line
 from rich.console import Console
 
 from threefold.dtypes import DTYPES
-from threefold.models.block import model_flops_per_token
+from threefold.planner.block import model_flops_per_token
 from threefold.planner.dry_run import dry_run
 from threefold.planner.stage_memory import stage_memory
 from threefold.train.loop import peak_memory

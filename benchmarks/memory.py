@@ -19,12 +19,12 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
-from threefold.models.block import describe_model
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.leaf import local
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.planner.activations import block_bytes
+from threefold.planner.block import describe_model
 from threefold.planner.model_size import rank_block
 from threefold.train.step import Engine
 from threefold.verify.worker_pool import WorkerPool

@@ -14,9 +14,9 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.host import keep_freed_memory
-from threefold.models.block import model_flops_per_token
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
+from threefold.planner.block import model_flops_per_token
 from threefold.train.step import Engine
 
 

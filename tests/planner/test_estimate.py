@@ -7,7 +7,7 @@ import pytest
 from benchmarks.planner.steps import usual_system
 from tests.planner.ideal import GPT, LLAMA, config, ideal
 from threefold.errors import UserError
-from threefold.models.block import model_flops_per_token
+from threefold.planner.block import model_flops_per_token
 from threefold.planner.estimate import estimate, layer_elements, step_time
 from threefold.planner.hardware import Hardware, Link, find_hardware
 from threefold.planner.systems import SYSTEMS

@@ -16,7 +16,6 @@ from tests.train.support import Run
 from threefold.config import Config, resolve
 from threefold.host import _bytes_of, _group_limits, memory
 from threefold.launch.checks import resolve_run
-from threefold.models.block import describe_model
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.leaf import local
 from threefold.planner.activations import (
@@ -27,6 +26,7 @@ from threefold.planner.activations import (
     largest_micro_batch,
     step_bytes,
 )
+from threefold.planner.block import describe_model
 from threefold.planner.block_shape import block_shapes
 from threefold.planner.fitting import memory_per_rank
 from threefold.planner.model_size import ModelSize, own_attention, rank_block

@@ -7,8 +7,8 @@ import torch
 
 from threefold.config import Config
 from threefold.data.dataset import resolve_without_data
-from threefold.models.block import describe_model
 from threefold.models.family import make_model
+from threefold.planner.block import describe_model
 from threefold.planner.model_size import ModelWeights
 
 SMALL = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 6, "vocab_size": 40}

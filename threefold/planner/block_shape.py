@@ -10,8 +10,8 @@ from functools import lru_cache
 
 from threefold.errors import UserError
 from threefold.models import sharding
-from threefold.models.block import ModelDescription, WeightShape
 from threefold.models.family import family_of
+from threefold.planner.block import ModelDescription, WeightShape
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ from threefold.config.schema import Config, ParallelConfig
 from threefold.config.section import divisors
 from threefold.errors import UserError
 from threefold.files import format_bytes
-from threefold.models.block import ModelDescription, describe_model
 from threefold.parallel.pipeline.partition import ShardCoordinates, StageMap, partitioned, shard_coordinates
 from threefold.planner import cost
 from threefold.planner.activations import LayerMemory
+from threefold.planner.block import ModelDescription, describe_model
 from threefold.planner.block_shape import block_shapes
 from threefold.planner.estimate import (
     estimate,

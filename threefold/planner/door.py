@@ -19,6 +19,7 @@ COMMANDS: Final = {
 HOOKS: Final = {
     "custom_schedule": "threefold.planner.custom_schedule:custom_schedule",
     "peak_rate": "threefold.planner.hardware:peak_rate",
+    "performance_meter": "threefold.planner.performance:PerformanceMeter",
     "profiler": "threefold.planner.profiling:StepProfiler",
     "fitting_micro_batch": "threefold.planner.fitting:fitting_micro_batch",
     "require_memory": "threefold.planner.fitting:require_memory",

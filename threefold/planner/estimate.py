@@ -11,9 +11,9 @@ from threefold.config.resolve import on_device
 from threefold.config.schedules import is_custom_schedule
 from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
-from threefold.models.block import describe_model, model_flops_per_token
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner import cost
+from threefold.planner.block import describe_model, model_flops_per_token
 from threefold.planner.block_shape import block_shapes
 from threefold.planner.cost import Number, Passes, Pipeline, Seconds
 from threefold.planner.hardware import Hardware

@@ -12,7 +12,6 @@ from threefold.config import Config, OptimizerConfig
 from threefold.config.model import OWN, ModelConfig
 from threefold.config.optimizer import BUILT_IN
 from threefold.errors import UserError
-from threefold.models.block import ModelDescription, WeightShape, describe_model
 from threefold.parallel.pipeline.partition import (
     ShardCoordinates,
     chosen_layers,
@@ -20,6 +19,7 @@ from threefold.parallel.pipeline.partition import (
     shard_coordinates,
     stage_map,
 )
+from threefold.planner.block import ModelDescription, WeightShape, describe_model
 from threefold.planner.block_shape import BlockShape, block_shapes
 from threefold.planner.systems import Attention, Kernels
 

@@ -88,7 +88,7 @@ class Attachment:
 
 def import_attachments() -> None:
     """Import what attached rooms add to a run, before processes are forked."""
-    for name in ("checks", "kept_states", "remote_copies", "background_saver"):
+    for name in ("performance_meter", "checks", "kept_states", "remote_copies", "background_saver"):
         hook(name)
     for path in added("ATTACHMENTS").values():
         imported(path)

@@ -5,27 +5,21 @@ step counts as one. The engine's `compute_gradients` and `update` and the loader
 before the step instead, 0 for the first; here it is called `done`.
 """
 
-import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from math import isfinite, nan
-from operator import itemgetter
 from typing import Any, Final, NamedTuple
 
-import torch
-
 from threefold.comm.heartbeat import Activity, RunSection
-from threefold.comm.mesh import Mesh
-from threefold.config import Config
 from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
+from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.files import describe_error
-from threefold.models.block import model_flops_per_token
 from threefold.models.loss_terms import LossSums
 from threefold.train.callbacks.base import BadStep, Callback, CallbackFailed, Guard, Response, RunContext, say
-from threefold.train.callbacks.records import EvaluationRecord, Performance, StepRecord
+from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 from threefold.train.optim import learning_rate
 from threefold.train.saving import SafeSaving
 from threefold.train.step import Engine, NonFiniteStep, StepResult, several
@@ -64,7 +58,8 @@ class TrainingLoop:
         self.run, self.engine, self.loader, self.saving, self.callbacks = run, engine, loader, saving, callbacks
         self.config, self.heartbeat = run.config, run.mesh.heartbeat
         self.guards = [callback for callback in callbacks if isinstance(callback, Guard)]
-        self.meter = PerformanceMeter(run.mesh, run.config, run.peak_rate, run.attempt.began)
+        make_meter = hook("performance_meter")
+        self.meter: Any = None if make_meter is None else make_meter(run)
         self._evaluation: EvaluationRecord | None = None
         self._save_due = False
         self._is_healthy = True  # whether the last step made an update, and the last loss was finite
@@ -158,7 +153,8 @@ class TrainingLoop:
         """Make or skip the step after `done` updates; return the new number of updates, smaller after a rollback."""
         step, started = done + 1, time.perf_counter()
         self.heartbeat.section(RunSection.STEP, step)
-        self.meter.before_step()
+        if self.meter is not None:
+            self.meter.before_step()
         if reason := self._ask_guards("skipped_for", step):
             lr = learning_rate(step, self.config.optimizer)
             passed_over = StepResult(nan, nan, lr, tokens=0, tokens_read=0, skipped=True, reason=reason)
@@ -202,7 +198,7 @@ class TrainingLoop:
             reader_cost=read - started,
             seconds=ended - started,
             phases=times,
-            performance=self.meter.after_step(ended - started),
+            performance=None if self.meter is None else self.meter.after_step(ended - started),
             fingerprint=fingerprint,
             unknown_calls=unknown,
         )
@@ -404,60 +400,6 @@ def unknown_calls_line(names: Sequence[str]) -> str:
         f"train.exact: not known to have the same bits in every layout: {', '.join(names)}. Layouts may differ by what "
         "these compute (docs/exact.md)."
     )
-
-
-_SECONDS_A_RANK: Final = 0.01
-"""Seconds per rank between two looks at the ranks' memory: a thousand times what a look takes."""
-
-
-class PerformanceMeter:
-    """Meter of this rank's steps, without a collective and without waiting for a GPU.
-
-    Every rank notes its memory on its heartbeat's page; the first rank reads the notes of the others now and then.
-    """
-
-    def __init__(self, mesh: Mesh, config: Config, peak_rate: float | None, began: float) -> None:
-        self._mesh, self._heartbeat, self._peak, self._began = mesh, mesh.heartbeat, peak_rate, began
-        self._ranks, length = mesh.layout.world_size, config.data.sequence_length
-        of_token = model_flops_per_token(config.model, length)
-        tokens = config.train.global_batch_size * length
-        self._flops = None if of_token is None else of_token * tokens / self._ranks
-        self._waited = self._looked = 0.0
-        self._largest = 0, mesh.rank  # memory, and the first rank that had it
-
-    def before_step(self) -> None:
-        self._waited = self._heartbeat.waited
-
-    def after_step(self, seconds: float) -> Performance:
-        """Return the performance of a step that took `seconds`; call it on every rank."""
-        on_gpu, now = self._mesh.device.type == "cuda", time.monotonic()
-        memory = torch.cuda.max_memory_reserved(self._mesh.device) if on_gpu else peak_memory()
-        self._heartbeat.memory(memory)
-        known = [self._largest, (memory, self._mesh.rank)]
-        if self._ranks > 1 and self._mesh.world.is_first and now - self._looked >= _SECONDS_A_RANK * self._ranks:
-            self._looked, places = now, enumerate(self._heartbeat.everyone())
-            known += [(place.memory, rank) for rank, place in places if place is not None]
-        self._largest = max(known, key=itemgetter(0))
-        rate = None if self._flops is None else self._flops / seconds
-        return Performance(
-            flops_per_second=rate,
-            mfu=None if rate is None or not self._peak else rate / self._peak,
-            memory=memory,
-            largest_memory=self._largest[0],
-            largest_rank=self._largest[1],
-            waited=self._heartbeat.waited - self._waited,
-            wall_clock=time.time() - self._began,
-        )
-
-
-def peak_memory() -> int:
-    """Return the peak resident memory of this process in bytes, or 0 if unknown."""
-    try:
-        import resource
-    except ImportError:  # not a Unix
-        return 0
-    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return largest if sys.platform == "darwin" else largest * 1024
 
 
 def _overrides(callback: Callback, moment: str, base: type[Callback]) -> bool:

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from threefold.config import ModelConfig
-from threefold.models.block import model_flops_per_token
+from threefold.planner.block import model_flops_per_token
 
 
 def filled(sequence_length: int, **settings: object) -> ModelConfig:
@@ -58,5 +58,5 @@ def test_a_model_of_ones_own_tells_none() -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, threefold.models.block; sys.exit('torch' in sys.modules)"
+    code = "import sys, threefold.planner.block; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

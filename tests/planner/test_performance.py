@@ -1,7 +1,6 @@
 """What a run tells of its hardware: FLOP/s and MFU by the formula, the rank that takes most memory, the time waited."""
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -10,12 +9,14 @@ from tests.train.support import Run, record, train_rank
 from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, wait_code
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.models.block import model_flops_per_token
+from threefold.planner.block import model_flops_per_token
+from threefold.planner.performance import PerformanceMeter
 from threefold.report.console import Summary
+from threefold.report.tensorboard import step_values
 from threefold.resilience.rank_state import read
-from threefold.train.callbacks.records import MeanRates, Performance, step_values
+from threefold.train.callbacks.base import RunContext
+from threefold.train.callbacks.records import MeanRates, Performance
 from threefold.train.callbacks.step_log import step_line
-from threefold.train.loop import PerformanceMeter
 from threefold.verify.worker_pool import WorkerPool
 
 USED = Performance(2e12, 0.25, 3_000_000_000, 5_000_000_000, 6, 0.125, 61.25)
@@ -24,7 +25,7 @@ USED = Performance(2e12, 0.25, 3_000_000_000, 5_000_000_000, 6, 0.125, 61.25)
 def meter_of(run: Run, heartbeat: Heartbeat, ranks: int, peak: float | None) -> PerformanceMeter:
     mesh = Mesh.alone()
     mesh.layout, mesh.heartbeat = Layout(dp=ranks), heartbeat
-    return PerformanceMeter(mesh, run.config, peak, time.time())
+    return PerformanceMeter(RunContext(run.config, Path(), mesh, peak_rate=peak))
 
 
 def test_rates_are_the_model_flops_over_time_and_ranks(small_run: Run) -> None:
