@@ -4,12 +4,16 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.support.command import Silent
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.errors import UserError
+from threefold.huggingface.import_hf import Import, import_model
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",
@@ -57,6 +61,16 @@ def write_llama(folder: Path, config: dict[str, Any] | None = None, tensors: dic
     (folder / "config.json").write_text(json.dumps(LLAMA | (config or {})))
     save_file(llama_tensors() if tensors is None else tensors, folder / "model.safetensors", {"format": "pt"})
     return folder
+
+
+def refused(source: Path, out: Path, **options: Any) -> str:
+    """Return the sentence that an import ends with; nothing is left where it was to go."""
+    with pytest.raises(UserError) as caught:
+        import_model(Import(source, out, **options), Silent())
+    assert not list(out.parent.glob(f"{out.name}*"))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 800
+    return str(caught.value)
 
 
 def stored(run: Path) -> dict[str, Tensor]:

@@ -5,14 +5,13 @@ import os
 import shutil
 from errno import ENOSPC
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
-from tests.huggingface.hand_made import LLAMA, file_tensors, llama_tensors, stored, write_llama
+from tests.huggingface.hand_made import LLAMA, file_tensors, llama_tensors, refused, stored, write_llama
 from tests.support.command import Silent
 from tests.train.support import Run, losses_of, same, train_rank
 from threefold.checkpoint.folder import newest
@@ -28,48 +27,6 @@ from threefold.models.llama import LlamaConfig
 from threefold.verify.worker_pool import WorkerPool
 
 INDEX = "model.safetensors.index.json"
-
-
-def refused(source: Path, out: Path, **options: Any) -> str:
-    """The sentence that an import ends with; nothing is left where it was to go."""
-    with pytest.raises(UserError) as caught:
-        import_model(Import(source, out, **options), Silent())
-    assert not list(out.parent.glob(f"{out.name}*"))
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"model_type": "gpt_neox"}, "model_type is 'gpt_neox' and Threefold reads gpt2, llama"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'; Threefold has hidden_act 'silu'"),
-        ({"attention_bias": True}, "attention_bias is True; Threefold has attention_bias False alone"),
-        ({"mlp_bias": True}, "mlp_bias is True"),
-        ({"rope_scaling": {"type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'; Threefold has default, "),
-        ({"rope_scaling": {"type": "linear"}}, "factor of rope_type linear is missing"),
-        (
-            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
-            "Threefold has one kind of rotary positions for all layers",
-        ),
-        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5"),
-        ({"quantization_config": {"bits": 4}}, "means that the weights are quantised; take a copy that is not"),
-        (
-            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]},
-            "layer_types is ['sliding_attention', 'full_attention']; Threefold has full attention in the first",
-        ),
-        ({"num_hidden_layers": 4}, "lacks model.layers.3.input_layernorm.weight and 8 more tensors"),
-        ({"num_hidden_layers": 2}, "holds model.layers.2.input_layernorm.weight and 8 more tensors, which a llama"),
-        ({"intermediate_size": 48}, "is 40 × 24 and its config.json requires 48 × 24"),
-        ({"tie_word_embeddings": False}, "lacks lm_head.weight, which"),
-        ({"num_key_value_heads": 3}, "model.num_key_value_heads is 3 but must divide model.num_attention_heads 4"),
-        ({"hidden_size": "wide"}, "hidden_size is 'wide', which is not a number"),
-        ({"hidden_size": float("inf")}, "config.json: Infinity is not a JSON number"),
-    ],
-)  # fmt: skip
-def test_what_cannot_be_is_refused_in_a_sentence(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
-    sentence = refused(write_llama(tmp_path / "hf", change), tmp_path / "run")
-    assert expected in sentence
-    assert "\n" not in sentence
 
 
 def test_an_unknown_key_may_be_ignored(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from typer.testing import CliRunner
 
-from tests.huggingface.hand_made import llama_tensors, stored, write_llama
+from tests.huggingface.hand_made import llama_tensors, refused, stored, write_llama
 from tests.support.command import Silent
 from threefold.checkpoint.folder import newest
 from threefold.cli.main import app
@@ -25,16 +25,6 @@ from threefold.huggingface.import_hf import Import, import_model
 
 INDEX = "model.safetensors.index.json"
 WEIGHTS = "model.safetensors"
-
-
-def refused(source: Path, out: Path, **options: Any) -> str:
-    """The sentence that an import ends with; nothing is left where it was to go."""
-    with pytest.raises(UserError) as caught:
-        import_model(Import(source, out, **options), Silent())
-    assert not list(out.parent.glob(f"{out.name}*"))
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 800
-    return str(caught.value)
 
 
 def _write_tokenizer(folder: Path, tokens: int, first: int = 0) -> None:
@@ -120,27 +110,6 @@ def test_a_loss_that_is_not_finite_ends_eval(tmp_path: Path) -> None:
     assert isinstance(result.exception, UserError)
     assert "The loss of text 2 is not finite: the weights hold values that are not finite" in str(result.exception)
     assert "nan" not in result.stdout
-
-
-@pytest.mark.parametrize(
-    ("change", "expected"),
-    [
-        ({"model_type": []}, "model_type is [] and Threefold reads gpt2"),
-        ({"num_hidden_layers": "x"}, "num_hidden_layers is 'x', which is not a number"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers is -1 but must be at least 1"),
-        ({"num_hidden_layers": 1e30}, "num_hidden_layers is 1e+30 but must be at most 100000"),
-        ({"num_hidden_layers": 1_000}, "has 1,000 layers and"),
-        ({"num_hidden_layers": 99_999}, "model.num_layers is 99999 but must be at most"),
-        ({"num_attention_heads": 0}, "num_attention_heads is 0 but must be at least 1"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', which is neither true nor false"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "factor is '2', which is not a number"),
-        ({"rope_scaling": {"rope_type": ["linear"]}}, "rope_type is ['linear']"),
-        ({"eos_token_id": ["</s>"]}, "eos_token_id is '</s>' but must be a token's id or a list of them"),
-        ({"intermediate_size": 10**9, "hidden_size": 10**9}, "model.hidden_size is 1000000000 but must be at most"),
-    ],
-)
-def test_wrong_values_are_named(tmp_path: Path, change: dict[str, Any], expected: str) -> None:
-    assert expected in refused(write_llama(tmp_path / "hf", change), tmp_path / "run")
 
 
 @pytest.mark.parametrize(
