@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from threefold.config import ModelConfig
 from threefold.doors import call_hook
 from threefold.errors import UserError
-from threefold.files import first_of
 from threefold.models.sharding import (
     AsConstructed,
     Constant,
@@ -95,27 +94,15 @@ class Plan:
         Raises:
             UserError: a pattern matches nothing, or a parameter has no rule.
         """
-        call_hook("check_modules", model)
+        call_hook("check_planned", model)
         modules = dict(model.named_modules(remove_duplicate=False))
         parameters = dict(model.named_parameters(remove_duplicate=False))
-        for name, module in modules.items():
-            if getattr(module, "track_running_stats", False):  # BatchNorm, InstanceNorm
-                raise UserError(
-                    f"{name!r} is a {type(module).__name__}, which keeps statistics of the samples of its own rank, so "
-                    "that the layout would change the result; use a LayerNorm or GroupNorm."
-                )
         layers, stacked = self._expanded(modules)
         buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
         split, bare = self._rules(modules, parameters, buffers)
-        for what, patterns, names, kind in (
-            ("shard", split, (*modules, *parameters, *buffers), "module or parameter"),
-            ("initial", self.initial, parameters, "parameter"),
-            ("costs", self.costs, layers, "layer"),
-        ):
-            for pattern in patterns:
-                if not any(name and matches(name, pattern) for name in names):
-                    near = nearest(pattern, names)
-                    raise UserError(f"{what} has {pattern!r}, which no {kind} of the model has for a name{near}.")
+        call_hook("check_patterns", "shard", split, (*modules, *parameters, *buffers), "module or parameter")
+        call_hook("check_patterns", "initial", self.initial, parameters, "parameter")
+        call_hook("check_patterns", "costs", self.costs, layers, "layer")
         ties = self._ties(parameters)
         return ModelPlan(
             split=split,
@@ -148,7 +135,7 @@ class Plan:
     def _rules(
         self, modules: "Mapping[str, nn.Module]", parameters: "Mapping[str, nn.Parameter]", buffers: Sequence[str]
     ) -> tuple[dict[str, Split], dict[str, Split]]:
-        """Return the rules of modules, and of bare parameters and buffers; raise UserError if a parameter has none."""
+        """Return the rules of modules, and of bare parameters and buffers."""
         shard = self.shard
         if shard is None:
             shard = {each.split(".")[0]: Replicated() for each in parameters if "." in each}
@@ -174,15 +161,8 @@ class Plan:
                 left.append(name)
         decided = Patterns(split)  # a norm decides on the modules inside it too
         left = [name for name in left if decided.deciding(name.rpartition(".")[0]) is None]
-        if not left:
-            return split, bare
-        found = list(dict.fromkeys(_named(name, modules) for name in left))
-        idle = [pattern for pattern in split if not any(matches(name, pattern) for name in modules if name)]
-        fix = f", and correct {idle[0]!r}, which no module or parameter of the model has for a name" if idle else ""
-        each = "each" if len(found) > 1 else "it"
-        raise UserError(
-            f"shard says nothing about {first_of(found)}; give {each} Column(), Row(), Vocab() or Replicated(){fix}."
-        )
+        call_hook("check_undecided", left, split, modules)
+        return split, bare
 
     def _cost(self, layer: str, modules: "Mapping[str, nn.Module]") -> float:
         """Return the given cost, or the multiply-adds per token, as far as the layer's weights determine them."""
@@ -283,20 +263,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return the end of a message that names the nearest of the known names; empty if none is near."""
     close = get_close_matches(name, [each for each in known if each], n=1)
     return f"; the nearest is {close[0]!r}" if close else ""
-
-
-def _named(parameter: str, modules: "Mapping[str, nn.Module]") -> str:
-    """Return the pattern and class that a rule for the parameter would name."""
-    owner, _, last = parameter.rpartition(".")
-    module = modules[owner]
-    if last in ("weight", "bias") and type(module).__module__.startswith("torch."):
-        return f"{as_pattern(owner)!r} ({type(module).__name__})"
-    return f"{as_pattern(parameter)!r} (a bare parameter)"
-
-
-def as_pattern(name: str) -> str:
-    """Return a name with its numbers replaced by `*`."""
-    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: Sequence[int]) -> ModelPlan:

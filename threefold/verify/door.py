@@ -8,7 +8,9 @@ COMMANDS: Final = {
 }
 HOOKS: Final = {
     "check_layout": "threefold.verify.self_check:self_check",
-    "check_modules": "threefold.verify.module_check:check_modules",
+    "check_planned": "threefold.verify.module_check:check_planned",
+    "check_undecided": "threefold.verify.plan_check:check_undecided",
+    "check_patterns": "threefold.verify.plan_check:check_patterns",
     "explaining_passes": "threefold.verify.module_check:explaining_passes",
     "check_plan": "threefold.verify.plan_check:check_plan",
     "check_model": "threefold.verify.plan_check:check_model",

@@ -13,11 +13,11 @@ from torch import nn
 
 from threefold.api.model import with_arguments
 from threefold.errors import UserError
-from threefold.models.plan import Plan, as_pattern, tie_
+from threefold.models.plan import Plan, tie_
 from threefold.models.sharding import ModelPlan, Split, check_tensor_axis
 from threefold.parallel.pipeline.partition import ShardCoordinates, ShardIndex, local_shape
 from threefold.verify.plan_check import check_plan
-from threefold.verify.proposal import propose
+from threefold.verify.proposal import as_pattern, propose
 
 _WIDTH = 160
 

@@ -45,6 +45,17 @@ def check_modules(model: nn.Module) -> None:
     _check_memory(parameters, dict(model.named_buffers()))
 
 
+def check_planned(model: nn.Module) -> None:
+    """Check an unsharded model for which a `Plan` is completed."""
+    check_modules(model)
+    for name, module in model.named_modules(remove_duplicate=False):
+        if getattr(module, "track_running_stats", False):  # BatchNorm, InstanceNorm
+            raise UserError(
+                f"{name!r} is a {type(module).__name__}, which keeps statistics of the samples of its own rank, so "
+                "that the layout would change the result; use a LayerNorm or GroupNorm."
+            )
+
+
 def check_hooks(modules: Mapping[str, nn.Module], layers: tuple[str, ...]) -> None:
     """Raise UserError if a module around layers has a hook, which would never run: layers are called one by one."""
     for name, module in modules.items():

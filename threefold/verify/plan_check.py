@@ -1,6 +1,6 @@
 """Checks that a sharding plan matches its model, and that the parts of a tensor rank fit together."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from math import isfinite
 from typing import Any
@@ -13,7 +13,7 @@ from threefold.errors import UserError
 from threefold.files import first_of
 from threefold.models import sharding
 from threefold.models.custom_batch import LayerSignature
-from threefold.models.plan import as_pattern, nearest
+from threefold.models.plan import nearest
 from threefold.parallel.layout_check import KNOWN_RULES, cut_to_rank, made_on_meta
 from threefold.parallel.pipeline.partition import covers
 from threefold.parallel.pipeline.stage import Stage
@@ -22,9 +22,41 @@ from threefold.parallel.split_layer import SplitLayer
 from threefold.torch_private.distributed import persistent_buffers
 from threefold.torch_private.tensors import child_names, has_module_hooks
 from threefold.verify import module_check
+from threefold.verify.proposal import as_pattern
 
 _WITHIN = (sharding.Replicated, sharding.PerHead)
 """Splits that leave the modules inside a module to other patterns."""
+
+
+def check_undecided(parameters: Sequence[str], split: Iterable[str], modules: Mapping[str, nn.Module]) -> None:
+    """Raise a `UserError` if there are parameters for which no pattern of `split` and no default decides."""
+    if not parameters:
+        return
+    found = list(dict.fromkeys(_named(name, modules) for name in parameters))
+    idle = [pattern for pattern in split if not any(sharding.matches(name, pattern) for name in modules if name)]
+    fix = f", and correct {idle[0]!r}, which no module or parameter of the model has for a name" if idle else ""
+    each = "each" if len(found) > 1 else "it"
+    raise UserError(
+        f"shard says nothing about {first_of(found)}; give {each} Column(), Row(), Vocab() or Replicated(){fix}."
+    )
+
+
+def _named(parameter: str, modules: Mapping[str, nn.Module]) -> str:
+    """Return the pattern and class that a rule for the parameter would name."""
+    owner, _, last = parameter.rpartition(".")
+    module = modules[owner]
+    if last in ("weight", "bias") and type(module).__module__.startswith("torch."):
+        return f"{as_pattern(owner)!r} ({type(module).__name__})"
+    return f"{as_pattern(parameter)!r} (a bare parameter)"
+
+
+def check_patterns(setting: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> None:
+    """Raise a `UserError` if a pattern of a plan's setting matches none of the names."""
+    known = [name for name in names if name]
+    for pattern in patterns:
+        if not any(sharding.matches(name, pattern) for name in known):
+            near = nearest(pattern, known)
+            raise UserError(f"{setting} has {pattern!r}, which no {kind} of the model has for a name{near}.")
 
 
 def check_plan(model: nn.Module, plan: sharding.ModelPlan) -> None:

@@ -8,8 +8,13 @@ from typing import Final
 from torch import nn
 
 from threefold.models.custom_batch import has_forward
-from threefold.models.plan import Plan, as_pattern, is_norm
+from threefold.models.plan import Plan, is_norm
 from threefold.models.sharding import Column, Patterns, Replicated, Row, Sharded, Split, Vocab
+
+
+def as_pattern(name: str) -> str:
+    """Return a name with its numbers replaced by `*`."""
+    return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
 def _words(text: str) -> frozenset[str]:
