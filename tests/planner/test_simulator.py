@@ -61,11 +61,6 @@ def test_an_order_that_never_ends_is_refused(orders: list[list[Action]]) -> None
         simulate(orders, lambda action: 1.0)
 
 
-def test_one_stage_on_two_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="ranks 0 and 1 both have actions of stage 0"):
-        simulate([[Action(0, "F", 0)], [Action(0, "B", 0)]], lambda action: 1.0)
-
-
 def test_a_transfer_delays_the_next_stage_and_occupies_none() -> None:
     """Two micro-batches: while the first one travels, the first stage computes the second."""
     orders = [
@@ -164,14 +159,6 @@ def test_a_program_is_simulated_with_several_times() -> None:
 def test_times_of_a_rank_are_shared_by_its_stages() -> None:
     times = share_of_ranks((0, 1, 1, 0), [2.0, 6.0], [4.0, 4.0], [0.0, 1.0])
     assert times == StageTimes((1.0, 3.0, 3.0, 1.0), (2.0,) * 4, (0.0, 0.5, 0.5, 0.0))
-
-
-@pytest.mark.parametrize(
-    ("times", "transfer", "error"), [(3, 0.0, "for 3 stages, .* has 2"), (2, [1.0, 1.0], "2 transfer")]
-)
-def test_numbers_of_stages_that_differ_are_refused(times: int, transfer: float | list[float], error: str) -> None:
-    with pytest.raises(ValueError, match=error):
-        simulate(orders_of("1f1b", 2, 1, 2), StageTimes((1.0,) * times, (1.0,) * times, (1.0,) * times), transfer)
 
 
 def test_a_large_pipeline() -> None:

@@ -43,13 +43,13 @@ def test_areas_are_shares_of_the_time(name: str, kinds: int, tmp_path: Path) -> 
 
 
 def test_spans_of_a_real_run(tmp_path: Path) -> None:
-    """In seconds of a clock, with kinds and labels of any text, and ranks of which one does nothing."""
+    """By a clock, with kinds and labels of any text, and ranks of which one does nothing."""
     spans = [
         TimeSpan(0, "forward", "0", 1e9, 1e9 + 0.25),
         TimeSpan(2, "optimizer", "", 1e9 + 0.25, 1e9 + 0.5),
         TimeSpan(2, "data loading", "a long label $that$ does not fit", 1e9 + 0.5, 1e9 + 0.51),
     ]
-    draw_timeline(tmp_path / "run.png", spans, "rank 2 waits", unit="s", called="rank")
+    draw_timeline(tmp_path / "run.png", spans, "rank 2 waits", called="rank")
     found = areas(tmp_path / "run.png")
     assert found["forward"] == pytest.approx(found["optimizer"], rel=0.1)
     assert found["other"] > 0

@@ -10,11 +10,11 @@ COMMANDS: Final = {
     "estimate": ("Plan", "threefold.planner.commands.estimate:command"),
     "simulate": ("Plan", "threefold.planner.commands.simulate:command"),
     "dry-run": ("Plan", "threefold.planner.commands.dry_run:command"),
-    "config schema": ("", "threefold.planner.commands.settings:schema"),
-    "config reference": ("", "threefold.planner.commands.settings:reference"),
-    "config compatibility": ("", "threefold.planner.commands.settings:compatibility"),
-    "config size": ("", "threefold.planner.commands.sizes:size"),
-    "config presets": ("", "threefold.planner.commands.sizes:presets"),
+    "config schema": ("", "threefold.planner.commands.config:schema"),
+    "config reference": ("", "threefold.planner.commands.config:reference"),
+    "config compatibility": ("", "threefold.planner.commands.config:compatibility"),
+    "config size": ("", "threefold.planner.commands.config:size"),
+    "config presets": ("", "threefold.planner.commands.config:presets"),
 }
 HOOKS: Final = {
     "custom_schedule": "threefold.planner.custom_schedule:custom_schedule",

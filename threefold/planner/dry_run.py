@@ -171,10 +171,8 @@ def stage_ranks(config: Config) -> list[int]:
     return [layout.rank_of(pp=pp) for pp in range(layout.pp)]
 
 
-def run_ranks(
-    config: Config, ranks: Iterable[int], source: ModelSource | None = None, tell: Tell = lambda *_: None
-) -> list[DryRunReport]:
-    return [dry_run(config, rank, source, partial(tell, f"rank {rank}")) for rank in ranks]
+def run_ranks(config: Config, ranks: Iterable[int], tell: Tell = lambda *_: None) -> list[DryRunReport]:
+    return [dry_run(config, rank, tell=partial(tell, f"rank {rank}")) for rank in ranks]
 
 
 def run_stages(config: Config, tell: Tell = lambda *_: None) -> list[DryRunReport]:

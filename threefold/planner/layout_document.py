@@ -15,8 +15,9 @@ from threefold.config.model import OWN
 from threefold.config.resolve import on_device
 from threefold.errors import UserError
 from threefold.host import memory
+from threefold.models.block import WeightShape, describe_model
 from threefold.models.sharding import Split
-from threefold.models.source import ConfigSource, skeleton
+from threefold.models.source import ConfigSource
 from threefold.parallel.pipeline.partition import StageMap, covers, local_bounds, shard_coordinates, stage_map
 from threefold.planner.dry_run import Tell, run_stages
 from threefold.planner.estimate import Estimate, estimate, send_time, stage_passes
@@ -124,19 +125,19 @@ class ModelShards:
     """Shards of a model's weights on each rank of a layout; the kinds are in the order of the model."""
 
     def __init__(self, config: Config) -> None:
-        make_model, self.plan = ConfigSource().load(config)
+        described = describe_model(config.model, config.data.sequence_length)
+        self.plan = described.plan
         self.stages: StageMap = stage_map(self.plan, config)
         self.layout = Layout.from_config(config.parallel)
         self._parallel = config.parallel
-        weights: dict[str, tuple[tuple[int, ...], list[int]]] = {}
-        for name, parameter in skeleton(make_model, config.train.seed).named_parameters(remove_duplicate=False):
-            layer = next(number for number, layer in enumerate(self.plan.layers) if covers(layer, name))
-            weights.setdefault(self.plan.whole_name(name), (tuple(parameter.shape), []))[1].append(layer)
+        weights: dict[WeightShape, list[int]] = {}
+        for layer, of_layer in enumerate(described.weights.values()):
+            for weight in of_layer:
+                weights.setdefault(weight, []).append(layer)
         kinds: dict[tuple[object, ...], WeightKind] = {}
-        for name, (shape, layers) in weights.items():
+        for (name, split, shape), layers in weights.items():
             first, *tied = dict.fromkeys(layers)
-            split, owner = self.plan.split_of(name), self.plan.layers[first]
-            assert split is not None  # `check_plan` has seen to it
+            owner = self.plan.layers[first]
             pattern = re.sub(r"\d+$", "*", owner) + name.removeprefix(owner) if covers(owner, name) else name
             key = pattern, shape, split, tuple(tied)
             before = kinds[key].layers if key in kinds else ()

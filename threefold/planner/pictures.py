@@ -36,7 +36,7 @@ _DIGIT, _AROUND = 0.64, 2.2
 
 
 class TimeSpan(NamedTuple):
-    """Activity of a rank without a pause, in the unit of the picture.
+    """Activity of a rank without a pause, in ms.
 
     A rank is a row, from 0 at the top. A kind outside `KINDS` is drawn as `other`, a label where it fits, and later
     chunks (stages of the rank) lighter.
@@ -60,22 +60,19 @@ def spans_of(timeline: Timeline) -> list[TimeSpan]:
     return found
 
 
-def draw_timeline(
-    path: Path, spans: Sequence[TimeSpan], title: str, subtitle: str = "", unit: str = "ms", called: str = "stage"
-) -> None:
-    """Draw a timeline of the ranks, and beside each rank the share of the drawn time in which it is busy.
+def draw_timeline(path: Path, spans: Sequence[TimeSpan], title: str, subtitle: str = "", called: str = "stage") -> None:
+    """Draw a timeline of the ranks, in ms, and beside each rank the share of the drawn time in which it is busy.
 
     Where spans of a rank overlap, later ones hide earlier ones. The subtitle should give the bubble, as the picture
-    does not. Thousands of ms are shown as s; a row is `called` a stage or a rank.
+    does not. Many thousands of ms are shown as s; a row is `called` a stage or a rank.
     """
     from matplotlib.collections import PolyCollection
     from matplotlib.patches import Patch
 
-    figures.check_picture(path)
     ranks = 1 + max((span.rank for span in spans), default=0)
     begin = min((span.start for span in spans), default=0.0)
     length = max((span.end for span in spans), default=1.0) - begin
-    scale, unit = (1e-3, "s") if unit == "ms" and length >= 20_000 else (1.0, unit)
+    scale, unit = (1e-3, "s") if length >= 20_000 else (1.0, "ms")
     moved = [span._replace(start=scale * (span.start - begin), end=scale * (span.end - begin)) for span in spans]
     length = length * scale or 1.0
 
@@ -312,7 +309,6 @@ def draw_memory(path: Path, stages: Sequence[Mapping[str, int]], usable: int, ti
 
     Causes outside `CAUSES` are not drawn. The titles should say whether the layout fits, as the picture does not.
     """
-    figures.check_picture(path)
     figure, axes = figures.new_figure(4.0, title, subtitle)
     places = range(len(stages))
     heights = [0.0] * len(stages)

@@ -14,7 +14,6 @@ from threefold.config.schedules import (
     Schedule,
     TorchSchedule,
     find_schedule,
-    is_custom_schedule,
 )
 from threefold.errors import UserError
 from threefold.planner.custom_schedule import in_order, stage_count
@@ -43,16 +42,11 @@ class Program:
 
     Each action comes after those that it waits for. Its code is 4 · stage + index of its kind in `FBIW`, and its source
     is the index of the other rank's action whose result it waits for, or -1. Raises a `ValueError` if ranks wait for
-    one another forever or for an action that no rank has, or two ranks share a stage.
+    one another forever or for an action that no rank has.
     """
 
     def __init__(self, orders: Sequence[Sequence[Action]]) -> None:
         self.orders, self.stages = orders, stage_count(orders)
-        rank_of: dict[int, int] = {}
-        for rank, order in enumerate(orders):
-            for stage in {action[0] for action in order}:
-                if rank_of.setdefault(stage, rank) != rank:
-                    raise ValueError(f"ranks {rank_of[stage]} and {rank} both have actions of stage {stage}")
         place = {kind: number for number, kind in enumerate(_KINDS)}
         self.actions: list[Action] = []
         self.ranks: list[int] = []
@@ -125,9 +119,7 @@ def simulate(
     sending and receiving occupy neither rank.
     """
     program = orders if isinstance(orders, Program) else Program(orders)
-    between = [transfer] * (program.stages - 1) if isinstance(transfer, int | float) else list(transfer)
-    if len(between) != program.stages - 1:
-        raise ValueError(f"{len(between)} transfer times are given between {program.stages} stages")
+    between = [transfer] * (program.stages - 1) if isinstance(transfer, int | float) else transfer
     # The transfer time of the awaited result, for each code of an action.
     delays = [
         delay
@@ -136,8 +128,6 @@ def simulate(
     ]
     if isinstance(cost, StageTimes):
         by_code = [time for f, i, w in zip(*cost, strict=True) for time in (f, i + w, i, w)]  # in the order of `_KINDS`
-        if len(by_code) != 4 * program.stages:
-            raise ValueError(f"times are given for {len(cost.forward)} stages, and the schedule has {program.stages}")
         times = [by_code[code] for code in program.codes]
     else:
         times = [cost(action) for action in program.actions]
@@ -291,8 +281,6 @@ def find_planned(name: str) -> Schedule:
     """Find a schedule by its name in `parallel.schedule` or torch, a path of the user's own, or `zb-h1` or `zb-h2`."""
     if row := ONLY_PLANNED.get(name.lower()):
         return row
-    if is_custom_schedule(name):
-        return find_schedule(name)
     try:
         return find_schedule(name)
     except ValueError:
