@@ -33,7 +33,7 @@ def test_the_activations_of_korthikanti() -> None:
 
     def kept(recompute: str = "none", **more: object) -> float:
         sizes = RankBlock(**vars(block), samples=b, length=s, attention="dropped", kernels=MEGATRON, **more)  # type: ignore[arg-type]
-        statistics = 0 if recompute == "full" else 4 * sizes.own_tokens * 4
+        statistics = 0 if recompute == "full" else 4 * sizes.local_tokens * 4
         return (block_bytes(sizes, recompute) - statistics) / (s * b * h)
 
     assert kept() == pytest.approx(34 + 5 * a * s / h)

@@ -29,7 +29,7 @@ from threefold.planner.activations import (
 from threefold.planner.block import describe_model
 from threefold.planner.block_shape import block_shapes
 from threefold.planner.fitting import memory_per_rank
-from threefold.planner.model_size import ModelSize, own_attention, rank_block
+from threefold.planner.model_size import ModelSize, built_in_attention, rank_block
 from threefold.random.dropout import sample_keys
 from threefold.verify.worker_pool import WorkerPool
 
@@ -109,7 +109,7 @@ SPREAD = {
 def test_what_is_kept_is_never_more_than_the_formula_says(pool: WorkerPool, name: str) -> None:
     case = {**ALONE, **SPREAD}[name]
     described = block_shapes(describe_model(case.config.model, case.sequence))[-1]
-    sizes = rank_block(case.config, described, attention=own_attention(case.config, described, "cpu"))
+    sizes = rank_block(case.config, described, attention=built_in_attention(case.config, described, "cpu"))
     block, head = block_bytes(sizes), head_bytes(sizes, case.vocab, 0)
     for found in pool.run(case.world_size, kept, case):
         assert found[0] <= block

@@ -20,7 +20,7 @@ from threefold.config.resolve import default_largest, on_device
 from threefold.config.rules import default_micro_batches
 from threefold.constants import LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
 from threefold.planner.block_shape import BlockShape, Mixture, block_shapes
-from threefold.planner.model_size import ModelSize, ModelWeights, RankBlock, own_attention, rank_block
+from threefold.planner.model_size import ModelSize, ModelWeights, RankBlock, built_in_attention, rank_block
 from threefold.planner.systems import Keeps
 
 _POSITION = 8
@@ -60,9 +60,9 @@ def block_bytes(sizes: RankBlock, recompute: str = "none") -> int:
 def _norm_bytes(sizes: RankBlock) -> int:
     """Return the bytes of a norm's input and output, and of the numbers that it keeps for each token."""
     if sizes.rms:
-        return _rms_bytes(sizes, sizes.own_tokens, sizes.outer) + sizes.outer
+        return _rms_bytes(sizes, sizes.local_tokens, sizes.outer) + sizes.outer
     statistic = sizes.wide if sizes.kernels.wide_statistics else sizes.itemsize
-    return 2 * sizes.outer + 2 * sizes.own_tokens * statistic
+    return 2 * sizes.outer + 2 * sizes.local_tokens * statistic
 
 
 def _rms_bytes(sizes: RankBlock, rows: int, nbytes: int) -> int:
@@ -83,7 +83,7 @@ def _core_bytes(sizes: RankBlock, replayed: bool) -> int:
         inputs += queries + sizes.keys
     if sizes.qk_norm:
         before += _rms_bytes(sizes, sizes.tokens * (sizes.heads // sizes.tp), queries)
-        before += _rms_bytes(sizes, sizes.tokens * sizes.own_key_heads, sizes.keys)
+        before += _rms_bytes(sizes, sizes.tokens * sizes.local_key_heads, sizes.keys)
         if sizes.wide == sizes.itemsize:
             before -= sizes.keys  # a view of a tensor counted above
     if replayed:
@@ -288,7 +288,7 @@ class LayerMemory:
         return self._of_blocks[key]
 
     def _sizes(self, block: BlockShape) -> RankBlock:
-        attention = self._keeps.attention(own_attention(self._config, block, self._device))
+        attention = self._keeps.attention(built_in_attention(self._config, block, self._device))
         return rank_block(self._config, block, kernels=self._keeps.kernels, attention=attention, balanced=True)
 
 
@@ -323,7 +323,7 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
     replayed = weights.recomputed(train.recompute, train.recompute_every)
     layers, of_layer = weights.plan.layers, {}
     for name, described in zip(layers[1:-1], block_shapes(weights.description), strict=True):
-        of_layer[name] = rank_block(config, described, attention=own_attention(config, described, device))
+        of_layer[name] = rank_block(config, described, attention=built_in_attention(config, described, device))
     first = of_layer[layers[1]]
     kept = moment = 0
     for name in size.layers_of_rank(pp_rank):

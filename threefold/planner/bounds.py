@@ -232,10 +232,10 @@ class LeastBytes:
             has_both = (ranks.counts[:, 0] > 0) & (ranks.counts[:, self._kinds.head] > 0)
             tables = self._table(place), self._table(place.unshared)
             # Elements that a rank holds, in hidden matrices and others, [rows, 2].
-            own, whole = (ranks.counts @ table[:-1] - has_both[:, None] * table[-1] for table in tables)
-            held: Any = own.sum(axis=1)
+            local, whole = (ranks.counts @ table[:-1] - has_both[:, None] * table[-1] for table in tables)
+            held: Any = local.sum(axis=1)
             copies = held * narrow if narrow < wide else 0
-            size = RankSize(held, held * wide + copies, held * wide, own @ np.array(self._states) * wide)
+            size = RankSize(held, held * wide + copies, held * wide, local @ np.array(self._states) * wide)
             size = standing_states(size, cast(int, whole.sum(axis=1)), parallel, precision, self._keeps, grow)
             columns.append(size.weights + size.gradients + size.optimizer)
         return np.stack(columns, axis=-1)
@@ -324,9 +324,9 @@ class ModelCosts:
             each = before[bounds[1:]] - before[bounds[:-1]]
             found: dict[bytes, tuple[Array, Array, list[tuple[float, float]]]] = {}
             for rank in range(max(stages.ranks) + 1):
-                own = each[[stage for stage, holder in enumerate(stages.ranks) if holder == rank]]
-                own = own[np.argsort(own[:, blocks].sum(axis=1), kind="stable")]
-                total, stack = own.sum(axis=0), np.concatenate([before[:1], np.cumsum(own, axis=0)])
+                local = each[[stage for stage, holder in enumerate(stages.ranks) if holder == rank]]
+                local = local[np.argsort(local[:, blocks].sum(axis=1), kind="stable")]
+                total, stack = local.sum(axis=0), np.concatenate([before[:1], np.cumsum(local, axis=0)])
                 found.setdefault(stack.tobytes(), (total, stack, []))[2].append(_passes(schedule, pp, rank, count))
             starts.append(len(rows))
             on_one = count > 1 and any(one == other for one, other in pairwise(stages.ranks))

@@ -365,7 +365,7 @@ def block_passes(block: RankBlock, hardware: Hardware, system: System, recompute
     context = _context(block, _without_latency(hardware, hardware.achievable.context_block))
     experts = 0.0
     if block.experts is not None:  # tokens are sent to their experts and back
-        nbytes = block.own_tokens * block.experts.per_token * block.hidden * block.itemsize
+        nbytes = block.local_tokens * block.experts.per_token * block.hidden * block.itemsize
         experts = 2 * all_to_all_seconds(hardware, block.group("ep"), nbytes)
     weight_passes = _accumulation(block, hardware, system)
     hidden_by_core = system.overlap_context
@@ -426,7 +426,7 @@ def _host(block: RankBlock, hardware: Hardware, share: float, kernels: float) ->
 def _linear(block: RankBlock, hardware: Hardware) -> float:
     """Return the seconds of a block's matrix products; its passes for input and weight gradients take as long each."""
     rows, hidden, ranks = block.tokens, block.hidden, block.tp
-    query, keys = block.own_heads * block.head_dim, 2 * block.own_key_heads * block.head_dim
+    query, keys = block.local_heads * block.head_dim, 2 * block.local_key_heads * block.head_dim
     found = _product(block, hardware, rows, query + keys, hidden) + _product(block, hardware, rows, hidden, query)
     if block.experts is None:
         return found + _feed_forward(block, hardware, rows, block.ffn // ranks)
@@ -434,7 +434,7 @@ def _linear(block: RankBlock, hardware: Hardware) -> float:
     count = max(1, experts.count // block.ep)
     each = larger(1, BUSIEST * rows * experts.per_token * block.ep // experts.count)
     found += _feed_forward(block, hardware, each, experts.inner // ranks, count)
-    found += _product(block, hardware, block.own_tokens, experts.count, hidden)
+    found += _product(block, hardware, block.local_tokens, experts.count, hidden)
     return found + (_feed_forward(block, hardware, rows, experts.shared // ranks) if experts.shared else 0.0)
 
 
@@ -449,7 +449,7 @@ def _product(block: RankBlock, hardware: Hardware, rows: float, columns: int, de
 
 def _core(block: RankBlock, hardware: Hardware, system: System) -> tuple[float, float]:
     """Return the seconds of the attention core, forward and backward."""
-    queries = block.tokens * block.own_heads
+    queries = block.tokens * block.local_heads
     if system.flash and (system.drops_in_flash or not block.attention_dropout):
         flops = 4 * queries * block.seen * block.head_dim
         if not system.tuned_attention:
@@ -457,7 +457,7 @@ def _core(block: RankBlock, hardware: Hardware, system: System) -> tuple[float, 
         sizes = min(block.window or block.length, block.length), block.head_dim
         forward = attention_seconds(hardware, block.dtype, flops, *sizes)
         return forward, attention_seconds(hardware, block.dtype, 2.5 * flops, *sizes, backward=True)
-    length, rows, count = block.length, block.length // block.cp, block.samples * block.own_heads
+    length, rows, count = block.length, block.length // block.cp, block.samples * block.local_heads
     products = _product(block, hardware, rows, length, block.head_dim, count)
     products += _product(block, hardware, rows, block.head_dim, length, count)
     weights = queries * length
@@ -472,7 +472,7 @@ def _core(block: RankBlock, hardware: Hardware, system: System) -> tuple[float, 
 def _memory(block: RankBlock, hardware: Hardware, system: System, recomputed: bool) -> tuple[float, float]:
     """Return the seconds of memory-bound work, forward and backward, from the bytes it reads and writes."""
     item = block.itemsize
-    outer = block.own_tokens * block.hidden
+    outer = block.local_tokens * block.hidden
     fused_norm = system.fused_norm and (system.fused_norm_recomputed or not recomputed)
     norm_forward, norm_backward = (
         (2 * item, 3 * item) if fused_norm or not block.rms else (6 * item + 24, 15 * item + 60)
@@ -495,30 +495,30 @@ def _memory(block: RankBlock, hardware: Hardware, system: System, recomputed: bo
         backward += inner * 3 * item
     kernels += 1 if system.fused else 2
     if not system.fused:  # queries, keys, values and the output permute their dims
-        copied = 2 * block.tokens * (block.own_heads + block.own_key_heads) * block.head_dim
+        copied = 2 * block.tokens * (block.local_heads + block.local_key_heads) * block.head_dim
         forward += copied * 2 * item
         backward += copied * 2 * item
         kernels += 4
     if not system.fused and block.cp > 1 and not block.ring:
         # Keys and values are stacked, gathered and reordered; each chunk of queries takes a slice, whose gradient is
         # zero elsewhere; the gradients of both chunks are summed, reordered and scattered.
-        keys = 2 * block.samples * block.length * block.own_key_heads * block.head_dim
-        queries = block.tokens * block.own_heads * block.head_dim
+        keys = 2 * block.samples * block.length * block.local_key_heads * block.head_dim
+        queries = block.tokens * block.local_heads * block.head_dim
         forward += (2 * keys // block.cp + 2 * keys + 2 * queries) * item
         backward += (12 * keys + 4 * queries) * item
     if block.rotary:
-        turned = block.tokens * (block.own_heads + block.own_key_heads) * block.head_dim
+        turned = block.tokens * (block.local_heads + block.local_key_heads) * block.head_dim
         passes = 2 if system.fused else 8
         forward += turned * passes * item
         backward += turned * passes * item
         kernels += 1 if system.fused else 6
     if block.biased and hardware.device == "cpu":  # a GPU adds the bias in the product's epilogue
-        columns = (block.own_heads + 2 * block.own_key_heads) * block.head_dim + block.ffn // block.tp
+        columns = (block.local_heads + 2 * block.local_key_heads) * block.head_dim + block.ffn // block.tp
         added = block.tokens * columns + 2 * outer
         forward += added * 2 * item
         backward += added * item
     if experts is not None:  # sorted by rank, then by expert among all received tokens, and back
-        rows = (block.own_tokens + block.tokens) * experts.per_token * block.hidden
+        rows = (block.local_tokens + block.tokens) * experts.per_token * block.hidden
         forward += 2 * 2 * rows * item
         backward += 2 * 2 * rows * item
         kernels += 8
@@ -527,7 +527,7 @@ def _memory(block: RankBlock, hardware: Hardware, system: System, recomputed: bo
 
 def _accumulation(block: RankBlock, hardware: Hardware, system: System) -> float:
     """Return the seconds of accumulating weight gradients over micro-batches, reading and writing fp32."""
-    query, keys = block.own_heads * block.head_dim, 2 * block.own_key_heads * block.head_dim
+    query, keys = block.local_heads * block.head_dim, 2 * block.local_key_heads * block.head_dim
     inner = block.ffn // block.tp
     if block.experts is not None:
         inner = block.experts.inner * max(1, block.experts.count // block.ep) // block.tp
@@ -546,10 +546,10 @@ def _tensor(block: RankBlock, hardware: Hardware) -> float:
 
 def _context(block: RankBlock, hardware: Hardware) -> float:
     """Return the seconds of fetching the other context-parallel ranks' keys and values."""
-    own = 2 * block.tokens * block.own_key_heads * block.head_dim * block.itemsize
+    local = 2 * block.tokens * block.local_key_heads * block.head_dim * block.itemsize
     if block.ring:
-        return (block.cp - 1) * send_seconds(hardware, block.group("cp"), own)
-    return ring_seconds(hardware, block.group("cp"), "all_gather", own * block.cp)
+        return (block.cp - 1) * send_seconds(hardware, block.group("cp"), local)
+    return ring_seconds(hardware, block.group("cp"), "all_gather", local * block.cp)
 
 
 def embedding_passes(block: RankBlock, hardware: Hardware) -> Passes:

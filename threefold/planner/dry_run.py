@@ -83,8 +83,8 @@ def run_step(
 ) -> tuple[DryRunReport, list[Event]]:
     """Run `dry_run` and also return the collectives in order."""
     layout, flops, source = Layout.from_config(config.parallel), dry_step.FlopCount(), source or ConfigSource()
-    own, (micro_batches, _) = config.model.architecture == OWN, executed_micro_batches(config)
-    if own and layout.pp > 1:
+    is_custom, (micro_batches, _) = config.model.architecture == OWN, executed_micro_batches(config)
+    if is_custom and layout.pp > 1:
         raise UserError(
             f"parallel.pp is {layout.pp} but a dry run cannot know what stages of a model of your own send; use 1."
         )
@@ -94,7 +94,7 @@ def run_step(
     with fake_process_group(rank, layout.world_size):
         mesh = FakeMesh(layout, in_tree=config.train.exact)
         batch = dry_step.batch_of(config, mesh.dp.index)
-        with _explaining(own, rank), fake_tensors(), dry_step.FakeNumbers():
+        with _explaining(is_custom, rank), fake_tensors(), dry_step.FakeNumbers():
             make_model, plan = source.load(config)
             plan = replace(plan, initial=lambda _: Constant(0.0))  # weights without memory have no values to initialise
             engine = Engine(make_model, plan, mesh, config, NoStop(), source.loss(config))
@@ -136,8 +136,8 @@ def run_step(
 
 
 @contextmanager
-def _explaining(own: bool, rank: int) -> Iterator[None]:
-    """Turn errors in a user's own model, such as mismatched shapes, into one sentence.
+def _explaining(is_custom: bool, rank: int) -> Iterator[None]:
+    """Turn errors in a custom model, such as mismatched shapes, into one sentence.
 
     Silences torch's logs, which print a traceback and the whole schedule for a failing operation.
     """
@@ -148,7 +148,7 @@ def _explaining(own: bool, rank: int) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        if not own:
+        if not is_custom:
             raise
         raise UserError(f"The model fails on rank {rank} with {error_line(error)}.") from error
     finally:

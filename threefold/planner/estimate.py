@@ -69,8 +69,8 @@ class StepTime:
     @property
     def causes(self) -> dict[str, float]:
         """Seconds by name of the cause."""
-        own = self.bubble, self.sends, self.gradients, self.optimizer, self.fixed, self.slowest_device
-        return dict(zip(_CAUSES, (*self.compute, *own), strict=True))
+        others = self.bubble, self.sends, self.gradients, self.optimizer, self.fixed, self.slowest_device
+        return dict(zip(_CAUSES, (*self.compute, *others), strict=True))
 
 
 def waiting_share(world: int) -> float:
@@ -117,7 +117,7 @@ def gradient_time(
     micro_batches: Number,
 ) -> Number:
     """Return the exposed seconds of a step's gradient sums and weight gathers, for a rank with some weight elements and
-    the seconds of one micro-batch's passes through them; `zero` replaces the config's own."""
+    the seconds of one micro-batch's passes through them; `zero` replaces the config's."""
     group = cost.axis_group(config, "dp·cp", hardware.gpus_per_node, system)
     sizes = config.precision.itemsize, config.precision.master_itemsize
     layers = max(1, config.model.num_layers // config.parallel.pp)
@@ -293,7 +293,7 @@ class Estimate:
         }
 
 
-def own_system(config: Config, hardware: Hardware) -> System:
+def built_in_system(config: Config, hardware: Hardware) -> System:
     """Return this package as a training system, for the time and memory of `threefold train` itself."""
     if hardware.device == "cpu":
         return SYSTEMS["own-cpu"]
@@ -313,7 +313,7 @@ def estimate(config: Config, hardware: Hardware, system: System | str | None = N
         )
     hardware, config = hardware.shared_by(world), as_executed(on_device(config, hardware.device))
     if system is None:
-        system = own_system(config, hardware)
+        system = built_in_system(config, hardware)
     elif isinstance(system, str):
         system = find_system(system)
     time, stages = step_time(config, hardware, system), stage_memory(config, hardware.device, system.name)

@@ -256,14 +256,14 @@ THIS_MACHINE: Final = "this-machine"
 
 
 def user_folder() -> Path | None:
-    """Return the folder of the user's own entries, each in NAME.yaml; None for a user without a home folder."""
+    """Return the folder of the user's entries, each in NAME.yaml; None for a user without a home folder."""
     from platformdirs import user_config_path
 
     return None if (folder := of_user(lambda: user_config_path("threefold"))) is None else folder / "hardware"
 
 
-def _own_file(name: str) -> Path | None:
-    """Return the file of an entry of the user's own; None if there is none that can be read."""
+def _custom_file(name: str) -> Path | None:
+    """Return the file of an entry of the user; None if there is none that can be read."""
     folder = user_folder()
     path = None if folder is None else folder / f"{name}.yaml"
     return path if path is not None and os.path.isfile(path) and os.access(path, os.R_OK) else None
@@ -277,11 +277,11 @@ def _entries() -> Entries:
 
 def hardware_names() -> list[str]:
     """List every name that `find_hardware` knows: the package's, then those of the user's folder."""
-    own = list[str]()
+    custom = list[str]()
     if (folder := user_folder()) is not None:
         with suppress(OSError):
-            own = sorted(name.removesuffix(".yaml") for name in os.listdir(folder) if name.endswith(".yaml"))
-    return [*_entries(), *(name for name in own if name not in _entries())]
+            custom = sorted(name.removesuffix(".yaml") for name in os.listdir(folder) if name.endswith(".yaml"))
+    return [*_entries(), *(name for name in custom if name not in _entries())]
 
 
 def find_hardware(name_or_path: str) -> Hardware:
@@ -290,9 +290,9 @@ def find_hardware(name_or_path: str) -> Hardware:
     if name_or_path.lower().endswith((".yaml", ".yml")):
         return _of_file(Path(name_or_path), "")
     name = name_or_path.lower()
-    own = _own_file(name) if Path(name).name == name else None
-    if own is not None:
-        return _of_file(own, name)
+    custom = _custom_file(name) if Path(name).name == name else None
+    if custom is not None:
+        return _of_file(custom, name)
     if name in _entries():
         return build(name, _entries(), "catalogue")
     if name == THIS_MACHINE:
@@ -350,7 +350,7 @@ def _readable(name: str) -> Hardware | None:
 
 def saved_entry(title: str) -> Hardware | None:
     """Return the entry that `threefold doctor` saved; None if there is none or its title differs from `title`."""
-    entry = _readable(THIS_MACHINE) if _own_file(THIS_MACHINE) else None
+    entry = _readable(THIS_MACHINE) if _custom_file(THIS_MACHINE) else None
     return entry if entry is not None and entry.title == title else None
 
 

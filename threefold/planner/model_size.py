@@ -81,10 +81,10 @@ class ModelSize:
         precision, zero = self._config.precision, self._config.parallel.zero
         narrow, wide = precision.itemsize, precision.master_itemsize
         layers = self.layers_of_rank(pp_rank)
-        own = self.weights.held(layers, place)
-        held, trained = own.all, own.trained
+        local = self.weights.held(layers, place)
+        held, trained = local.all, local.trained
         hidden, others = optimizer_states(self._config.optimizer)
-        states = (own.hidden * hidden + own.others * others) * wide
+        states = (local.hidden * hidden + local.others * others) * wide
         if not zero:
             copies = held * narrow if narrow < wide else 0
             return RankSize(held, held * wide + copies, trained * wide, states)
@@ -181,16 +181,18 @@ class ModelWeights:
         uses = Counter(weight.name for weights in self.layers.values() for weight in set(weights))
         self.shared: dict[str, tuple[WeightShape, ...]] = {}
         self.kinds: dict[str, int] = {}
-        self._own: list[tuple[WeightShape, ...]] = []
+        self._of_kind: list[tuple[WeightShape, ...]] = []
         numbers: dict[object, int] = {}
         for name, weights in self.layers.items():
             self.shared[name] = tuple(weight for weight in weights if uses[weight.name] > 1)
-            own = tuple(dict.fromkeys(weight for weight in weights if uses[weight.name] == 1))
-            facts = ((one.name.removeprefix(name), one.split, one.shape, one.name in self.plan.frozen) for one in own)
+            unshared = tuple(dict.fromkeys(weight for weight in weights if uses[weight.name] == 1))
+            facts = (
+                (one.name.removeprefix(name), one.split, one.shape, one.name in self.plan.frozen) for one in unshared
+            )
             kind = numbers.setdefault((*facts, name in self.plan.layers[1:-1]), len(numbers))
             self.kinds[name] = kind
-            if kind == len(self._own):
-                self._own.append(own)
+            if kind == len(self._of_kind):
+                self._of_kind.append(unshared)
         self._held: dict[tuple[int, ShardCoordinates], HeldElements] = {}
 
     def held(self, layers: Iterable[str], place: ShardCoordinates) -> HeldElements:
@@ -202,7 +204,7 @@ class ModelWeights:
         found = self._sum(shared, place)
         for kind, count in counts.items():
             if (kind, place) not in self._held:
-                self._held[kind, place] = self._sum(self._own[kind], place)
+                self._held[kind, place] = self._sum(self._of_kind[kind], place)
             of_layer = self._held[kind, place]
             found = HeldElements(*(all_ + count * each for all_, each in zip(found, of_layer, strict=True)))
         return found
@@ -232,7 +234,7 @@ class ModelWeights:
 
 
 def model_weights(config: ModelConfig, sequence_length: int) -> ModelWeights:
-    """Return the weights of a model, cached unless its code is the user's own."""
+    """Return the weights of a model, cached unless it is a custom one."""
     return _of_description(describe_model(config, sequence_length))
 
 
@@ -291,16 +293,16 @@ class RankBlock(BlockShape):
         return self.samples * self.length // self.cp
 
     @property
-    def own_tokens(self) -> int:
+    def local_tokens(self) -> int:
         """Tokens that the rank holds between the tensor-parallel layers."""
         return self.tokens // self.tp if self.sequence_parallel else self.tokens
 
     @property
-    def own_heads(self) -> int:
+    def local_heads(self) -> int:
         return max(1, self.heads // self.tp)
 
     @property
-    def own_key_heads(self) -> int:
+    def local_key_heads(self) -> int:
         """Key and value heads on the rank; at least one, which several ranks may share."""
         return max(1, self.key_heads // self.tp)
 
@@ -318,7 +320,7 @@ class RankBlock(BlockShape):
     @property
     def outer(self) -> int:
         """Bytes of the activations that the rank holds between the tensor-parallel layers."""
-        return self.own_tokens * self.hidden * self.itemsize
+        return self.local_tokens * self.hidden * self.itemsize
 
     @property
     def whole(self) -> int:
@@ -337,7 +339,7 @@ class RankBlock(BlockShape):
     @property
     def keys(self) -> int:
         """Bytes of the rank's keys, before GQA expands them; its values take as many."""
-        return self.tokens * self.head_dim * self.itemsize * self.own_key_heads
+        return self.tokens * self.head_dim * self.itemsize * self.local_key_heads
 
     def group(self, axis: str) -> Group:
         """Return the ranks of the axis `tp`, `cp` or `ep`."""
@@ -378,7 +380,7 @@ _LONGEST_PLAIN: Final = 512
 """Longest sequence for which bf16 attention on a CPU (see `kernels`), and attention with dropout, keeps its weights."""
 
 
-def own_attention(config: Config, block: BlockShape, device: str) -> Attention:
+def built_in_attention(config: Config, block: BlockShape, device: str) -> Attention:
     """Return this package's implementation of a block's attention on `cpu` or `cuda`."""
     length = config.data.sequence_length
     tiled = config.data.separate_documents or 0 < block.window < length
@@ -390,7 +392,7 @@ def own_attention(config: Config, block: BlockShape, device: str) -> Attention:
     return "plain" if device == "cpu" and config.precision.dtype == "bf16" and short else "fused"
 
 
-def bytes_of_states(config: Config, layout: Layout, first: int, count: int, own_parameters: tuple[int, int]) -> int:
+def bytes_of_states(config: Config, layout: Layout, first: int, count: int, custom_parameters: tuple[int, int]) -> int:
     """Return the bytes of weights, gradients and optimizer state of some ranks; a lower bound for a custom model."""
     from threefold.dtypes import DTYPES  # imports torch
 
@@ -399,7 +401,7 @@ def bytes_of_states(config: Config, layout: Layout, first: int, count: int, own_
             return 0
         each = 2 + min(optimizer_states(config.optimizer))
         copies = 1 if config.parallel.zero else layout.dp
-        whole, trained = own_parameters
+        whole, trained = custom_parameters
         frozen = (whole - trained) * DTYPES[config.precision.dtype].itemsize
         return (trained * each * config.precision.master_itemsize + frozen) * copies
     size = ModelSize(config)

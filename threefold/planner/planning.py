@@ -19,7 +19,7 @@ from threefold.errors import UserError
 from threefold.files import format_bytes, shown
 from threefold.models.family import model_plan
 from threefold.planner.bounds import Evaluated, ModelCosts
-from threefold.planner.estimate import own_system
+from threefold.planner.estimate import built_in_system
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import described_blocks
 from threefold.planner.search import Found, search
@@ -117,8 +117,8 @@ class Request:
         return self.config.train.global_batch_size * self.config.data.sequence_length
 
     def space(self, fixed: Mapping[str, Any]) -> Space:
-        own = self.given.parallel.schedule
-        schedules = [*SCHEDULES, *([own] if is_custom_schedule(own) else [])]
+        custom = self.given.parallel.schedule
+        schedules = [*SCHEDULES, *([custom] if is_custom_schedule(custom) else [])]
         layers = model_plan(self.config.model, self.config.data.sequence_length).layers
         return Space(self.config, len(layers), fixed, schedules)
 
@@ -155,7 +155,7 @@ def read_request(
         raise UserError(f"--tokens is {shown(tokens)} but train.max_steps can read {most:,} at most; use {most}.")
     if wanted is None and config.train.max_steps < MOST_STEPS:
         wanted = config.train.max_steps * per_step
-    kernels = own_system(config, hardware) if system is None else find_system(system)
+    kernels = built_in_system(config, hardware) if system is None else find_system(system)
     return Request(given, config, gpus, hardware, row, fixed, wanted, kernels)
 
 

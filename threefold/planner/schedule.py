@@ -278,7 +278,7 @@ B and W take equal time.
 
 
 def find_planned(name: str) -> Schedule:
-    """Find a schedule by its name in `parallel.schedule` or torch, a path of the user's own, or `zb-h1` or `zb-h2`."""
+    """Find a schedule by its name in `parallel.schedule` or torch, the path of a custom one, or `zb-h1` or `zb-h2`."""
     if row := ONLY_PLANNED.get(name.lower()):
         return row
     try:

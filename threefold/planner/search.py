@@ -52,17 +52,17 @@ class Soundness:
         """Return a mask of where a rule holds, and one of its messages if it does not hold everywhere."""
         while True:
             read = frozenset(rule.read)
-            own = mesh.settings
+            sizes = mesh.settings
             varied = [not read.isdisjoint(values[0]) for values in options]
             dims = tuple(values if one else values[:1] for values, one in zip(options, varied, strict=True))
             several = tuple(id(values) for values, one in zip(options, varied, strict=True) if one)
-            key = (number, tuple(own[name] for name in own if name in read), several, read)
+            key = (number, tuple(sizes[name] for name in sizes if name in read), several, read)
             if key in self._masks:
                 return self._masks[key]
             kinds = [_kinds(values, read) for values in dims]
             found = []
             for chosen in product(*(values for values, _ in kinds)):
-                found.append(rule.sentence({**own, **{key: value for each in chosen for key, value in each.items()}}))
+                found.append(rule.sentence({**sizes, **{key: value for each in chosen for key, value in each.items()}}))
             if rule.read <= read:
                 break
         mask = np.array([not sentence for sentence in found]).reshape([len(values) for values, _ in kinds])

@@ -33,7 +33,7 @@ KEYS: Final = {
 }
 """Setting of each part of a `LayoutChoice`."""
 FOLLOWING: Final = ("parallel.zero_shards", "parallel.fallbacks", "train.recompute_every")
-"""Settings that a config gives for its own layout; other layouts use their defaults."""
+"""Settings that a config gives for its layout; other layouts use their defaults."""
 _DEFAULTS: Final = {
     "parallel.schedule": next(iter(SCHEDULES)),
     "parallel.zero": 0,
@@ -93,7 +93,7 @@ def without_layout(config: Config) -> dict[str, dict[str, Any]]:
 
 def alone(config: Config) -> Config:
     """Return a loaded config on one rank, not resolved."""
-    chosen = (*KEYS.values(), *FOLLOWING)  # an error about another layout is not about the config's own line
+    chosen = (*KEYS.values(), *FOLLOWING)  # an error about another layout is not about a line of the config
     origins = {key: origin for key, origin in config.origins.items() if key not in chosen}
     return config_of(without_layout(config), origins=origins)
 
@@ -136,7 +136,7 @@ class RuleAnswers:
         self.read: set[str] = set()
 
     def sentence(self, settings: Settings) -> str:
-        """Return why a layout, whose settings replace the config's own, breaks the rule; empty if it does not."""
+        """Return why a layout, whose settings replace those of the config, breaks the rule; empty if it does not."""
         node = self._tree
         while isinstance(node, tuple):
             key, answers = node
@@ -253,7 +253,7 @@ class Space:
         if self.config.train.exact:  # leaves run, whatever the micro-batch size
             leaf = self.config.train.grain_leaf
             return ({size: leaf, count: max(1, share // leaf)},)
-        return tuple(each for own in divisors(share) for each in self._combined({size: [own], count: [share // own]}))
+        return tuple(each for one in divisors(share) for each in self._combined({size: [one], count: [share // one]}))
 
     def _list_schedules(self, pp: int) -> tuple[Settings, ...]:
         """List each schedule with each number of stages per rank that the layers allow."""

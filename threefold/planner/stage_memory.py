@@ -224,9 +224,9 @@ class LayoutMemory:
         runs = []
         for (_, layer), alike in groupby(layers, key=lambda name: (weights.kinds[name], self._layers.of(name))):
             names = list(alike)
-            own = 0 if names[0] in together else weights.held(names[:1], whole).all
+            elements = 0 if names[0] in together else weights.held(names[:1], whole).all
             ends = names[-1] == weights.plan.layers[-1], names[0] == weights.plan.layers[0]
-            runs.append(Run(layer, len(names), own, *ends))
+            runs.append(Run(layer, len(names), elements, *ends))
         outer, ranks = self._layers.output, self._size.map.ranks
         is_last = number == len(ranks) - 1
         hands_on = not is_last and ranks[number + 1] == pp_rank
@@ -257,7 +257,7 @@ class LayoutMemory:
             # Torch prefetches the previous layer, but not the embeddings, whose backward pass needs no weights.
             before = stage.runs[place - 1].elements if place and not stage.runs[place - 1].is_embedding else 0
             each = layer.kept - (layer.deferred if deferring else 0)
-            own = run.elements + (stage.tied if run.is_head or run.is_embedding else 0)
+            elements = run.elements + (stage.tied if run.is_head or run.is_embedding else 0)
             for number in sorted({0, max(0, run.count - 2), run.count - 1}):
                 ahead = run.elements if number < run.count - 1 else before
                 if number:
@@ -271,27 +271,27 @@ class LayoutMemory:
                 new = 0.0  # gradients that the pass allocates, where they do not exist already
                 if self._zero and self._gradients_grow:
                     new = (reduced + number * run.elements) * self._wide / (1 if self._zero == 1 else self._shards)
-                for moment in self._of_layer(run, start, own, scattered, deferring):
+                for moment in self._of_layer(run, start, elements, scattered, deferring):
                     yield moment.plus(gradients=new)
             freed += run.count * each
             reduced += run.count * run.elements
             scattered = run.elements or scattered
             tied = layer.largest or (run.count and stage.tied) if run.is_head else tied
 
-    def _of_layer(self, run: Run, start: Moment, own: int, scattered: float, deferring: bool) -> Iterator[Moment]:
+    def _of_layer(self, run: Run, start: Moment, elements: int, scattered: float, deferring: bool) -> Iterator[Moment]:
         """Yield the moments of one layer's backward pass, from its start, its weights' elements with tied ones, and the
         elements whose reduce-scatter still holds its buffer."""
         layer = run.layer
         largest = 0 if deferring and not run.is_embedding else self._computed * layer.largest
         yield start.plus(gradients=largest, **{"logits" if run.is_head else "working": layer.backward})
         if run.is_head and not deferring:  # the weight's gradient, once the probabilities are freed
-            yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=self._computed * own)
+            yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=self._computed * elements)
         if self._zero:
-            ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=self._computed * own)
+            ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=self._computed * elements)
             yield ended
             if self._zero > 1:
                 freed_weights = run.elements * self._narrow if self._zero == ZERO_WEIGHTS else 0
-                buffers = own * self._wide * (1 + 1 / self._shards) - scattered * self._wide
+                buffers = elements * self._wide * (1 + 1 / self._shards) - scattered * self._wide
                 yield ended.plus(weights=-freed_weights, working=-layer.ending, buffers=buffers)
 
 

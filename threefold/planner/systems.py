@@ -1,7 +1,7 @@
 """Training systems, described by the few features that decide the physical work of a step.
 
 An estimate for a GPU assumes the kernels and overlap that are usual on it, because published steps were measured with
-them; the system `own` has this package's own kernels. A system only switches work on and off: no rate and no fraction
+them; the system `own` has the built-in kernels. A system only switches work on and off: no rate and no fraction
 depends on it.
 """
 
@@ -78,8 +78,8 @@ def _systems() -> dict[str, System]:
     def features(name: str) -> dict[str, Any]:
         row = dict(given[name])
         like = row.pop("like", None)
-        own = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-        return {**(features(like) if like else {}), **own}
+        changed = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
+        return {**(features(like) if like else {}), **changed}
 
     return {name: System(name, **features(name)) for name in given}
 
@@ -154,11 +154,11 @@ class Keeps:
     casts_logits: bool = False
     fragmentation: float = 0.0
 
-    def attention(self, own: Attention) -> Attention:
-        """Return how this system computes attention where this package's kernels would compute it as `own`."""
+    def attention(self, built_in: Attention) -> Attention:
+        """Return how this system computes attention where this package's kernels would compute it as `built_in`."""
         if not self.system.flash:
-            return "dropped" if own in ("dropped", "dropped again") else "plain"
-        return "fused" if self.system.drops_in_flash else own
+            return "dropped" if built_in in ("dropped", "dropped again") else "plain"
+        return "fused" if self.system.drops_in_flash else built_in
 
 
 def keeps_of(system: str, device: str) -> Keeps:

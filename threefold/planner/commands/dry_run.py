@@ -96,7 +96,7 @@ class _Room:
     @classmethod
     def of(cls, config: "Config", on: "Hardware", reports: Sequence["DryRunReport"]) -> "_Room":
         from threefold.planner.block_shape import UnknownBlock
-        from threefold.planner.estimate import own_system, usable_memory
+        from threefold.planner.estimate import built_in_system, usable_memory
         from threefold.planner.stage_memory import stage_memory
 
         largest = max(report.peak_bytes for report in reports)
@@ -104,7 +104,7 @@ class _Room:
             return cls(largest, largest, usable_memory(on))
         estimated = None
         with suppress(UnknownBlock):
-            stages = stage_memory(config, on.device, own_system(config, on).name)
+            stages = stage_memory(config, on.device, built_in_system(config, on).name)
             estimated = max(stages[report.coordinates["pp"]].needed for report in reports)
         return cls(largest, estimated, usable_memory(on))
 

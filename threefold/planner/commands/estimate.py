@@ -85,7 +85,7 @@ _LARGE = 2 * 10**9
 """Bytes of a rank from which memory is shown in GB."""
 
 
-def _print_estimate(found: "Estimate", own: "Estimate | None") -> None:
+def _print_estimate(found: "Estimate", built_in: "Estimate | None") -> None:
     """Print an estimate and, for another system, a line with the result of this package's own kernels.
 
     The memory is that of all pp ranks if they are few, else of the first two, the middle, the last and the largest.
@@ -123,9 +123,9 @@ def _print_estimate(found: "Estimate", own: "Estimate | None") -> None:
     print_sizes(("of the activations", *(OF_ACTIVATIONS[name] for name in parts)), activations)
     typer.echo(f"{unit} of each pp rank; working: temporary tensors; fragmentation: memory that the allocator loses.")
     typer.echo(f"{_fit(found)}.")
-    if own is not None and own.system != found.system:
+    if built_in is not None and built_in.system != found.system:
         typer.echo(
-            f"With this package's own kernels: {_seconds(own.step_seconds)} a step, MFU {own.mfu:.1%}; "
+            f"With this package's own kernels: {_seconds(built_in.step_seconds)} a step, MFU {built_in.mfu:.1%}; "
             "without --system it is shown by cause."
         )
 
