@@ -15,10 +15,10 @@ from threefold.config.model import OWN
 from threefold.config.resolve import on_device
 from threefold.errors import UserError
 from threefold.host import memory
-from threefold.models.block import WeightShape, describe_model
 from threefold.models.sharding import Split
 from threefold.models.source import ConfigSource
 from threefold.parallel.pipeline.partition import StageMap, covers, local_bounds, shard_coordinates, stage_map
+from threefold.planner.block import WeightShape, describe_model
 from threefold.planner.dry_run import Tell, run_stages
 from threefold.planner.estimate import Estimate, estimate, send_time, stage_passes
 from threefold.planner.hardware import Hardware
