@@ -12,14 +12,7 @@ from threefold.doors import hook
 
 def _step_ranges(given: Any) -> Any:
     entries = given if isinstance(given, list | tuple) else (given,)
-    try:
-        return ranges.parse(entries).written if (ranges := hook("step_ranges")) else tuple(entries)
-    except ValueError as error:
-        raise PydanticCustomError("step_ranges", "{rule}", {"rule": str(error)}) from None
-
-
-SkippedSteps = Annotated[tuple[int | str, ...], BeforeValidator(_step_ranges)]
-"""Steps and ranges of steps, such as `[120, 300-320]`, in order and without overlap."""
+    return ranges.parse(entries).written if (ranges := hook("step_ranges")) else tuple(entries)
 
 
 def _weights(given: Any) -> Any:
@@ -71,7 +64,9 @@ class DataConfig(Section):
     separate_documents: bool = False
     """Whether attention is limited to tokens of the same document in samples that pack several. Default: false; true
     for conversations and for prompts with completions."""
-    skip_steps: SkippedSteps = derived(strict=False, examples=["[120, 300-320]"])
+    skip_steps: Annotated[tuple[int | str, ...], BeforeValidator(_step_ranges)] = derived(
+        strict=False, examples=["[120, 300-320]"]
+    )
     """Steps of the run to skip on purpose, counted from 1: a list of steps and inclusive ranges, such as
     `[120, 300-320]`. A skipped step reads no samples and makes no update, but the step counter advances, so the
     learning rate and the samples of all other steps stay the same. Default: none."""

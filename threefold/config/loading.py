@@ -245,6 +245,8 @@ def _expected(problem: Any) -> str:
             return f"{words} {short if isinstance(limit, float) and float(short) == limit else limit}"
     if kind == "string_too_short":
         return "the name of a folder"
+    if kind == "value_error":  # of a validator of this package
+        return str(context["error"])
     given = problem["input"]
     if kind.startswith("int_") and isinstance(given, float) and given.is_integer():
         return f"a whole number; use {int(given)}"  # 1e3 is a number with a point to YAML

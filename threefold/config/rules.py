@@ -305,10 +305,8 @@ def _precision_rules(config: Config) -> Broken:
         rule = f"precision.dtype is {precision.dtype} and only bf16 goes without; use true or precision.dtype bf16"
         yield "precision.master_weights", rule
     if precision.fp8 and config.train.compile and config.parallel.pipeline_schedule.defers_weight_gradients:
-        rule = (
-            f"parallel.schedule {config.parallel.schedule} defers the gradients of weights, as compiled float8 layers"
-        )
-        yield "precision.fp8", f"{rule} cannot; use false or train.compile false"
+        rule = "defers the gradients of weights, as compiled float8 layers cannot; use false or train.compile false"
+        yield "precision.fp8", f"parallel.schedule {config.parallel.schedule} {rule}"
     if config.parallel.gradient_compression != "none" and precision.dtype == "fp64":
         rule = "precision.dtype is fp64, of whose digits it would drop all but three; use none or precision.dtype fp32"
         yield "parallel.gradient_compression", rule
@@ -327,11 +325,9 @@ def _recompute_rules(config: Config) -> Broken:
 
 def _checkpoints_rules(config: Config) -> Broken:
     every, kept = config.checkpoint.every, config.checkpoint.keep_every
-    if kept is None:
-        return
-    if not every:
+    if kept and not every:
         yield "checkpoint.keep_every", "checkpoint.every is 0; leave it out or give every, too"
-    if kept % every:
+    elif kept and kept % every:
         rule = f"must be a multiple of checkpoint.every {every}; use {nearest_multiple(kept, every)}"
         yield "checkpoint.keep_every", rule
 
@@ -374,9 +370,7 @@ def _hyper_parameters_rules(config: Config) -> Broken:
 
 
 def _together_rules(config: Config) -> Broken:
-    for rule in RULES:
-        if rule.broken(config):
-            yield rule.key, rule.reason.format(config=config)
+    yield from ((rule.key, rule.reason.format(config=config)) for rule in RULES if rule.broken(config))
 
 
 def _machine_rules(config: Config) -> Broken:

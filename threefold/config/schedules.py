@@ -155,9 +155,9 @@ def is_custom_schedule(name: str) -> bool:
     return name.lower().endswith(FILE_SUFFIX) or is_import_path(name)
 
 
-def schedule_name(given: str) -> str:
+def schedule_name(given: object) -> str:
     """Return the name in `SCHEDULES` for a name or torch class, in any case, or the path of a custom schedule."""
-    if is_custom_schedule(given):
+    if is_custom_schedule(given := str(given)):
         return given
     wanted = given.lower().removeprefix("schedule")
     for row in SCHEDULES.values():

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Final, Literal, cast
 import yaml
 from pydantic import BeforeValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticCustomError
 
 from threefold.config.data import DataConfig
 from threefold.config.model import MOST_LAYERS, ModelConfig, model_settings
@@ -36,26 +35,11 @@ ON_SPIKE: Final = Registry("train.on_spike", "threefold.fault_policies", _FAULT_
 """Fault policies: a function in `resilience/anomalies.py` with its name above, an entry point, or an import path."""
 
 
-def _schedule_name(given: Any) -> str:
-    try:
-        return schedule_name(str(given))
-    except ValueError as error:
-        raise PydanticCustomError("schedule", "{rule}", {"rule": str(error)}) from None
-
-
-ScheduleName = Annotated[PathText, BeforeValidator(_schedule_name)]
-"""Pipeline schedule from `threefold.config.schedules.SCHEDULES`, or the path of a CSV file or of a function."""
-
-
 def _callback(given: Any) -> Any:
     name = given.get("name") if isinstance(given, dict) else given
     if not isinstance(name, str) or not name:
-        raise PydanticCustomError("callback", "a name, or a mapping with one")
+        raise ValueError("a name, or a mapping with one")
     return given
-
-
-CallbackEntry = Annotated[str | dict[str, Any], BeforeValidator(_callback)]
-"""Training callback: its name or import path, or a mapping with that as `name` and with arguments."""
 
 
 class ParallelConfig(Section):
@@ -75,7 +59,9 @@ class ParallelConfig(Section):
     cp_method: Literal["all-gather", "ring"] = "all-gather"
     """Context-parallel attention: `all-gather` gathers all keys and values on every rank; `ring` passes them around the
     ranks block by block (ring attention), so that no rank holds all of them."""
-    schedule: ScheduleName = Field(default="1f1b", examples=[*SCHEDULES, "FILE.csv", "FILE.py:NAME"])
+    schedule: Annotated[PathText, BeforeValidator(schedule_name)] = Field(
+        default="1f1b", examples=[*SCHEDULES, "FILE.csv", "FILE.py:NAME"]
+    )
     """Pipeline schedule, the order of micro-batches. `1f1b` keeps the activations of at most `pp` micro-batches alive,
     `gpipe` those of all. `interleaved`, `looped-bfs` and `zero-bubble` give each rank `stage_chunks` stages. `zbv` and
     `dualpipev` give each rank two, so that the first and the last stage share a rank. `zero-bubble`, `zbv` and
@@ -202,7 +188,7 @@ class TrainConfig(Section):
     """Number of times that a run on local processes restarts all its ranks after one was killed or crashed. It
     continues from the newest checkpoint, or from the newer state of `checkpoint.memory_every`. Under torchrun,
     torchrun's `--max-restarts` applies instead."""
-    callbacks: tuple[CallbackEntry, ...] = derived(strict=False)
+    callbacks: tuple[Annotated[str | dict[str, Any], BeforeValidator(_callback)], ...] = derived(strict=False)
     """Training callbacks (docs/training.md) in addition to the built-in ones, in this order: names (`early_stopping`,
     `csv_log`, `epoch_metrics`, `phase_timers`, `wandb`, `mlflow`, or one of an installed package), import paths
     (`package.module:Class`, `my_callbacks.py:Class`), or mappings with arguments, such as
