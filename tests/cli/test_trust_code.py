@@ -11,7 +11,7 @@ import yaml
 from tests.support import own_token_model, ready
 from tests.support.command import Command, Ended
 from tests.train.support import Run, train_rank
-from threefold.checkpoint.folder import CONFIG, OWN_MODEL, path_of
+from threefold.checkpoint.folder import CONFIG, MODEL_FILE, path_of
 from threefold.checkpoint.manifest import read_manifest, write_manifest
 from threefold.verify.worker_pool import WorkerPool
 
@@ -65,9 +65,9 @@ def own(honest: Path, tmp_path: Path, ran: Path) -> Path:
     """A run whose checkpoint has been given evil code, with checksums that fit."""
     run = Path(shutil.copytree(honest / "own", tmp_path / "own"))
     checkpoint = path_of(run, 1)
-    for name in (OWN_MODEL, f"huggingface-{OWN_MODEL}", "huggingface-modeling_evil.py"):
+    for name in (MODEL_FILE, f"huggingface-{MODEL_FILE}", "huggingface-modeling_evil.py"):
         write_evil(checkpoint / name, ran, FILE.read_text())
-    change_config(checkpoint, model__file=f"{checkpoint / OWN_MODEL}:Tiny")
+    change_config(checkpoint, model__file=f"{checkpoint / MODEL_FILE}:Tiny")
     return run
 
 
@@ -109,7 +109,7 @@ def test_a_checkpoint_with_code_opens_without_it_or_is_refused(
         ended = call(threefold, *command)
         assert ended.status == 2, command
         assert ASK in ended.error
-        assert str(path_of(own, 1) / OWN_MODEL) in ended.error
+        assert str(path_of(own, 1) / MODEL_FILE) in ended.error
         assert ended.error.count("\n") == 1
         assert not ran.exists(), command
     for command in (
@@ -135,8 +135,8 @@ def test_code_that_the_user_named_runs_and_not_that_of_the_checkpoint(
         ended = threefold(*command)
         assert (ended.status, ended.error) == (0, ""), command
         assert not ran.exists(), command
-    assert (tmp_path / "hf" / OWN_MODEL).read_text() == FILE.read_text()
-    assert [path.name for path in (tmp_path / "hf").glob("*.py")] == [OWN_MODEL]
+    assert (tmp_path / "hf" / MODEL_FILE).read_text() == FILE.read_text()
+    assert [path.name for path in (tmp_path / "hf").glob("*.py")] == [MODEL_FILE]
 
 
 @pytest.mark.parametrize("command", ["generate", "export"])

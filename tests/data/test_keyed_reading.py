@@ -12,8 +12,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 
 import threefold
 from tests.support.sweep import sweep
-from threefold.data.keyed_reading import KeyedReader, own_generators, pass_key, positions
+from threefold.data.keyed_reading import KeyedReader, pass_key, positions
 from threefold.errors import UserError
+from threefold.resilience.kept_generators import own_generators
 
 
 class Drawn(Dataset):

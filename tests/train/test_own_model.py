@@ -12,7 +12,7 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from tests.verify import custom_cut_model
 from threefold.checkpoint.code import remembered_model
-from threefold.checkpoint.folder import OWN_MODEL, newest
+from threefold.checkpoint.folder import MODEL_FILE, newest
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.errors import UserError
 from threefold.verify.worker_pool import WorkerError
@@ -57,7 +57,7 @@ def test_a_checkpoint_has_the_file_of_its_model(pool, small_run: Run, tmp_path: 
     pool.run(1, train_rank, run, tmp_path / "run")
     checkpoint = newest(tmp_path / "run")
     assert checkpoint is not None
-    copy = checkpoint.path / OWN_MODEL
+    copy = checkpoint.path / MODEL_FILE
     assert copy.read_text() == file.read_text()
     assert remembered_model(tmp_path / "run", trust_code=True) == f"{copy}:Tiny"
     file.write_text(f"# Changed.\n{FILE.read_text()}")

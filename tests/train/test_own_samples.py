@@ -15,7 +15,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config.loading import config_of
 from threefold.data.dataset import open_dataset
-from threefold.data.formats.own_data import NestedSamples
+from threefold.data.formats.custom_data import NestedSamples
 from threefold.data.loader import Loader, Share
 from threefold.data.map_dataset import DistributedDataLoader
 from threefold.errors import UserError

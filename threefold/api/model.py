@@ -17,7 +17,6 @@ from threefold.checkpoint.code import checksum_of_code
 from threefold.comm.agreement import require_same_arguments
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
-from threefold.data.agreement import require_one_batch
 from threefold.doors import hook
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments, require_whole
@@ -238,7 +237,8 @@ class DistributedModel(LoopModel):
         """Compare the batch of the first call with those of the other ranks of the replica."""
         if call not in self._compared:
             self._compared.add(call)
-            require_one_batch(batch, self.mesh, f"In the first {call}")
+            if require_one := hook("require_one_batch"):
+                require_one(batch, self.mesh, f"In the first {call}")
 
     def publish(self) -> None:
         """Round the weights into the tensors that the model computes with, after a change of `parameters()`."""

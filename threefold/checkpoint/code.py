@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from threefold.checkpoint.errors import DamagedCheckpoint
-from threefold.checkpoint.folder import CONFIG, FOLDER, OWN_MODEL, folders, stored_config, usable_config
+from threefold.checkpoint.folder import CONFIG, FOLDER, MODEL_FILE, folders, stored_config, usable_config
 from threefold.checkpoint.manifest import MANIFEST
 from threefold.checksums import checksum_of_blocks
 from threefold.comm.agreement import short
@@ -17,7 +17,7 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.optimizer import OPTIMIZERS
 from threefold.config.schedules import is_python_schedule
-from threefold.data.formats.own_data import is_own_data
+from threefold.data.formats.custom_data import is_custom_data
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
@@ -33,7 +33,7 @@ def with_code(config: Config, checkpoint: Path, model: str | None, trust_code: b
             f"--model is {model} but the model of {checkpoint.parent.parent} is a {config.model.architecture}; leave "
             "--model out."
         )
-    if model is None and FolderFiles(checkpoint).holds(OWN_MODEL):
+    if model is None and FolderFiles(checkpoint).holds(MODEL_FILE):
         if not trust_code:
             raise _untrusted_model(checkpoint)
         model = stored_config(checkpoint, with_code=True).model.file
@@ -44,7 +44,7 @@ def remembered_model(run_dir: Path, trust_code: bool) -> str | None:
     """Return the custom model of a run's newest checkpoint as `--model` takes it, or None; it must be trusted."""
     for path in reversed(folders(run_dir)):
         files = FolderFiles(path)
-        if files.holds(OWN_MODEL) and files.holds(CONFIG):
+        if files.holds(MODEL_FILE) and files.holds(CONFIG):
             try:
                 stored = usable_config(path, with_code=True)
             except DamagedCheckpoint:
@@ -95,7 +95,7 @@ def code_of(config: Config) -> Iterator[tuple[str, str]]:
         if is_import_path(name):
             yield "train.callbacks", name
     for name in config.data.corpora:
-        if is_own_data(name):
+        if is_custom_data(name):
             yield ("data.path" if config.data.path else "data.mixture"), name
 
 
@@ -111,6 +111,6 @@ def checksum_of_code(files: Iterable[Path]) -> str:
 
 def _untrusted_model(checkpoint: Path) -> UserError:
     return UserError(
-        f"The model of {checkpoint} is the code in its {OWN_MODEL}, which runs only where you ask for it: name your "
-        f"own copy with --model FILE.py:NAME, or give --trust-code if you trust {shown(checkpoint / OWN_MODEL)}."
+        f"The model of {checkpoint} is the code in its {MODEL_FILE}, which runs only where you ask for it: name your "
+        f"own copy with --model FILE.py:NAME, or give --trust-code if you trust {shown(checkpoint / MODEL_FILE)}."
     )

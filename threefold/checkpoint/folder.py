@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 FOLDER: Final = "checkpoints"
 CONFIG: Final = "config.yaml"
 TOKENIZER: Final = "tokenizer.json"
-OWN_MODEL: Final = "model.py"
+MODEL_FILE: Final = "model.py"
 LOOP: Final = "loop.json"
 GENERATION: Final = "generation_config.json"
 WITH_TOKENIZER: Final = (
@@ -63,7 +63,7 @@ DIVERGED: Final = ".diverged"
 _NAME = re.compile(rf"step_(\d{{8,}})({re.escape(REPLACED)})?")
 NAMED: Final = re.compile(r"step_(\d{8,})([.].*)?")
 """Pattern of names that look like a checkpoint's, whatever follows the step."""
-_ANY = re.compile(rf"step_(\d{{8,}})(\.old)?({'|'.join(map(re.escape, (PARTIAL, REPLACED, DIVERGED)))})?")
+_ANY = re.compile(rf"step_(\d{{8,}})({'|'.join(map(re.escape, (PARTIAL, REPLACED, DIVERGED)))})?")
 
 
 def path_of(run_dir: Path, step: int) -> Path:
@@ -105,19 +105,19 @@ def stored_config(path: Path, *, with_code: bool = False) -> Config:
         config = load_stored_config(path / CONFIG, ("parallel.schedule=null", "parallel.stage_chunks=null"))
     if config.model.architecture == OWN:
         _, colon, name = config.model.file.partition(":")
-        file = f"{path / OWN_MODEL}{colon}{name}" if with_code and FolderFiles(path).holds(OWN_MODEL) else ""
+        file = f"{path / MODEL_FILE}{colon}{name}" if with_code and FolderFiles(path).holds(MODEL_FILE) else ""
         config = config.model_copy(update={"model": config.model.model_copy(update={"file": file})})
     return resolve(config, 1)  # the data's vocabulary was checked when it was stored
 
 
 def model_files(file: Path) -> dict[str, Path]:
     """Return the files of a custom model, its own and the modules it imports, by their names in a checkpoint."""
-    files = {OWN_MODEL: file}
+    files = {MODEL_FILE: file}
     for path in modules_beside(file):
-        if path.name == OWN_MODEL and path != file:
+        if path.name == MODEL_FILE and path != file:
             raise UserError(
-                f"{shown(file)} imports {OWN_MODEL} beside it, the name under which checkpoints keep {file.name} "
-                f"itself; rename {OWN_MODEL}, as to own_{OWN_MODEL}."
+                f"{shown(file)} imports {MODEL_FILE} beside it, the name under which checkpoints keep {file.name} "
+                f"itself; rename {MODEL_FILE}, as to own_{MODEL_FILE}."
             )
         files[path.name] = path
     return files

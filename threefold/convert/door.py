@@ -8,6 +8,7 @@ COMMANDS: Final = {
     "data convert": ("", "threefold.convert.tokens_command:convert"),
     "checkpoint convert": ("", "threefold.convert.checkpoint_command:convert"),
 }
+HOOKS: Final = {"parquet_texts": "threefold.convert.parquet:parquet_texts"}
 TOKEN_FORMATS: Final = {
     "megatron": "threefold.convert.megatron_tokens:MEGATRON",
     "paddlefleetx": "threefold.convert.paddlefleetx_tokens:PADDLEFLEETX",

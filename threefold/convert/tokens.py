@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 
 from threefold.data.corpus import TOKEN_DTYPES, TOKENIZER_FILE, DocumentWriter, dtype_for
-from threefold.data.formats.registry import is_own, open_corpus, read_stored, token_formats, with_ending
+from threefold.data.formats.registry import is_prepared, open_corpus, read_stored, token_formats, with_ending
 from threefold.data.formats.threefold_folder import Meta, SourceFile, list_token_files
 from threefold.data.preparation import complete_folder
 from threefold.data.tokenizer import end_of_document, load_tokenizer
@@ -60,7 +60,7 @@ def convert(
 
 
 def _require_no_mask(source: Path) -> None:
-    if is_own(source) and Meta.read(source).loss_mask:
+    if is_prepared(source) and Meta.read(source).loss_mask:
         raise UserError(
             f"{source} holds conversations with a loss mask, which a conversion would lose; use the folder as it is."
         )
@@ -76,7 +76,7 @@ def to_threefold(
     """
     read = [source] if tokenizer is None else [source, tokenizer]
     check_replaceable(out, read, overwrite, listing=list_token_files)
-    if tokenizer is None and not is_own(source):
+    if tokenizer is None and not is_prepared(source):
         raise UserError(
             f"{source} comes without the tokenizer that --to threefold needs; give its tokenizer.json with --tokenizer"
         )

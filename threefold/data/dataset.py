@@ -14,8 +14,8 @@ from threefold.config.model import OWN
 from threefold.constants import IGNORE_INDEX
 from threefold.data.conversations import ChatTemplate
 from threefold.data.corpus import Corpus
+from threefold.data.formats.custom_data import CustomData, is_custom_data, is_nested
 from threefold.data.formats.jsonl import JsonLines
-from threefold.data.formats.own_data import OwnData, is_nested, is_own_data
 from threefold.data.formats.registry import holds_tokens, open_corpus
 from threefold.data.packed import PackedConversations, PackedSamples, PaddedSamples
 from threefold.data.samples import MixedSamples, MixturePart, Samples
@@ -32,7 +32,7 @@ class NamedCorpus:
 
     name: str
     weight: float
-    data: Corpus | JsonLines | OwnData
+    data: Corpus | JsonLines | CustomData
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +52,8 @@ class Dataset:
 
     @property
     def is_nested(self) -> bool:
-        """Whether the samples are nestings of tensors for a user's own model instead of tokens."""
-        return any(isinstance(source.data, OwnData) and source.data.is_nested for source in self.sources)
+        """Whether the samples are nestings of tensors for a custom model instead of tokens."""
+        return any(isinstance(source.data, CustomData) and source.data.is_nested for source in self.sources)
 
     @property
     def holds_chat(self) -> bool:
@@ -92,11 +92,11 @@ class Dataset:
         return parts[0].samples if len(parts) == 1 else MixedSamples(parts)
 
     def require_labels(self, name: str, samples: Samples) -> None:
-        """Check that each source has a label, other than a user's own dataset, whose reading may take long."""
+        """Check that each source has a label, other than a custom dataset, whose reading may take long."""
         for source, part in zip(self.sources, samples.parts, strict=True):
             size, read_together = len(part.samples), 64
             chunks = (np.arange(first, min(first + read_together, size)) for first in range(0, size, read_together))
-            if isinstance(source.data, OwnData) or any(
+            if isinstance(source.data, CustomData) or any(
                 (part.samples.labelled(chunk)[1] != IGNORE_INDEX).any() for chunk in chunks
             ):
                 continue
@@ -110,7 +110,7 @@ class Dataset:
         """Return the number of tokens and documents of each source; needs resolved settings. Raises like `samples`."""
         length, found = self.settings.sequence_length, list[tuple[int, int]]()
         for source in self.sources:
-            if isinstance(data := source.data, OwnData):
+            if isinstance(data := source.data, CustomData):
                 found.append((len(data) * (1 if data.is_nested else length), len(data)))
             else:
                 corpus = stored_corpus(data, length)
@@ -121,7 +121,7 @@ class Dataset:
         """Return each source that has files; needs resolved settings. Raises like `samples`."""
         length = self.settings.sequence_length
         found = (source.data for source in self.sources)
-        return tuple(stored_corpus(data, length) for data in found if not isinstance(data, OwnData))
+        return tuple(stored_corpus(data, length) for data in found if not isinstance(data, CustomData))
 
 
 def stored_corpus(data: Corpus | JsonLines, sequence_length: int, progress: Progress = SILENT) -> Corpus:
@@ -145,12 +145,14 @@ def open_dataset(config: Config) -> Dataset:
 
 def names_data(config: Config) -> bool:
     """Return whether there are files at a config's paths; `open_dataset` raises if they hold no data."""
-    return any(is_own_data(name) or Path(name).exists() or holds_tokens(Path(name)) for name in config.data.corpora)
+    return any(is_custom_data(name) or Path(name).exists() or holds_tokens(Path(name)) for name in config.data.corpora)
 
 
 def names_nested_data(config: Config) -> bool:
-    """Return whether a config names a user's own dataset without tokens. Raises UserError if there is no dataset."""
-    return any(is_own_data(name) and not holds_tokens(Path(name)) and is_nested(name) for name in config.data.corpora)
+    """Return whether a config names a custom dataset without tokens. Raises UserError if there is no dataset."""
+    return any(
+        is_custom_data(name) and not holds_tokens(Path(name)) and is_nested(name) for name in config.data.corpora
+    )
 
 
 def missing_data(name: str, config: Config) -> str:
@@ -160,10 +162,10 @@ def missing_data(name: str, config: Config) -> str:
     return f"{setting} {shown(name)}, which does not exist{where}"
 
 
-def _open(name: str, config: Config) -> Corpus | JsonLines | OwnData:
+def _open(name: str, config: Config) -> Corpus | JsonLines | CustomData:
     settings, path = config.data, Path(name)
-    if is_own_data(name) and not holds_tokens(path):
-        return OwnData.open(name, config.model.vocab_size, config.model.architecture == OWN)
+    if is_custom_data(name) and not holds_tokens(path):
+        return CustomData.open(name, config.model.vocab_size, config.model.architecture == OWN)
     if not os.path.lexists(path) and not holds_tokens(path):
         raise UserError(
             f"{missing_data(name, config)}; make token files with `threefold data prepare INPUT --out {shown(name)}`."
@@ -210,9 +212,9 @@ def _check_shared(one: NamedCorpus, other: NamedCorpus) -> None:
         )
 
 
-def _samples(data: Corpus | JsonLines | OwnData, name: str, settings: DataConfig, progress: Progress) -> Samples:
+def _samples(data: Corpus | JsonLines | CustomData, name: str, settings: DataConfig, progress: Progress) -> Samples:
     length = settings.sequence_length
-    if isinstance(data, OwnData):
+    if isinstance(data, CustomData):
         return data.samples(name, settings.split, length)
     corpus = stored_corpus(data, length, progress)
     if data.holds_chat:

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from threefold.constants import IGNORE_INDEX
-from threefold.data.formats.own_data import NestedSamples
+from threefold.data.formats.custom_data import NestedSamples
 from threefold.data.keyed_reading import pass_key, positions
 from threefold.data.samples import ConsumedSamples, MixturePart, Samples
 from threefold.random import Int64Array

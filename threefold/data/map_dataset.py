@@ -11,9 +11,9 @@ import numpy as np
 from torch import Generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from threefold.data.agreement import require_one_data_set
 from threefold.data.keyed_reading import KeyedReader, pass_key, sentences_of_workers
 from threefold.data.loader import Share
+from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.random import KeyedPermutation
 
@@ -72,7 +72,8 @@ class GlobalBatchSampler(Sampler[list[int]]):
             )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise UserError(f"dataset is a {kind} but must be of map style; give one with __len__ and __getitem__.")
-        require_one_data_set(dataset, mesh, f"dataset, a {kind},")
+        if require_one := hook("require_one_data_set"):
+            require_one(dataset, mesh, f"dataset, a {kind},")
         if not len(dataset):
             raise UserError(f"dataset is a {kind} without a sample; give one with at least 1.")
         self.samples = len(dataset)

@@ -222,20 +222,20 @@ class MixedSamples(Samples):
         return sum(len(part.samples) for part in self.parts)
 
     def ordered(self, counters: Int64Array, seed: int) -> Int64Array:
-        corpora, own_counters = self.blend(counters)
+        corpora, counters_there = self.blend(counters)
         indices = np.empty_like(counters)
         for corpus, (part, start) in enumerate(zip(self.parts, self._starts, strict=True)):
             here = corpora == corpus
-            indices[here] = start + part.samples.ordered(own_counters[here], seed)
+            indices[here] = start + part.samples.ordered(counters_there[here], seed)
         return indices
 
     def passes(self, counters: Int64Array) -> Int64Array:
-        corpora, own_counters = self.blend(counters)
-        return own_counters // np.array([len(part.samples) for part in self.parts])[corpora]
+        corpora, counters_there = self.blend(counters)
+        return counters_there // np.array([len(part.samples) for part in self.parts])[corpora]
 
     def labelled(self, indices: Int64Array, keys: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
-        def read(samples: Samples, own: Int64Array, rows: Int64Array) -> Int64Array:
-            return np.stack(samples.labelled(own, None if keys is None else keys[rows]), 1)
+        def read(samples: Samples, there: Int64Array, rows: Int64Array) -> Int64Array:
+            return np.stack(samples.labelled(there, None if keys is None else keys[rows]), 1)
 
         both = self._gathered(indices, read)
         return both[:, 0], both[:, 1]
@@ -246,7 +246,7 @@ class MixedSamples(Samples):
         return any(known) if known else None
 
     def documents(self, indices: Int64Array) -> Int64Array:
-        return self._gathered(indices, lambda samples, own, _: samples.documents(own))
+        return self._gathered(indices, lambda samples, there, _: samples.documents(there))
 
     def epochs(self, counter: int) -> dict[str, float]:
         counts = self.blend.counts(counter).tolist()
@@ -254,7 +254,7 @@ class MixedSamples(Samples):
 
     def positions(self, indices: Int64Array) -> Int64Array | None:
         divided, back = self._divided(indices)
-        parts = [(len(own), samples.positions(own)) for samples, own, _ in divided]
+        parts = [(len(there), samples.positions(there)) for samples, there, _ in divided]
         length = next((positions.shape[1] for _, positions in parts if positions is not None), None)
         if length is None:
             return None
@@ -263,7 +263,7 @@ class MixedSamples(Samples):
         return np.concatenate(whole)[back]
 
     def padding(self, indices: Int64Array) -> Int64Array:
-        return self._gathered(indices, lambda samples, own, _: samples.padding(own))
+        return self._gathered(indices, lambda samples, there, _: samples.padding(there))
 
     @property
     def notes(self) -> tuple[str, ...]:

@@ -16,6 +16,7 @@ from threefold.constants import LONGEST_DOCUMENT
 from threefold.data.conversations import Chat, Document, chat_of, is_chat, utf8
 from threefold.data.corpus import META_FILE, TOKENS_FILE
 from threefold.data.tokenizer import END_OF_DOCUMENT
+from threefold.doors import needed
 from threefold.errors import UserError
 from threefold.files import load_json
 
@@ -26,9 +27,7 @@ _KNOWN: Final = ".jsonl, .json, .txt, one of these and .gz or .zst, or .parquet"
 # a single big file can be held in memory and divided into splits.
 _TEXT_DOCUMENT: Final = 65_536
 _READ_LINE_LIMIT: Final = 4 * _TEXT_DOCUMENT
-_CHUNK: Final = 1 << 18
-_ROWS: Final = 16
-"""Rows of parquet that are read at once: a file of a kilobyte can name one long text in each of a thousand rows."""
+CHUNK: Final = 1 << 18
 _ZSTD_INPUT: Final = 1 << 12
 """Bytes that are decompressed at once; their content has at most 128 MiB."""
 
@@ -78,7 +77,7 @@ class SourceReader:
     """
 
     def __init__(self, path: Path, key: str, on_read: Callable[[int], None], key_given_by: str = "--key") -> None:
-        self.path, self._key, self._on_read, self._key_given_by = path, key, on_read, key_given_by
+        self.path, self.key, self._on_read, self._key_given_by = path, key, on_read, key_given_by
         self.documents = self.bytes = 0
         self._hash = hashlib.sha256()
 
@@ -97,7 +96,7 @@ class SourceReader:
 
     def __iter__(self) -> Iterator[Document]:
         """Yield the non-empty documents. Raises UserError if the file cannot be read or a line is malformed."""
-        readers = {"parquet": self._parquet_documents, "text": self._text_documents}
+        readers = {"parquet": self._parquet_texts, "text": self._text_documents}
         for document in readers.get(_kind(self.path) or "", self._json_documents)():
             if not isinstance(document, str) or document.strip():
                 self.documents += 1
@@ -124,29 +123,29 @@ class SourceReader:
 
     def text_of(self, value: dict[str, Any], number: int) -> str:
         """Return the text in the object of a line. Raises UserError if there is none under the key."""
-        if self._key not in value:
+        if self.key not in value:
             keys = ", ".join(f'"{key}"' for key in value) or "none"
             raise UserError(
-                f'{self.path}:{number} has no key "{self._key}" (its keys: {keys}); '
+                f'{self.path}:{number} has no key "{self.key}" (its keys: {keys}); '
                 f"name the right one with {self._key_given_by}"
             )
-        text = value[self._key]
+        text = value[self.key]
         if not isinstance(text, str):
             raise UserError(
-                f'{self.path}:{number} has no text under "{self._key}" but {json.dumps(text)[:40]}; it must be a string'
+                f'{self.path}:{number} has no text under "{self.key}" but {json.dumps(text)[:40]}; it must be a string'
             )
         return utf8(text)
 
     def _json_documents(self) -> Iterator[Document]:
         holds_chat: bool | None = None
         for value, number in self.objects():
-            holds_chat = is_chat(value, self._key) if holds_chat is None else holds_chat
-            if holds_chat and not is_chat(value, self._key):
+            holds_chat = is_chat(value, self.key) if holds_chat is None else holds_chat
+            if holds_chat and not is_chat(value, self.key):
                 raise UserError(
                     f"{self.path}:{number} has no messages and no prompt with a completion, which the lines before it "
                     "have; put lines of another kind into another file"
                 )
-            yield chat_of(value, self._key, f"{self.path}:{number}") if holds_chat else self.text_of(value, number)
+            yield chat_of(value, self.key, f"{self.path}:{number}") if holds_chat else self.text_of(value, number)
 
     def _text_documents(self) -> Iterator[str]:
         document: list[str] = []
@@ -162,52 +161,21 @@ class SourceReader:
                     document, size = [], 0
             yield "".join(document)
 
-    def _parquet_documents(self) -> Iterator[str]:
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError:
-            raise UserError(
-                f'{self.path} needs pyarrow to be read; install it with pip install "threefold[parquet]"'
-            ) from None
-        try:
-            with self._opened() as raw, pyarrow.parquet.ParquetFile(self.path) as file:
-                size, rows, schema = self.path.stat().st_size, 0, file.schema_arrow
-                if self._key not in schema.names:
-                    names = ", ".join(f'"{name}"' for name in schema.names)
-                    raise UserError(
-                        f'{self.path} has no column "{self._key}" (its columns: {names}); name the right one with --key'
-                    )
-                kind = schema.field(self._key).type
-                if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                    raise UserError(
-                        f'{self.path} has no text in column "{self._key}" but {kind}; name a column of strings with '
-                        "--key"
-                    )
-                for batch in file.iter_batches(batch_size=_ROWS, columns=[self._key]):
-                    for text in batch.column(0).to_pylist():
-                        if text is not None:
-                            yield _checked(text, f"A document of {self.path}")
-                    # Parquet is read out of order, so a second reader follows for the hash and the progress.
-                    rows += batch.num_rows
-                    while self.bytes < rows / file.metadata.num_rows * size and raw.read(_CHUNK):
-                        pass
-                while raw.read(_CHUNK):
-                    pass
-        except (pyarrow.ArrowException, OSError) as error:
-            reason = " ".join(str(error).split())
-            raise UserError(f"{self.path} cannot be read as parquet ({reason}); it may be truncated") from None
+    def _parquet_texts(self) -> Iterator[str]:
+        yield from needed("parquet_texts", f"Parquet, as of {self.path},", "convert")(self)
 
     @contextmanager
     def _stream(self) -> Iterator[io.TextIOWrapper]:
         """Open the file as text, decompressed; if the block reads to the end, the hash is of the whole file."""
-        with self._opened() as raw, _explained(self.path):
+        with self.opened() as raw, _explained(self.path):
             yield _decompressed(raw, self.path)
             while raw.read(1 << 20):  # the last bytes, which a decompressor may leave unread
                 pass
 
     @contextmanager
-    def _opened(self) -> Iterator[io.BufferedReader]:
+    def opened(self) -> Iterator[io.BufferedReader]:
+        """Open the file as stored, of which every read counts for the hash and the progress."""
+
         def watch(data: memoryview) -> None:
             self._hash.update(data)
             self.bytes += len(data)
@@ -218,7 +186,7 @@ class SourceReader:
         except OSError as error:
             raise UserError(f"{self.path} cannot be read ({error.strerror})") from None
         with file:
-            yield io.BufferedReader(file, _CHUNK)
+            yield io.BufferedReader(file, CHUNK)
 
 
 class _Watched(io.FileIO):
@@ -245,17 +213,18 @@ def _decompressed(raw: io.BufferedReader, path: Path) -> io.TextIOWrapper:
     if path.suffix.lower() == ".gz":
         stream = gzip.GzipFile(fileobj=raw)
     elif path.suffix.lower() == ".zst":
-        stream = io.BufferedReader(_ZstdFile(raw), _CHUNK)
+        stream = io.BufferedReader(_ZstdFile(raw), CHUNK)
     return io.TextIOWrapper(stream, encoding="utf-8-sig")
 
 
 def _lines(stream: io.TextIOWrapper, path: Path) -> Iterator[str]:
     """Yield the lines of JSON; raise a `UserError` for one that is too long, before it is read to its end."""
     for number, line in enumerate(iter(lambda: stream.readline(LONGEST_DOCUMENT + 1), ""), start=1):
-        yield _checked(line, f"{path}:{number}")
+        yield checked(line, f"{path}:{number}")
 
 
-def _checked(document: str, where: str) -> str:
+def checked(document: str, where: str) -> str:
+    """Return a document; raise a `UserError` if it is too long."""
     if len(document) > LONGEST_DOCUMENT:
         raise UserError(
             f"{where} has more than {LONGEST_DOCUMENT:,} characters, and a document may have as many; cut it into "

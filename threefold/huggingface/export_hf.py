@@ -11,7 +11,7 @@ import torch
 
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
-from threefold.checkpoint.folder import OWN_MODEL, SelectedCheckpoint, code_text, model_files
+from threefold.checkpoint.folder import MODEL_FILE, SelectedCheckpoint, code_text, model_files
 from threefold.checkpoint.index import StoredTensor, name_of
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import Config, ModelConfig
@@ -141,7 +141,7 @@ def _write_constructor(config: ModelConfig, folder: Path) -> tuple[str, ...]:
         given = bound_arguments(factory, config, f"{source.path.name}: {name}")
     arguments = {key: value.settings() if isinstance(value, ModelConfig) else value for key, value in given.items()}
     _, plan = source.load_section(config)
-    values = {"file": OWN_MODEL, "name": name, "arguments": arguments, "tied": dict(plan.ties)}
+    values = {"file": MODEL_FILE, "name": name, "arguments": arguments, "tied": dict(plan.ties)}
     files = model_files(source.path)
     for copy, path in files.items():
         write_own(folder / copy, code_text(path))

@@ -38,6 +38,7 @@ CHOSEN_CALLBACKS: Final = {
 HOOKS: Final = {
     "token_facts": "threefold.report.commands.data:token_facts",
     "goodput": "threefold.report.goodput:goodput_of",
+    "announce": "threefold.report.announcement:announce",
     "running_lines": "threefold.report.console:RunningLines",
     "import_writer": "threefold.report.tensorboard:import_writer",
     "run_files": "threefold.report.door:RUN_FILES",

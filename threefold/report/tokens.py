@@ -12,7 +12,7 @@ import numpy as np
 from threefold.checksums import checksum
 from threefold.data.corpus import META_FILE, Corpus, StoredTokens, damaged
 from threefold.data.formats.jsonl import CACHE_ENDING, FACTS, entry_checksums, read_stamp
-from threefold.data.formats.registry import holds_tokens, is_own, read_stored
+from threefold.data.formats.registry import holds_tokens, is_prepared, read_stored
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.samples import SPLITS, document_runs
 from threefold.data.sources import is_json_lines
@@ -124,7 +124,7 @@ def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]
             found.append(Audit(file, None, "", str(error)))
     if found:
         return found
-    if is_own(path) and os.path.isdir(path):
+    if is_prepared(path) and os.path.isdir(path):
         return list(_audit_folder(path, progress))
     return _audit_foreign(path, tokenizer, progress)
 

@@ -19,17 +19,17 @@ from threefold.checkpoint.resume import other_text
 from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.data.agreement import numbers_of_ranks, require_one_data_set
 from threefold.data.corpus import Content, Corpus, checksum_of_tokens
 from threefold.data.dataset import Dataset
-from threefold.data.fingerprint import fingerprint_of
-from threefold.data.formats.own_data import OwnData, named
+from threefold.data.fingerprint import fingerprint_of, numbers_of_ranks
+from threefold.data.formats.custom_data import CustomData, named
 from threefold.data.loader import Batch, Loader
 from threefold.data.samples import Samples
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles, write_own
 from threefold.models.source import ModelSource
+from threefold.resilience.data_agreement import require_one_data_set
 from threefold.resilience.terms import agree_on_terms
 from threefold.train.attachment import Checks
 from threefold.train.callbacks.base import Callback, say
@@ -43,7 +43,7 @@ class RankChecks(Checks):
         return agree_on_terms(self.config, self.dataset, samples, source, heartbeat)
 
     def on_mesh(self, mesh: Mesh) -> None:
-        require_same_own_data(self.dataset, mesh)
+        require_same_custom_data(self.dataset, mesh)
 
     def on_folder(self, run_dir: Path, mesh: Mesh) -> None:
         require_shared_folder(run_dir, mesh, self.reads)
@@ -58,10 +58,10 @@ class RankChecks(Checks):
         return self._tokens.contents()
 
 
-def require_same_own_data(dataset: Dataset, mesh: Mesh) -> None:
+def require_same_custom_data(dataset: Dataset, mesh: Mesh) -> None:
     """Check that the user's own data sets of a run are the same on every rank. Collective over the world."""
     for data in (source.data for source in dataset.sources):
-        if isinstance(data, OwnData):
+        if isinstance(data, CustomData):
             for part in data.parts.values():
                 require_one_data_set(part, mesh, f"{named(data.path)}, which")
 

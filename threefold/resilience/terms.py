@@ -20,7 +20,7 @@ from threefold.comm.heartbeat import Heartbeat
 from threefold.config import Config
 from threefold.data.corpus import Corpus
 from threefold.data.dataset import Dataset, stored_corpus
-from threefold.data.formats.own_data import OwnData
+from threefold.data.formats.custom_data import CustomData
 from threefold.data.samples import Samples
 from threefold.models.source import ModelSource
 from threefold.parallel.arithmetic import arithmetic_of
@@ -99,7 +99,7 @@ def data_of(dataset: Dataset, parts: Iterable[Samples | None]) -> dict[str, str]
         name = f"the data of data.mixture {number}" if several else "the data at data.path"
         if several:
             found[f"the weight of data.mixture {number}"] = repr(each.weight)
-        if not isinstance(each.data, OwnData):  # which `require_same_own_data` compares, with advice of its own
+        if not isinstance(each.data, CustomData):  # which `require_same_custom_data` compares, with advice of its own
             corpus = stored_corpus(each.data, dataset.settings.sequence_length)
             tokenizer = corpus.tokenizer_sha256
             found[name] = _content(corpus)
@@ -108,7 +108,7 @@ def data_of(dataset: Dataset, parts: Iterable[Samples | None]) -> dict[str, str]
                 f"{tokenizer[:12] if tokenizer else 'none'} with special tokens as {corpus.rule.special_tokens}"
             )
     for name, part in zip(("training", "validation"), parts, strict=True):
-        if part is not None and not any(isinstance(each.data, OwnData) for each in dataset.sources):
+        if part is not None and not any(isinstance(each.data, CustomData) for each in dataset.sources):
             found[f"the number of {name} samples"] = f"{len(part):,}"
     return found
 

@@ -20,8 +20,8 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.resolve import with_micro_batch
-from threefold.data.agreement import numbers_of_ranks
 from threefold.data.dataset import Dataset, open_dataset
+from threefold.data.fingerprint import numbers_of_ranks
 from threefold.data.loader import Loader, Share
 from threefold.data.samples import ConsumedSamples, Samples
 from threefold.doors import hook, needed
@@ -31,7 +31,6 @@ from threefold.models.family import family_of
 from threefold.models.source import ConfigSource, ModelSource, file_source
 from threefold.parallel.arithmetic import arithmetic_of
 from threefold.parallel.layout_check import check_layout, check_source
-from threefold.train.announcement import announce
 from threefold.train.attachment import Checks, Profiler, attachments, import_attachments
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext, say
@@ -130,7 +129,7 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
 
     with closing(open_loader(config, samples, mesh.dp, start.consumed)) as loader:
         if mesh.world.is_first:
-            if not run.attempt.number or run.attempt.layout:
+            if (announce := hook("announce")) and (not run.attempt.number or run.attempt.layout):
                 announce(run, loader, make_model, plan)
             for line in (*notes, *start.lines):
                 say(line)

@@ -16,7 +16,7 @@ from threefold.config.model import OWN, ModelConfig
 from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules import batch_sizes
 from threefold.config.schedules import Schedule, find_schedule
-from threefold.data.formats.own_data import is_own_data
+from threefold.data.formats.custom_data import is_custom_data
 from threefold.errors import UserError
 from threefold.exact.rules import GRAIN, takes_context_pieces
 
@@ -70,7 +70,7 @@ def shrink(config: Config, specs: Sequence[LayoutSpec], batch_alone: bool = Fals
     if batch_alone:
         return resolve(config_of(settings), vocab_size=1)
     model, sequence = config.model, config.data.sequence_length
-    if not any(map(is_own_data, config.data.corpora)):
+    if not any(map(is_custom_data, config.data.corpora)):
         # Lengths that both chunks of a context-parallel rank and sequence parallelism divide.
         unit = lcm(*((2 * each.cp if each.cp > 1 else 1) * each.tp for each in (spec.layout for spec in specs)))
         sequence = min(sequence, -(-_SEQUENCE // unit) * unit)

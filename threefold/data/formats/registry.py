@@ -62,7 +62,7 @@ def open_corpus(
     `eod` None is the tokenizer's usual end-of-document token, if the first and the last document end with it.
     """
     path = Path(path)
-    if is_own(path):
+    if is_prepared(path):
         files = TokenFiles.open(path)
         if tokenizer is not None:
             load_tokenizer(tokenizer, "data.tokenizer")
@@ -121,7 +121,7 @@ def read_stored(path: Path) -> StoredTokens:
             f"{path} holds text and no tokens; make these with `threefold data prepare {path} --out FOLDER`, or give "
             "it to a run as data.path with a data.tokenizer."
         )
-    if is_own(path):
+    if is_prepared(path):
         return TokenFiles.open(path).stored()
     found = _find(path)
     if len(found) > 1:
@@ -131,7 +131,7 @@ def read_stored(path: Path) -> StoredTokens:
     return format_.read(prefix)
 
 
-def is_own(path: Path) -> bool:
+def is_prepared(path: Path) -> bool:
     """Return whether to read `path` as a folder of `threefold data prepare`; its reader reports what is missing."""
     return os.path.lexists(path / META_FILE) or not _find(path)
 

@@ -60,7 +60,7 @@ class StepRecord:
             `data.skip_steps` or a rollback skips reads no samples: loss and norm are NaN, and the tokens are 0.
         performance: hardware use of the step; None if its samples were not read.
         fingerprint: hash of all weights after the step, the same in every layout; None unless the run is exact.
-        unknown_calls: in the first step of an exact run of a user's own model, what its passes call without being known
+        unknown_calls: in the first step of an exact run of a custom model, what its passes call without being known
             to be exact.
     """
 

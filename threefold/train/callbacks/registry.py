@@ -117,12 +117,12 @@ def _makes_itself(kind: type[Callback]) -> bool:
 
 
 def _check_arguments(kind: type[Callback], name: str, arguments: Mapping[str, Any]) -> None:
-    own = _makes_itself(kind)
-    signature = inspect.signature(kind.for_run if own else kind)
-    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD][own:]
+    makes = _makes_itself(kind)
+    signature = inspect.signature(kind.for_run if makes else kind)
+    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD][makes:]
     takes = [parameter.name for parameter in parameters]
     try:
-        signature.bind(*([None] if own else []), **arguments)
+        signature.bind(*([None] if makes else []), **arguments)
     except TypeError:
         wrong = [argument for argument in arguments if argument not in takes]
         missing = [each.name for each in parameters if each.default is each.empty and each.name not in arguments]

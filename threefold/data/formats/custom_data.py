@@ -1,10 +1,10 @@
-"""Samples from a user's own map-style dataset: tokens, or for an own model any nesting of tensors and numbers."""
+"""Samples from a custom map-style dataset: tokens, or for a custom model any nesting of tensors and numbers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -25,13 +25,13 @@ def named(path: str) -> str:
     return f"data.path is {shown(path)}"
 
 
-def is_own_data(path: str) -> bool:
+def is_custom_data(path: str) -> bool:
     """Return whether a path in the config is an import path rather than an existing file or folder."""
     return is_import_path(path) and not Path(path).exists()
 
 
 @dataclass(frozen=True, eq=False)
-class OwnData:
+class CustomData:
     """Dataset at an import path, or made by the function or class there, which is called without arguments.
 
     A dataset has `__len__` and `__getitem__`. Its samples are divided by `data.split`, unless a mapping with `train`,
@@ -41,7 +41,7 @@ class OwnData:
     - a mapping with exactly these two keys;
     - one sequence of tokens, each of which is the label of the one before it.
 
-    Samples shorter than `data.sequence_length` are padded at the end. For a user's own model, all other samples are
+    Samples shorter than `data.sequence_length` are padded at the end. For a custom model, all other samples are
     nestings of tensors, arrays and numbers of equal shapes; mappings keep all their keys.
 
     `parts` has datasets by name of the split, or the whole under the empty name. `vocab_size` is 1 if samples are not
@@ -60,10 +60,10 @@ class OwnData:
     tokenizer_sha256: None = None
 
     @classmethod
-    def open(cls, path: str, vocab_size: int | None, for_own_model: bool = False) -> "OwnData":
-        """Load the dataset at an import path; for an own model, samples may be something other than tokens."""
+    def open(cls, path: str, vocab_size: int | None, for_custom_model: bool = False) -> "CustomData":
+        """Load the dataset at an import path; for a custom model, samples may be something other than tokens."""
         parts = _parts(path)
-        if for_own_model and is_nested(path):
+        if for_custom_model and is_nested(path):
             return cls(path, parts, vocab_size or 1, is_nested=True)
         if unknown := _unknown_keys(_first(parts)):
             raise UserError(
@@ -71,7 +71,7 @@ class OwnData:
                 "leave them out, or train a model of your own, which gets all keys."
             )
         if vocab_size is None:
-            otherwise = ", or return mappings if its samples are not tokens" if for_own_model else ""
+            otherwise = ", or return mappings if its samples are not tokens" if for_custom_model else ""
             raise UserError(
                 f"{named(path)}, a data set of tokens that does not say how many ids there are; set "
                 f"model.vocab_size{otherwise}."
@@ -81,7 +81,7 @@ class OwnData:
     def __len__(self) -> int:
         return sum(len(part) for part in self.parts.values())
 
-    def samples(self, name: str, split: str, sequence_length: int) -> "OwnSamples | NestedSamples":
+    def samples(self, name: str, split: str, sequence_length: int) -> "TokenSamples | NestedSamples":
         """Return the samples of split `name` ("train", "valid" or "test"). Raises UserError if it is empty."""
         if "" in self.parts:
             part = self.parts[""]
@@ -94,8 +94,8 @@ class OwnData:
             unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
             raise UserError(f"{named(self.path)}, whose {name} part is empty: {remedy}{unevaluated}.")
         if self.is_nested:
-            return NestedSamples(self.path, chosen.astype(np.int64), Reading(part, self.path, _UNREADABLE))
-        return OwnSamples(self, chosen.astype(np.int64), sequence_length, Reading(part, self.path, _NOT_TOKENS))
+            return NestedSamples(self, chosen.astype(np.int64), part)
+        return TokenSamples(self, chosen.astype(np.int64), part, sequence_length)
 
 
 def is_nested(path: str) -> bool:
@@ -131,63 +131,56 @@ def _unknown_keys(sample: Any) -> str:
     return f"{keys} beside 'tokens' and 'labels'" if others else ""
 
 
-_UNREADABLE: Final = "{} cannot be read ({}); correct its __getitem__."
-_NOT_TOKENS: Final = (
-    "{} cannot be read as tokens and labels ({}); return a pair of equally long sequences of ids, or one sequence."
-)
-"""Messages about a sample and the error of reading it."""
-
-
-class Reading:
-    """Reader of a user's data set under keys (`KeyedReader`); `problem` is the message about a sample that fails."""
-
-    def __init__(self, part: Any, path: str, problem: str) -> None:
-        self.part, self.path, self._problem = part, path, problem
-        self._reader: KeyedReader | None = None
-
-    @property
-    def draws(self) -> bool:
-        return self._reader is not None and self._reader.draws
-
-    def samples(self, numbers: Sequence[int], keys: Int64Array | None) -> list[Any]:
-        if self._reader is None:
-            from threefold.data.keyed_reading import KeyedReader  # imports torch, as below
-
-            self._reader = KeyedReader(self.part, named(self.path))
-        reader = self._reader
-        try:
-            return reader.read_plain(numbers) if keys is None else reader.read(numbers, keys.tolist())
-        except UserError:
-            raise
-        except Exception as error:
-            begin = f"{named(self.path)}, whose sample {reader.at:,}"
-            raise UserError(self._problem.format(begin, describe_error(error))) from error
-
-
 @dataclass(frozen=True, eq=False)
-class OwnSamples(Samples):
-    """Samples of one split of a dataset, each padded to `sequence_length` tokens."""
+class _ReadSamples(Samples):
+    """Samples of one split of a dataset, which are read under keys."""
 
-    data: OwnData
+    data: CustomData
     chosen: Int64Array  # [samples], their numbers in the data set
-    sequence_length: int
-    reading: "Reading"
-    _lengths: dict[int, int] = field(default_factory=dict)
-    """Lengths of the samples that `labelled` read last."""
+    part: Any
+    problem: ClassVar[str]  # message about a sample and the error of reading it
 
     def __len__(self) -> int:
         return len(self.chosen)
 
     @property
     def draws(self) -> bool:
-        return self.reading.draws
+        return self._reader.draws
+
+    @cached_property
+    def _reader(self) -> "KeyedReader":
+        from threefold.data.keyed_reading import KeyedReader  # imports torch, as below
+
+        return KeyedReader(self.part, named(self.data.path))
+
+    def _read(self, numbers: Sequence[int], keys: Int64Array | None) -> list[Any]:
+        reader = self._reader
+        try:
+            return reader.read_plain(numbers) if keys is None else reader.read(numbers, keys.tolist())
+        except UserError:
+            raise
+        except Exception as error:
+            begin = f"{named(self.data.path)}, whose sample {reader.at:,}"
+            raise UserError(self.problem.format(begin, describe_error(error))) from error
+
+
+@dataclass(frozen=True, eq=False)
+class TokenSamples(_ReadSamples):
+    """Samples of tokens, each padded to `sequence_length`."""
+
+    sequence_length: int
+    _lengths: dict[int, int] = field(default_factory=dict)
+    """Lengths of the samples that `labelled` read last."""
+    problem = (
+        "{} cannot be read as tokens and labels ({}); return a pair of equally long sequences of ids, or one sequence."
+    )
 
     def labelled(self, indices: Int64Array, keys: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
         tokens = np.zeros((len(indices), self.sequence_length), np.int64)
         labels = np.full_like(tokens, IGNORE_INDEX)
         self._lengths.clear()
         numbers = self.chosen[indices].tolist()
-        samples = self.reading.samples(numbers, keys)
+        samples = self._read(numbers, keys)
         for row, (index, number, sample) in enumerate(zip(indices, numbers, samples, strict=True)):
             found, following = self._checked(number, sample)
             self._lengths[int(index)] = len(found)
@@ -211,7 +204,7 @@ class OwnSamples(Samples):
             unknown = _unknown_keys(sample)
             tokens, labels = _pair(sample)
         except Exception as error:
-            raise UserError(_NOT_TOKENS.format(begin, describe_error(error))) from error
+            raise UserError(self.problem.format(begin, describe_error(error))) from error
         if unknown:
             raise UserError(f"{begin} has {unknown}, which the first sample lacks; give all samples the same keys.")
         if not 0 < len(tokens) <= self.sequence_length:
@@ -286,19 +279,10 @@ def _is_data_set(thing: Any) -> bool:
 
 
 @dataclass(frozen=True, eq=False)
-class NestedSamples(Samples):
-    """Samples of one split of a dataset, batched by `batch`, as by `torch.utils.data.DataLoader`."""
+class NestedSamples(_ReadSamples):
+    """Samples of another form, batched by `batch`, as by `torch.utils.data.DataLoader`."""
 
-    path: str
-    chosen: Int64Array  # [samples], their numbers in the data set
-    reading: "Reading"
-
-    def __len__(self) -> int:
-        return len(self.chosen)
-
-    @property
-    def draws(self) -> bool:
-        return self.reading.draws
+    problem = "{} cannot be read ({}); correct its __getitem__."
 
     def batch(self, indices: Int64Array, keys: Int64Array | None = None) -> Any:
         """Collate samples into one nesting, in which every leaf is a tensor with a batch dim (dim 0).
@@ -308,19 +292,19 @@ class NestedSamples(Samples):
         from torch.utils.data import default_collate  # imports torch, which errors about a config should not wait for
 
         numbers = [int(number) for number in self.chosen[indices]]
-        samples = self.reading.samples(numbers, keys)
+        samples = self._read(numbers, keys)
         try:
             for number, sample in zip(numbers[1:], samples[1:], strict=True):
                 _check_keys(sample, samples[0], number, numbers[0])
             batch = default_collate(samples)
         except Exception as error:
             raise UserError(
-                f"{named(self.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
+                f"{named(self.data.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
                 f"put into one batch ({describe_error(error)}); give all the same nesting, keys and shapes, padded say."
             ) from error
         if kind := _wrong_leaf(batch):
             raise UserError(
-                f"{named(self.path)}, whose sample {numbers[0]:,} has a {kind} in it but must be "
+                f"{named(self.data.path)}, whose sample {numbers[0]:,} has a {kind} in it but must be "
                 "tensors, arrays and numbers, or tuples, lists and mappings of these; make it a tensor."
             )
         return batch

@@ -6,22 +6,11 @@ of all ranks would give the ranks of one replica different rows. Both train with
 
 from typing import Any, Final
 
-import torch
-
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
-from threefold.data.fingerprint import fingerprint_of
+from threefold.data.fingerprint import fingerprint_of, numbers_of_ranks
 from threefold.data.keyed_reading import KeyedReader, changing
 from threefold.errors import UserError
-
-
-def numbers_of_ranks(axis: Axis, device: torch.device, *numbers: int) -> list[list[int]]:
-    """Exchange numbers of each rank, by an all-reduce, which every backend supports and which is cheap on each."""
-    table = torch.zeros(axis.size, len(numbers), dtype=torch.int64, device=device)
-    table[axis.index] = torch.tensor(numbers, dtype=torch.int64)
-    found: list[list[int]] = axis.all_reduce_(table).tolist()
-    return found
-
 
 _UNKNOWN: Final = -1
 """Number in place of a length or a fingerprint that a data set does not have: it cannot be read, or changes."""
@@ -38,7 +27,7 @@ def require_one_data_set(dataset: Any, mesh: Mesh | None, named: str) -> None:
     try:
         size = len(dataset)
         if size:
-            first = KeyedReader(dataset, begin).require_constant(0)
+            first = _constant(KeyedReader(dataset, begin), 0)
     except UserError as error:
         changes = error
     except Exception:  # reading it for a batch reports that, with the sample's number
@@ -96,6 +85,14 @@ def require_one_stream(first: int, mesh: Mesh) -> None:
             "the same on all ranks, each of which keeps its own rows; leave out what shards it by rank, and seed what "
             "it draws alike."
         )
+
+
+def _constant(reader: KeyedReader, number: int) -> int:
+    """Read a sample twice under one key; return its fingerprint."""
+    once, again = (fingerprint_of(reader.read([number], [0])[0]) for _ in range(2))
+    if once != again:
+        raise changing(f"{reader.named}, whose sample {number}")
+    return once
 
 
 def _count(size: int) -> str:
