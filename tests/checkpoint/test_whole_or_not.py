@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.checkpoint.kills import KILLS, require_whole_one
 from tests.support import ready
 from tests.support.sweep import sweep
-from tests.train.support import Run, losses_of, train_rank
+from tests.train.support import Run, train_rank
 from threefold.checkpoint.folder import complete, newest, path_of, prune
 from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import save_checkpoint, set_aside_checkpoint, write_checkpoint
@@ -21,46 +22,14 @@ from threefold.checkpoint.tensors import load_tensors, save_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.verify.worker_pool import WorkerError, WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 
-def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None:
-    """Train two steps, go on, and kill the process of `rank` at the first `event` on a path that ends in `place`."""
-    import torch.distributed as dist
-
-    def watch(name: str, arguments: tuple[Any, ...]) -> None:
-        if name == event and str(arguments[0]).endswith(place):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train_rank(run.but(steps=2), folder)
-    if dist.get_rank() == rank:
-        sys.addaudithook(watch)
-    train_rank(run, folder, True)
-
-
-@sweep(
-    ("event", "place", "rank"),
-    [
-        ("open", "step_00000004.partial/tensors-00001.bin", 1),  # before its tensors
-        ("open", "step_00000004.partial/checkpoint.json", 0),  # after all tensors
-        ("os.rename", "step_00000004.partial", 0),  # at the last moment
-        ("shutil.rmtree", "step_00000002.partial", 0),  # while the old one is deleted
-    ],
-    quick=(1,),
-)
+@sweep(("event", "place", "rank"), KILLS, quick=(1,))
 def test_a_kill_while_saving_leaves_a_whole_one(
     pool: WorkerPool, small_run: Run, tmp_path: Path, event: str, place: str, rank: int
 ) -> None:
-    run = small_run.but(dp=2, steps=6, set=(("checkpoint.every", 2), ("checkpoint.keep", 1)))
-    pool.run(2, train_rank, run, tmp_path / "unbroken")
-    with pytest.raises(WorkerError, match="SIGKILL"):
-        pool.run(2, killed_at, run, tmp_path / "killed", event, place, rank)
-    found = newest(tmp_path / "killed")
-    assert found is not None
-    assert found.step == (4 if event == "shutil.rmtree" else 2)
-    pool.run(2, train_rank, run, tmp_path / "killed", True)
-    assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "unbroken")
-    assert [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()] == ["step_00000006"]
+    require_whole_one(pool, small_run, tmp_path, event, place, rank)
 
 
 def on_a_small_disk(run: Run, folder: Path, largest_file: int) -> str:

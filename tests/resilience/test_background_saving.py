@@ -2,27 +2,25 @@
 
 import contextlib
 import io
-import os
-import signal
 import sys
 import threading
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 
+from tests.checkpoint.kills import KILLS, require_whole_one
 from tests.resilience.faults import Fault, train_with
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train, train_rank
-from threefold.checkpoint.folder import complete, newest
+from threefold.checkpoint.folder import complete
 from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.mesh import Mesh
 from threefold.resilience.background_saving import BackgroundSaver
 from threefold.train.callbacks.base import Callback
 from threefold.train.callbacks.records import StepRecord
-from threefold.verify.worker_pool import WorkerError, WorkerPool
+from threefold.verify.worker_pool import WorkerPool
 
 ASYNC = ("checkpoint.async_save", True)
 
@@ -61,44 +59,11 @@ def test_the_bytes_are_those_of_a_synchronous_save(
     assert beside == waits
 
 
-def killed_at(run: Run, folder: Path, event: str, place: str, rank: int) -> None:
-    """Train two steps, go on, and kill the process of `rank` where a thread of its own does `event` on a path."""
-    import torch.distributed as dist
-
-    def watch(name: str, arguments: tuple[Any, ...]) -> None:
-        beside = threading.current_thread() is not threading.main_thread()
-        if name == event and beside and str(arguments[0]).endswith(place):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    train_rank(run.but(steps=2), folder)
-    if dist.get_rank() == rank:
-        sys.addaudithook(watch)
-    train_rank(run, folder, True)
-
-
-@sweep(
-    ("event", "place", "rank"),
-    [
-        ("open", "step_00000004.partial/tensors-00001.bin", 1),  # before its tensors
-        ("open", "step_00000004.partial/checkpoint.json", 0),  # after all tensors
-        ("os.rename", "step_00000004.partial", 0),  # at the last moment
-        ("shutil.rmtree", "step_00000002.partial", 0),  # while the old one is deleted
-    ],
-    slow=(0, 1, 2),
-)
+@sweep(("event", "place", "rank"), KILLS, slow=(0, 1, 2))
 def test_a_kill_while_one_is_written_leaves_a_whole_one(
     pool: WorkerPool, small_run: Run, tmp_path: Path, event: str, place: str, rank: int
 ) -> None:
-    run = small_run.but(dp=2, steps=6, set=(("checkpoint.every", 2), ("checkpoint.keep", 1), ASYNC))
-    pool.run(2, train_rank, run, tmp_path / "unbroken")
-    with pytest.raises(WorkerError, match="SIGKILL"):
-        pool.run(2, killed_at, run, tmp_path / "killed", event, place, rank)
-    found = newest(tmp_path / "killed")
-    assert found is not None
-    assert found.step == (4 if event == "shutil.rmtree" else 2)
-    pool.run(2, train_rank, run, tmp_path / "killed", True)
-    assert losses_of(tmp_path / "killed") == losses_of(tmp_path / "unbroken")
-    assert [path.name for path in (tmp_path / "killed" / "checkpoints").iterdir()] == ["step_00000006"]
+    require_whole_one(pool, small_run.but(set=(*small_run.set, ASYNC)), tmp_path, event, place, rank)
 
 
 class Told(Callback):
