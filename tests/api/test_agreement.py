@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 import threefold as t3
-from threefold.errors import UserError
+from tests.support.sentences import sentence
 from threefold.verify.worker_pool import WorkerPool
 
 
@@ -25,32 +25,21 @@ class Model(nn.Module):
 
 
 def parallelized(arguments: list[dict[str, Any]]) -> str:
-    try:
-        t3.parallelize(Model, mesh=t3.init_mesh(), **arguments[dist.get_rank()])
-    except UserError as error:
-        return str(error)
-    return ""
+    return sentence(t3.parallelize, Model, mesh=t3.init_mesh(), **arguments[dist.get_rank()])
 
 
 def prepared(arguments: list[dict[str, Any]]) -> str:
     mine = dict(arguments[dist.get_rank()])
-    try:
-        t3.prepare(nn.Linear(3, mine.pop("width", 4)), **mine)
-    except UserError as error:
-        return str(error)
-    return ""
+    return sentence(t3.prepare, nn.Linear(3, mine.pop("width", 4)), **mine)
 
 
 def with_variable() -> str:
     if dist.get_rank() == 1:
         os.environ["MKL_CBWR"] = "AVX2"
     try:
-        t3.init_mesh()
-    except UserError as error:
-        return str(error)
+        return sentence(t3.init_mesh)
     finally:
         os.environ.pop("MKL_CBWR", None)
-    return ""
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import Replicate
 
 import threefold
+from tests.support.sentences import sentence
 from tests.support.sweep import sweep
 from threefold.errors import UserError
 
@@ -193,11 +194,7 @@ def test_the_debugger_of_a_notebook_is_refused_unless_it_is_attached(monkeypatch
 
 
 def initialised() -> str:
-    try:
-        threefold.spawn(of_rank, 2, (1.0,))
-    except UserError as error:
-        return str(error)
-    return "not refused"
+    return sentence(threefold.spawn, of_rank, 2, (1.0,))
 
 
 def test_a_rank_starts_no_ranks(pool) -> None:

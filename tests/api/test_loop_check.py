@@ -14,7 +14,7 @@ from torch import Tensor
 
 import threefold as t3
 from tests.support.own_state_models import WORDS, Cut, Model, Whole, loss
-from threefold.errors import UserError
+from tests.support.sentences import sentence
 
 LAYOUTS = {"dp": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}, "micro": {}}
 
@@ -24,14 +24,6 @@ def batch_of(mesh: t3.Mesh) -> tuple[Tensor, ...]:
     return tuple(each.chunk(mesh.dp.size)[mesh.dp.index] for each in (tokens[:, :-1], tokens[:, 1:]))
 
 
-def refused(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 def first_step(kind: str, layout: str, verify: bool = True, refuses: bool = False) -> str:
     """The sentence of the first step, and of the same step again; or nothing."""
     mesh, made = t3.init_mesh(**LAYOUTS[layout]), {"split statistics": Cut, "own forward": Whole}.get(kind, Model)
@@ -39,7 +31,7 @@ def first_step(kind: str, layout: str, verify: bool = True, refuses: bool = Fals
     arguments = {"kind": kind}
     model = t3.parallelize(made, mesh=mesh, arguments=arguments, micro_batches=micro_batches, verify=verify)
     state = model.state_dict()
-    found = [refused(lambda: model.train_batch(batch_of(mesh), loss)) for _ in range(2 if refuses else 1)]
+    found = [sentence(lambda: model.train_batch(batch_of(mesh), loss)) for _ in range(2 if refuses else 1)]
     assert len(set(found)) == 1
     if found[0]:
         return found[0]

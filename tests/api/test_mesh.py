@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import threefold
+from tests.support.sentences import sentence
 from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
-from threefold.errors import UserError
 
 AXES = ("dp", "pp", "cp", "tp")
 
@@ -106,10 +106,7 @@ def test_dp_fills_the_world(pool) -> None:
 
 def twice(first: dict[str, int], second: dict[str, int]) -> str:
     threefold.init_mesh(**first)
-    try:
-        return str(threefold.init_mesh(**second).layout)
-    except UserError as error:
-        return str(error)
+    return sentence(threefold.init_mesh, **second) or layout_of(second)
 
 
 def test_a_second_call_gives_the_same_layout(pool) -> None:
@@ -121,11 +118,7 @@ def test_a_second_call_gives_the_same_layout(pool) -> None:
 
 
 def refusal(sizes: dict[str, Any]) -> str:
-    try:
-        threefold.init_mesh(**sizes)
-    except UserError as error:
-        return str(error)
-    return "not refused"
+    return sentence(threefold.init_mesh, **sizes)
 
 
 REFUSED: list[tuple[int, dict[str, Any], str]] = [

@@ -12,8 +12,8 @@ from torch import distributed, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset
 
 import threefold as t3
+from tests.support.sentences import sentence
 from threefold.comm.axis import Axis
-from threefold.errors import UserError
 from threefold.verify.worker_pool import WorkerPool
 
 
@@ -62,14 +62,6 @@ def loss_of(output: torch.Tensor, batch: Any) -> torch.Tensor:
     return nn.functional.mse_loss(output, batch[1])
 
 
-def refused_at(make: Any) -> str:
-    try:
-        make()
-    except UserError as error:
-        return str(error)
-    return ""
-
-
 def pairs(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return batch["x"], batch["y"]
 
@@ -92,7 +84,7 @@ def own_loop(sizes: dict[str, int], mine: bool, call: str) -> tuple[str, list[fl
             losses.append(model.train_batch(batch, loss_of))
             optimizer.step()
 
-    return refused_at(steps), losses
+    return sentence(steps), losses
 
 
 @pytest.mark.parametrize(
@@ -141,8 +133,8 @@ def loader_of(kind: str, sharded: str, augmented: str) -> str:
     mesh = t3.init_mesh()
     data = Rows(sharded=sharded, augmented=augmented)
     if kind == "prepare":
-        return refused_at(lambda: t3.prepare(DataLoader(data, batch_size=4), mesh=mesh))
-    return refused_at(lambda: t3.DistributedDataLoader(data, 4, mesh))
+        return sentence(lambda: t3.prepare(DataLoader(data, batch_size=4), mesh=mesh))
+    return sentence(lambda: t3.DistributedDataLoader(data, 4, mesh))
 
 
 @pytest.mark.parametrize("kind", ["prepare", "loader"])
@@ -202,7 +194,7 @@ def streamed(sharded: bool, workers: int) -> tuple[str, int]:
         for x, _ in loader:
             read += len(x)
 
-    return refused_at(epoch), read
+    return sentence(epoch), read
 
 
 def test_a_stream_that_shards_itself_is_refused(pool: WorkerPool) -> None:
@@ -226,7 +218,7 @@ def prepared_forward(differ: bool) -> str:
     rules = {"up": t3.Column(), "down": t3.Row()}
     model = t3.prepare(Cut(), mesh=mesh, tensor_parallel=rules)
     rows = torch.ones(2, 4) * (1 + mesh.rank * differ)
-    return refused_at(lambda: model(rows))
+    return sentence(lambda: model(rows))
 
 
 def test_a_prepared_model_cut_over_ranks_compares_its_first_input(pool: WorkerPool) -> None:
