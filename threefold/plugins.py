@@ -223,7 +223,7 @@ def one_of(given: object, names: list[str]) -> str:
     return f"one of {', '.join(names)}; " + (f"the nearest is {close[0]}" if close else f"use {names[0]}")
 
 
-_MEANT: Final = {"gpu": "cuda", "float8": "bf16", "half": "fp16", "single": "fp32", "double": "fp64"}
+_MEANT: Final = {"gpu": "cuda", "float8": "bf16", "fp8": "bf16", "half": "fp16", "single": "fp32", "double": "fp64"}
 """Names that are used elsewhere, and those here that mean the same or come next to it."""
 
 

@@ -250,10 +250,18 @@ def test_a_deleted_working_directory_is_told_by_every_command(
     )
 
 
-def test_run_dir_that_cannot_be_made(threefold, config_file: Path) -> None:
-    status, _, error = threefold("train", config_file, "--run-dir", config_file / "run")
-    assert status == 2
+def test_a_folder_or_a_model_that_cannot_be_used_is_told_before_anything_starts(
+    threefold, config_file: Path, tmp_path: Path
+) -> None:
+    beside = sorted(tmp_path.iterdir())
+    status, output, error = threefold("train", config_file, "--run-dir", config_file / "run")
+    assert (status, output) == (2, "")
     assert error == f"Error: Cannot write to --run-dir {config_file / 'run'}: Not a directory.\n"
+    assert sorted(tmp_path.iterdir()) == beside
+    (tmp_path / "model.py").write_text("import torch\n")
+    status, output, error = threefold("train", config_file, "--model", tmp_path / "model.py")
+    assert (status, output) == (2, "")
+    assert error.startswith("Error: model.py has no function make_model; it needs make_model(config), which returns ")
 
 
 def test_missing_data_are_named_with_their_setting(threefold, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Final, NamedTuple, Self
 
 from filelock import FileLock, Timeout
@@ -171,6 +172,15 @@ def require_place(run_dir: Path) -> None:
             f"{shown(folder)} cannot be written, and the run's checkpoints go there; make it writable, or choose "
             "another --run-dir."
         )
+
+
+def require_writable(run_dir: Path) -> None:
+    """Check that a run can make its folder, or write to it, by making a folder there for a moment."""
+    there = next(path for path in (run_dir.absolute(), *run_dir.absolute().parents) if os.path.lexists(path))
+    try:
+        TemporaryDirectory(prefix=".threefold-", dir=there).cleanup()
+    except OSError as error:
+        raise cannot_write(run_dir, error) from None
 
 
 def require_no_foreign(run_dir: Path, config: Config) -> None:

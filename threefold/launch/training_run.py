@@ -27,6 +27,7 @@ from threefold.launch.run_folder import (
     require_no_checkpoints,
     require_no_foreign,
     require_place,
+    require_writable,
 )
 from threefold.launch.worker import RankInfo
 from threefold.output import SILENT, Progress
@@ -211,7 +212,7 @@ def prepare_training(
     Args:
         config: config as loaded.
         progress: shows the encoding of text, where that is needed.
-        say: called with the line that opens the run's output, after the checks and before torch is imported.
+        say: called with the line that opens the run's output, after the checks; a built-in model imports torch later.
     """
     from threefold.train.callbacks.registry import try_trackers
 
@@ -244,10 +245,18 @@ def prepare_training(
     else:
         require_no_checkpoints(run_dir)
         find_warm_start(resolved)
+    fitted = found.fitted()
+    if fitted.model.file:
+        with lasting_imports():
+            from threefold.train.run import check_division  # imports torch, as the model's file does
+
+            check_division(fitted)
+    if is_first:
+        require_writable(run_dir)
     ranks = Layout.from_config(resolved.parallel).world_size
     say(f"Starting {ranks:,} ranks …" if ranks > 1 else "Starting 1 process …")
     fallbacks = {name: other.fitted() for name, other in found.fallbacks.items()}
-    return TrainingRun(found.fitted(), run_dir, resume, False, found.layout, fallbacks, began, profile_steps)
+    return TrainingRun(fitted, run_dir, resume, False, found.layout, fallbacks, began, profile_steps)
 
 
 def _require_memory(config: Config, launched: LaunchedRank | None, custom_parameters: tuple[int, int]) -> None:
