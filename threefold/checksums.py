@@ -56,6 +56,11 @@ def checksums(paths: Iterable[Path], advance: Callable[[int], None] = lambda siz
         return list(pool.map(lambda path: checksum(path, advance), paths))
 
 
+def short(checksum: str) -> str:
+    """Return the first digits of a checksum, for messages."""
+    return checksum.rpartition(":")[2][:12]
+
+
 @dataclass(frozen=True)
 class FileRecord:
     bytes: int

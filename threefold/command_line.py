@@ -39,6 +39,9 @@ class HelpedCommand(TyperCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         _describe(self, ctx, formatter)
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [_BRACES.sub(r"\1\2", piece) for piece in super().collect_usage_pieces(ctx)]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         rest = super().parse_args(ctx, args)
         for param in self.params:  # each path of a command is one of this machine
@@ -168,8 +171,7 @@ class CommandLine(typer.Typer):
 
 def _describe(command: TyperCommand | TyperGroup, ctx: Any, formatter: Any) -> None:
     """Write usage, description, examples, arguments and options."""
-    pieces = [_BRACES.sub(r"\1\2", piece) for piece in command.collect_usage_pieces(ctx)]
-    formatter.write_usage(ctx.command_path, " ".join(pieces))
+    formatter.write_usage(ctx.command_path, " ".join(command.collect_usage_pieces(ctx)))
     examples = ""
     for paragraph in (command.help or "").strip().replace(_STATUS, f"\n{_STATUS}").split("\n\n"):
         if paragraph.startswith(("Example:", "Examples:")):

@@ -10,8 +10,7 @@ from pathlib import Path
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, FOLDER, MODEL_FILE, folders, stored_config, usable_config
 from threefold.checkpoint.manifest import MANIFEST
-from threefold.checksums import checksum_of_blocks
-from threefold.comm.agreement import short
+from threefold.checksums import checksum_of_blocks, short
 from threefold.comm.layout import parse
 from threefold.config import Config
 from threefold.config.model import OWN

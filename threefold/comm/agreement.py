@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from threefold.checksums import checksum_of_blocks
+from threefold.checksums import checksum_of_blocks, short
 from threefold.comm.heartbeat import Heartbeat, wait_code
 from threefold.errors import UserError
 from threefold.files import first_of, shown
@@ -156,11 +156,6 @@ def sources_checksum() -> str:
     return short(
         checksum_of_blocks(part for file in files for part in (str(file.relative_to(root)).encode(), _read(file)))
     )
-
-
-def short(checksum: str) -> str:
-    """Return the first digits of a checksum, for messages."""
-    return checksum.rpartition(":")[2][:12]
 
 
 def _read(file: Path) -> bytes:

@@ -14,8 +14,8 @@ from typing import Any, Final
 import numpy as np
 
 from threefold.checkpoint.code import checksum_of_code, code_of
-from threefold.checksums import checksum_of_blocks
-from threefold.comm.agreement import facts_of_process, processor, require_same, short
+from threefold.checksums import checksum_of_blocks, short
+from threefold.comm.agreement import facts_of_process, processor, require_same
 from threefold.comm.heartbeat import Heartbeat
 from threefold.config import Config
 from threefold.data.corpus import Corpus
