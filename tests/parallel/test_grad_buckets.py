@@ -10,7 +10,8 @@ from tests.parallel.support import narrow_sum
 from tests.support.parity import Case, make_engine, shard_of
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.parallel.gradients import GradientBuckets, JoinedGradients, buckets_by_dtype
+from threefold.compat.prepared.gradients import buckets_by_dtype
+from threefold.parallel.gradients import GradientBuckets, JoinedGradients
 
 
 def ordered_events() -> list[str]:

@@ -16,7 +16,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.parallel.gradients import GradientBuckets
 from threefold.parallel.parameter import has_uneven_shards, is_split
-from threefold.random.tensor_hash import bit_hash
+from threefold.resilience.bit_hash import bit_hash
 from threefold.verify.worker_pool import WorkerPool
 
 SMALL = Case(batch=12, layers=1, ffn=12, sequence=63, tie=False, accumulation=1)

@@ -299,24 +299,6 @@ class JoinedGradients(Gradients):
             part.observe(observer)
 
 
-def buckets_by_dtype(
-    leaves: Iterable[Tensor],
-    axis: Axis,
-    wire: torch.dtype | None = None,
-    longest: Mapping[Tensor, int] | None = None,
-    tp: Axis | None = None,
-) -> Gradients:
-    """Make buckets for leaves of mixed float dtypes; gradients narrower than fp32 are accumulated in fp32."""
-    groups: dict[torch.dtype, list[Tensor]] = {}
-    for leaf in leaves:
-        groups.setdefault(torch.promote_types(leaf.dtype, torch.float32), []).append(leaf)
-    parts = [
-        (group, GradientBuckets(group, axis, dtype, wire=wire, longest=longest, tp=tp))
-        for dtype, group in groups.items()
-    ]
-    return parts[0][1] if len(parts) == 1 else JoinedGradients(parts)
-
-
 def _arrived(buckets: "weakref.ref[GradientBuckets]", bucket: "weakref.ref[_Bucket]", leaf: Tensor) -> None:
     owner, part = buckets(), bucket()
     if owner is not None and part is not None:

@@ -14,7 +14,7 @@ from threefold.comm.layout import shard_bounds
 from threefold.errors import UserError
 from threefold.models import sharding
 from threefold.models.layers.attention import CausalAttention, Rotary
-from threefold.models.layers.decoder import Embedding, Linear, PositionEmbedding
+from threefold.models.layers.decoder import Linear, PositionEmbedding
 from threefold.models.layers.experts import Experts, Routing
 from threefold.ops.arithmetic import FLOAT8, LayerArithmetic
 from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
@@ -277,25 +277,6 @@ SHARDINGS: dict[type[sharding.Split], Sharding] = {
     sharding.PerHead: Sharding((nn.Module,), _unchanged),
 }
 """Rule → how it is applied, unless an arithmetic applies it otherwise."""
-
-
-_OF_LAYERS = (sharding.Column, sharding.Row, sharding.Vocab)
-_CUT_FORWARDS = {each.forward for each in (nn.Linear, nn.Embedding, Linear, Embedding)}
-"""Forward methods that a cut layer can replace."""
-
-
-def has_own_forward(module: nn.Module) -> bool:
-    """Return whether a linear layer or embedding computes something else, which a cut layer would not."""
-    return type(module).forward not in _CUT_FORWARDS or "forward" in vars(module)
-
-
-def uncut_tensors(module: nn.Module, rule: sharding.Split) -> list[str]:
-    """Return the parameters that a rule does not cut, and buffers that a cut layer would lack, as "parameter 'x'"."""
-    if rule.parameters is None:
-        return []
-    parameters = [name for name, _ in module.named_parameters() if name not in rule.parameters]
-    buffers = [name for name, _ in module.named_buffers()] if isinstance(rule, _OF_LAYERS) else []
-    return [f"parameter {name!r}" for name in parameters] + [f"buffer {name!r}" for name in buffers]
 
 
 def shard_modules(

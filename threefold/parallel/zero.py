@@ -78,43 +78,13 @@ def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dt
                 rule = OverExperts()
                 places = {weight: Shard(rule.uncut_dim(name)) for name, weight in experts.named_parameters()}
                 _wrap(module, zero.expert_shards, zero.stage, policy, places.get)
-        _wrap_layers(stage, [stage.get_submodule(name) for name in stage.layer_names], zero, policy)
+        wrap_layers(stage, [stage.get_submodule(name) for name in stage.layer_names], zero, policy)
         replace_parameters(stage, allocated)
         stage.to(mesh.device)  # makes torch take over the new tensors (and pad those that need it)
         for name, parameter in stage.named_parameters():
             of_experts = is_of_experts(before[name])
             with_marks(parameter, before[name])  # which `fully_shard` has replaced
-            _describe(parameter, before[name], zero.expert_shards if of_experts else zero.shards)
-
-
-def shard_values(
-    module: nn.Module, zero: ZeroSharding, compression: torch.dtype | None = None, tp: Axis | None = None
-) -> None:
-    """Shard the parameters of a module that has its values, in place; a rank keeps its shards.
-
-    Each layer of the outermost `nn.ModuleList`s is gathered by itself, the rest together. `compression` is the
-    16-bit dtype of the gradients' sums over ranks (None for their own; micro-batches are added up at full width), and
-    `tp` the tensor ranks if it is given.
-    """
-    before = dict(module.named_parameters())
-    # `fully_shard` cuts contiguous tensors only.
-    replace_parameters(
-        module, lambda each: nn.Parameter(local(each).detach().contiguous(), requires_grad=each.requires_grad)
-    )
-    policy = MixedPrecisionPolicy(cast_forward_inputs=False)
-    _wrap_layers(module, _listed_layers(module), zero, policy, compression, tp)
-    for name, parameter in module.named_parameters():
-        _describe(with_marks(parameter, before[name]), before[name], zero.shards)
-
-
-def report_gradients(module: nn.Module, report: Callable[[str], None]) -> None:
-    """Call `report(name)` when autograd has accumulated a parameter's gradient, for a module of `shard_values`."""
-
-    def arrived(name: str, _parameter: Tensor) -> None:
-        report(name)
-
-    for unit, places in units_of(module).items():
-        when_accumulated(unit, places, arrived)
+            describe(parameter, before[name], zero.expert_shards if of_experts else zero.shards)
 
 
 _Places = Sequence[tuple[nn.Module, str, str]]
@@ -149,18 +119,7 @@ def when_accumulated(unit: nn.Module, places: _Places, arrived: Callable[[str, T
     unit.register_forward_pre_hook(watch)
 
 
-def _listed_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the modules in the outermost lists, except containers, which are not called themselves."""
-    found: list[nn.Module] = []
-    for child in module.children():
-        if isinstance(child, nn.ModuleList):
-            found += [each for each in child if not isinstance(each, nn.ModuleList | nn.ModuleDict)]
-        else:
-            found += _listed_layers(child)
-    return found
-
-
-def _wrap_layers(
+def wrap_layers(
     root: nn.Module,
     layers: Sequence[nn.Module],
     zero: ZeroSharding,
@@ -198,7 +157,7 @@ def _set_up(module: nn.Module, axis: Axis, compression: torch.dtype | None, tp: 
     module.set_custom_reduce_scatter(_ReduceScatter(axis, dtype=compression, tp=tp))
 
 
-def _describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None:
+def describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None:
     """Record the shard's position in the global weight if the tensor axis shards that too."""
     if not isinstance(before, DTensor) or not isinstance(parameter, DTensor):
         return

@@ -17,7 +17,7 @@ from threefold.config.schema import Config, ParallelConfig
 from threefold.config.section import divisors
 from threefold.errors import UserError
 from threefold.files import format_bytes
-from threefold.parallel.pipeline.partition import ShardCoordinates, StageMap, partitioned, shard_coordinates
+from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.planner import cost
 from threefold.planner.activations import LayerMemory
 from threefold.planner.block import ModelDescription, describe_model
@@ -36,6 +36,7 @@ from threefold.planner.model_size import ZERO_STATE, ZERO_WEIGHTS, RankSize, mod
 from threefold.planner.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
 from threefold.planner.stage_memory import standing_states
 from threefold.planner.systems import Keeps, System, keeps_of
+from threefold.verify.shard_shapes import ShardCoordinates, shard_coordinates
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]

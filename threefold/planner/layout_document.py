@@ -17,7 +17,7 @@ from threefold.errors import UserError
 from threefold.host import memory
 from threefold.models.sharding import Split
 from threefold.models.source import ConfigSource
-from threefold.parallel.pipeline.partition import StageMap, covers, local_bounds, shard_coordinates, stage_map
+from threefold.parallel.pipeline.partition import StageMap, covers, stage_map
 from threefold.planner.block import WeightShape, describe_model
 from threefold.planner.dry_run import Tell, run_stages
 from threefold.planner.estimate import Estimate, estimate, send_time, stage_passes
@@ -25,6 +25,7 @@ from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import described_blocks
 from threefold.planner.schedule import simulated
 from threefold.planner.stage_memory import StageMemory, as_executed, stage_memory
+from threefold.verify.shard_shapes import local_bounds, shard_coordinates
 
 FORMAT: Final = "threefold layout"
 VERSION: Final = 1

@@ -12,16 +12,11 @@ from threefold.config import Config, OptimizerConfig
 from threefold.config.model import OWN, ModelConfig
 from threefold.config.optimizer import BUILT_IN
 from threefold.errors import UserError
-from threefold.parallel.pipeline.partition import (
-    ShardCoordinates,
-    chosen_layers,
-    local_shape,
-    shard_coordinates,
-    stage_map,
-)
+from threefold.parallel.pipeline.partition import chosen_layers, stage_map
 from threefold.planner.block import ModelDescription, WeightShape, describe_model
 from threefold.planner.block_shape import BlockShape, block_shapes
 from threefold.planner.systems import Attention, Kernels
+from threefold.verify.shard_shapes import ShardCoordinates, local_shape, shard_coordinates
 
 ZERO_STATE, ZERO_GRADIENTS, ZERO_WEIGHTS = 1, 2, 3
 """Values of `parallel.zero`, named after the part that each shards in addition to the smaller values."""

@@ -30,7 +30,6 @@ _AT_ONCE: Final = {"cpu": 1 << 15, "cuda": 1 << 24}
 _ROWS_FROM, _COLUMNS_FROM, _BLOCKS_FROM = 0, 1 << 60, 1 << 61
 """Positions from which factors of rows, of columns and of blocks of columns are drawn, far from one another."""
 _DIGITS: Final = 12  # of a fingerprint
-_BITS_IN_A_ROW: Final = 1 << 12  # words of a row in which the bits of a tensor without a place of its own are hashed
 
 
 def odd_factors(positions: Tensor) -> Tensor:
@@ -121,26 +120,3 @@ def fingerprint_of(hashes: Mapping[str, int]) -> str:
     values = torch.tensor([signed(each, 64) for each in hashes.values()], dtype=torch.int64)
     total = int(mixed(values ^ keys).sum()) & ((1 << 64) - 1)
     return f"{total >> (64 - 4 * _DIGITS):0{_DIGITS}x}"
-
-
-def bit_hash(tensor: Tensor, device: torch.device) -> Tensor:
-    """Hash a tensor's bits in the order of its elements, computed on `device`; 0 and -0 differ. int64 scalar."""
-    words = tensor.detach().to(device).reshape(-1).view(WORDS[tensor.element_size()])
-    end = len(words) - len(words) % _BITS_IN_A_ROW
-    of_rows, of_rest = _bit_hashes(len(words), device)
-    if not end:
-        return of_rest(words)
-    return of_rows(words[:end]) + of_rest(words[end:])
-
-
-@lru_cache(maxsize=1 << 10)
-def _bit_hashes(words: int, device: torch.device) -> tuple[PartHash, PartHash]:
-    """Return the hashes of whole rows of words and of the rest, parts of a matrix with one row more."""
-    rows, rest = divmod(words, _BITS_IN_A_ROW)
-    whole = (rows + 1, _BITS_IN_A_ROW)
-    return PartHash((rows, _BITS_IN_A_ROW), (0, 0), whole, device), PartHash((1, rest), (rows, 0), whole, device)
-
-
-def combined(hashes: Tensor) -> Tensor:
-    """Combine hashes, int64 [n], into one int64 scalar that depends on their order."""
-    return (hashes * odd_factors(torch.arange(len(hashes), device=hashes.device))).sum()

@@ -22,7 +22,7 @@ from threefold.models.layers.experts import Routing
 from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import Weight, axes_of, is_split, offset
 from threefold.random.rng import draws_in_sequence
-from threefold.random.tensor_hash import bit_hash, combined
+from threefold.resilience.bit_hash import bit_hash, combined
 from threefold.train.callbacks.base import Guard
 from threefold.train.optim import Optimizer
 from threefold.train.step import Engine

@@ -15,9 +15,9 @@ from threefold.api.model import with_arguments
 from threefold.errors import UserError
 from threefold.models.plan import Plan, tie_
 from threefold.models.sharding import ModelPlan, Split, check_tensor_axis
-from threefold.parallel.pipeline.partition import ShardCoordinates, ShardIndex, local_shape
 from threefold.verify.plan_check import check_plan
 from threefold.verify.proposal import as_pattern, propose
+from threefold.verify.shard_shapes import ShardCoordinates, ShardIndex, local_shape
 
 _WIDTH = 160
 

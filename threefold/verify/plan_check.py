@@ -13,11 +13,12 @@ from threefold.errors import UserError
 from threefold.files import first_of
 from threefold.models import sharding
 from threefold.models.custom_batch import LayerSignature
+from threefold.models.layers.decoder import Embedding, Linear
 from threefold.models.plan import nearest
 from threefold.parallel.layout_check import KNOWN_RULES, cut_to_rank, made_on_meta
 from threefold.parallel.pipeline.partition import covers
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.shard_modules import SHARDINGS, has_own_forward, uncut_tensors
+from threefold.parallel.shard_modules import SHARDINGS
 from threefold.parallel.split_layer import SplitLayer
 from threefold.torch_private.distributed import persistent_buffers
 from threefold.torch_private.tensors import child_names, has_module_hooks
@@ -26,6 +27,24 @@ from threefold.verify.proposal import as_pattern
 
 _WITHIN = (sharding.Replicated, sharding.PerHead)
 """Splits that leave the modules inside a module to other patterns."""
+
+_OF_LAYERS = (sharding.Column, sharding.Row, sharding.Vocab)
+_CUT_FORWARDS = {each.forward for each in (nn.Linear, nn.Embedding, Linear, Embedding)}
+"""Forward methods that a cut layer can replace."""
+
+
+def has_custom_forward(module: nn.Module) -> bool:
+    """Return whether a linear layer or embedding computes something else, which a cut layer would not."""
+    return type(module).forward not in _CUT_FORWARDS or "forward" in vars(module)
+
+
+def uncut_tensors(module: nn.Module, rule: sharding.Split) -> list[str]:
+    """Return the parameters that a rule does not cut, and buffers that a cut layer would lack, as "parameter 'x'"."""
+    if rule.parameters is None:
+        return []
+    parameters = [name for name, _ in module.named_parameters() if name not in rule.parameters]
+    buffers = [name for name, _ in module.named_buffers()] if isinstance(rule, _OF_LAYERS) else []
+    return [f"parameter {name!r}" for name in parameters] + [f"buffer {name!r}" for name in buffers]
 
 
 def check_undecided(parameters: Sequence[str], split: Iterable[str], modules: Mapping[str, nn.Module]) -> None:
@@ -301,7 +320,7 @@ def _check_split(name: str, module: nn.Module, pattern: str, split: sharding.Spl
             f"{said} with heads={unit.count}, which must divide the {features} features of {name!r}; use "
             f"heads={nearest_divisor(unit.count, features)}."
         )
-    if isinstance(split, sharding.Column | sharding.Row | sharding.Vocab) and has_own_forward(module):
+    if isinstance(split, sharding.Column | sharding.Row | sharding.Vocab) and has_custom_forward(module):
         raise UserError(
             f"{said}, but {name!r} is a {kind} with a forward of its own, which a cut layer would not have; use "
             "Replicated(), or write what it adds as a module around it."

@@ -25,10 +25,11 @@ from threefold.compat.horovod.collectives import (
     require_operation,
 )
 from threefold.compat.horovod.ranks import world
+from threefold.compat.prepared.gradients import buckets_by_dtype
 from threefold.compat.prepared.optimizer import WrappedOptimizer
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
-from threefold.parallel.gradients import Gradients, buckets_by_dtype
+from threefold.parallel.gradients import Gradients
 from threefold.torch_private.runtime import at_end_of_backward_pass, backward_pass
 
 

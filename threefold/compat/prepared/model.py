@@ -15,13 +15,13 @@ from torch.autograd.graph import Node
 from threefold.api.checkpoint import LoopModel, LoopState
 from threefold.checkpoint.errors import MODEL
 from threefold.comm.mesh import Mesh
+from threefold.compat.prepared.gradients import report_gradients
 from threefold.compat.prepared.loader import BatchRows, CurrentBatch, map_tensors, tensors_in
 from threefold.errors import UserError
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.leaf import like, local, stored
 from threefold.parallel.parameter import Weight, slice_of, whole
 from threefold.parallel.whole_state import LoadedKeys
-from threefold.parallel.zero import report_gradients
 from threefold.random.rng import signed, stream_key
 from threefold.resilience.data_agreement import require_one_batch
 from threefold.train.gradient_update import GradientUpdate, LossScale

@@ -18,6 +18,7 @@ from threefold.comm.agreement import require_same_arguments
 from threefold.comm.axis import Axis
 from threefold.comm.differentiable import copy_to, reduce_from
 from threefold.comm.mesh import Mesh
+from threefold.compat.prepared.gradients import buckets_by_dtype, shard_values
 from threefold.compat.prepared.loader import CurrentBatch, PreparedLoader
 from threefold.compat.prepared.model import GradSync, PreparedModule
 from threefold.compat.prepared.optimizer import PreparedOptimizer, PreparedScheduler, require_matches
@@ -26,15 +27,16 @@ from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
 from threefold.models.sharding import Column, Patterns, PerHead, Replicated, Row, Split, Vocab, matches
 from threefold.parallel.context import ShardingContext
-from threefold.parallel.gradients import COMPRESSIONS, Gradients, buckets_by_dtype
+from threefold.parallel.gradients import COMPRESSIONS, Gradients
 from threefold.parallel.leaf import held, local
 from threefold.parallel.parameter import in_place_of, is_split, longest_shard, set_in
-from threefold.parallel.shard_modules import SHARDINGS, has_own_forward, shard_modules, uncut_tensors
+from threefold.parallel.shard_modules import SHARDINGS, shard_modules
 from threefold.parallel.split_layer import SplitLayer
-from threefold.parallel.zero import ShardedGradients, make_zero_sharding, shard_values
+from threefold.parallel.zero import ShardedGradients, make_zero_sharding
 from threefold.plugins import require_one_of
 from threefold.torch_private.tensors import has_gradient_hooks, has_module_hooks
 from threefold.train.gradient_update import LossScale
+from threefold.verify.plan_check import has_custom_forward, uncut_tensors
 
 _TAKEN: Final = (Optimizer, DataLoader, LRScheduler, PreparedLoader, PreparedScheduler)
 
@@ -358,7 +360,7 @@ def _check_rule(name: str, modules: Mapping[str, nn.Module], rule: Split, ranks:
     if isinstance(rule, PerHead | Replicated):
         return
     said = f"tensor_parallel has {type(rule).__name__}() for {name!r}, a {type(module).__name__}"
-    if has_own_forward(module):
+    if has_custom_forward(module):
         raise UserError(
             f"{said} with a forward of its own, which a cut layer would not have; leave it out, or name the module "
             "inside it."
