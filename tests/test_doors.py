@@ -12,7 +12,9 @@ import pytest
 from tests.cli.runs import write_config
 from threefold.checkpoint.folder import complete
 from threefold.cli.main import COMMANDS
+from threefold.config import load_config
 from threefold.doors import ROOMS, added, hook, imported
+from threefold.launch.checks import resolve_run
 
 ALONE = """
 import sys
@@ -70,6 +72,16 @@ def test_settings_that_a_room_follows_need_the_room(tmp_path: Path, tokens: Path
     assert ended.stderr == (
         f"Error: {named} needs threefold.{room}, which is not installed; install it, or leave that out.\n"
     )
+
+
+@pytest.mark.slow
+def test_a_config_that_all_rooms_have_filled_is_read_without_them(tmp_path: Path, tokens: Path) -> None:
+    config = resolve_run(load_config(write_config(tmp_path, tokens), {"train.spike_window": 7}))
+    (tmp_path / "stored.yaml").write_text(config.to_yaml())
+    ended = alone(tmp_path, "config", "show", "stored.yaml")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    (tmp_path / "shown.yaml").write_text(ended.stdout)
+    assert load_config(tmp_path / "shown.yaml") == config
 
 
 @pytest.mark.slow
