@@ -210,6 +210,7 @@ def test_the_corpora_of_a_mixture_may_look_like_numbers() -> None:
         ),
         ("parallel.schedule=s3://bucket/x.csv", "parallel.schedule is 's3://bucket/x.csv' but must be a path on this"),
         ("data.mixture={s3://b/x: 1}", "data.mixture has 's3://b/x' but each of its paths must be a path on this machine"),
+        ("checkpoint.remote=runs", "checkpoint.remote is 'runs' but must be an address with its protocol, such as s3://"),
         ("data.path=file:///mnt/x", "data.path is 'file:///mnt/x' but must be a path without its protocol; use /mnt/x."),
     ],
 )  # fmt: skip

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Annotated, Any, Final, Literal, cast
 
 import yaml
-from pydantic import BeforeValidator, Field, PrivateAttr
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
 from threefold.config.data import DataConfig
@@ -20,13 +20,13 @@ from threefold.config.section import (
     MOST_SECONDS,
     MOST_SEQUENCES,
     MOST_STEPS,
-    AddressText,
     NameIn,
     PathText,
     Section,
     derived,
 )
 from threefold.constants import MOST_IDS
+from threefold.doors import hook
 from threefold.plugins import Registry
 
 _FAULT_POLICIES: Final = {name: f"threefold.resilience.anomalies:{name}" for name in ("stop", "skip", "rollback")}
@@ -40,6 +40,10 @@ def _callback(given: Any) -> Any:
     if not isinstance(name, str) or not name:
         raise ValueError("a name, or a mapping with one")
     return given
+
+
+def _address(given: str) -> str:
+    return check(given) if (check := hook("address")) else given
 
 
 class ParallelConfig(Section):
@@ -267,7 +271,7 @@ class CheckpointConfig(Section):
     async_save: bool = derived()
     """Whether checkpoints are written in the background: a step waits only until each rank has copied its share of the
     state to host memory, which needs that much more memory. The run waits for its last checkpoint. Default: false."""
-    remote: AddressText = derived()
+    remote: Annotated[str, AfterValidator(_address)] = derived()
     """Address to which each complete checkpoint is copied, as for `fsspec`: `s3://bucket/run`, `gs://bucket/run`,
     `file:///mnt/run`. A run resumes from there if it has newer checkpoints than RUN/checkpoints. An address belongs to
     one run, so give each run of a sweep its own. Default: none."""

@@ -54,15 +54,6 @@ Text = Annotated[str, BeforeValidator(_written)]  # text that YAML may read as a
 PathText = Annotated[Text, AfterValidator(_require_path)]  # text that may be the path of a file
 
 
-def _require_address(text: str) -> str:
-    if re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\0]+", text) is None:
-        raise ValueError("an address with its protocol, such as s3://bucket/run or file:///mnt/run")
-    return text
-
-
-AddressText = Annotated[str, AfterValidator(_require_address)]  # text that may be an `fsspec` address
-
-
 _NAMED_SECRET: Final = re.compile(r"(?i)(?:.*_)?(?:password|passwd|secret|api_?key|secret_key|(?:access|auth)_token)")
 """Name of a callback's argument that gives access whatever its value."""
 _ELSEWHERE: Final = {

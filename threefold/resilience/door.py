@@ -7,6 +7,7 @@ ATTACHMENTS: Final = {"resilience": "threefold.resilience.attachment:FaultRespon
 RULES: Final = {"skipped_steps": "threefold.resilience.rules:skipped_steps_rules"}
 RUN_CHECKS: Final = {"fault_policies": "threefold.resilience.rules:check_fault_policies"}
 HOOKS: Final = {
+    "address": "threefold.resilience.rules:require_address",
     "step_ranges": "threefold.resilience.rules:StepRanges",
     "kept_states": "threefold.resilience.states_in_memory:StatesInMemory",
     "fallbacks": "threefold.resilience.restarts:fallbacks_of",

@@ -1,4 +1,4 @@
-"""Settings of responses to faults: the steps of `data.skip_steps`, the fault policies, and the rules about them."""
+"""Settings of responses to faults: steps to skip, fault policies and addresses, and the rules about them."""
 
 import re
 from bisect import bisect_right
@@ -63,6 +63,13 @@ class StepRanges:
 
     def with_range(self, first: int, last: int) -> "StepRanges":
         return StepRanges.of([*self.ranges, (first, last)])
+
+
+def require_address(text: str) -> str:
+    """Return the address of `checkpoint.remote`; raise ValueError with its form for what `fsspec` takes for a path."""
+    if re.fullmatch(r"[a-z][a-z0-9+.-]*://[^\0]+", text) is None:
+        raise ValueError("an address with its protocol, such as s3://bucket/run or file:///mnt/run")
+    return text
 
 
 def skipped_steps_rules(config: Config) -> Broken:
