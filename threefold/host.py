@@ -1,13 +1,11 @@
-"""Allocator and writeback settings for training on a CPU, low-priority threads, facts of the host."""
+"""Allocator and writeback settings for training on a CPU, and facts of the host."""
 
 import ctypes
 import errno
 import fcntl
 import math
 import os
-import queue
 import sys
-import threading
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -69,51 +67,6 @@ def _tell_allocator(options: dict[int, int]) -> None:
         mallopt = ctypes.CDLL(None).mallopt
         for option, value in options.items():
             mallopt(option, value)
-
-
-class WorkThread:
-    """A daemon thread of low priority that runs one piece of work after another.
-
-    Threads of `concurrent.futures` are joined when the interpreter exits, which would hang on a thread that waits for a
-    lost rank.
-    """
-
-    def __init__(self, name: str) -> None:
-        self._name, self._left, self._idle = name, 0, threading.Condition()
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
-
-    def do(self, work: Callable[[], None]) -> None:
-        """Queue `work`, which must not raise."""
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            self._thread.start()
-        with self._idle:
-            self._left += 1
-        self._work.put(work)
-
-    def wait(self, seconds: float | None = None) -> bool:
-        """Wait until all work is done, at most `seconds`, and return whether it is."""
-        with self._idle:
-            return self._idle.wait_for(lambda: not self._left, seconds)
-
-    def end(self) -> None:
-        """Let the thread end after its queued work, without waiting for it."""
-        if self._thread is not None:
-            self._work.put(None)
-            self._thread = None
-
-    def _run(self) -> None:
-        if sys.platform == "linux":  # where threads have priorities of their own
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)  # training goes first
-        while (work := self._work.get()) is not None:
-            try:
-                work()
-            finally:
-                with self._idle:
-                    self._left -= 1
-                    self._idle.notify_all()
 
 
 def usable_cores() -> int:
@@ -187,15 +140,6 @@ def memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([physical, *map(int, _group_limits("memory", _bytes_of, groups, root))])
-
-
-def swap() -> int:
-    """Return the bytes of swap space on this machine, or 0 if unknown."""
-    with suppress(OSError, ValueError):
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("SwapTotal:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _group_limits(

@@ -5,7 +5,7 @@ import torch
 
 from threefold.comm.axis import Axis, EventRecorder
 from threefold.comm.heartbeat import OPERATIONS, PAGE_BYTES, Activity, Heartbeat, RunSection, Wait, wait_code
-from threefold.resilience.rank_state import RankState, ask, read
+from threefold.resilience.rank_state import RankState, WatchedHeartbeat, ask, read
 
 
 def test_the_place_of_a_rank_in_words() -> None:
@@ -44,7 +44,7 @@ def test_more_axes_than_a_page_has_room_for() -> None:
 
 def test_a_page_of_another_process_memory() -> None:
     page = memoryview(bytearray(PAGE_BYTES))
-    heartbeat = Heartbeat(page)
+    heartbeat = WatchedHeartbeat(page)
     heartbeat.identify("this one")
     heartbeat.beat()
     state = read(page)

@@ -6,7 +6,7 @@ import torch
 
 from threefold.comm.heartbeat import PAGE_BYTES, Activity, Heartbeat, RunSection, Wait, wait_code
 from threefold.planner.profiling import ObservedHeartbeat, SpanRecorder
-from threefold.resilience.rank_state import read
+from threefold.resilience.rank_state import WatchedHeartbeat, read
 
 
 def test_spans_of_a_step() -> None:
@@ -59,7 +59,7 @@ def test_waits_are_ranges_of_the_trace_within_their_action() -> None:
 
 def test_the_page_is_that_of_the_heartbeat_it_stands_for() -> None:
     page = memoryview(bytearray(PAGE_BYTES))
-    first = Heartbeat(page)
+    first = WatchedHeartbeat(page)
     first.identify("this process")
     world = first.axis("world", (0, 1, 2))
     heartbeat = ObservedHeartbeat(first, SpanRecorder(torch.device("cpu")))

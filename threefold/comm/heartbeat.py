@@ -80,7 +80,7 @@ class Wait(NamedTuple):
 class Heartbeat:
     """Writer of this rank's state into its page, by default into private memory, which nobody reads.
 
-    Only the training thread calls the methods that write, except those listed for the heartbeat thread.
+    Only the training thread calls the methods that write.
     `everyone` returns the states of all ranks, by rank, as `resilience.rank_state` reads them from their pages, None
     for an unknown one; by default there are none.
     """
@@ -95,13 +95,6 @@ class Heartbeat:
         self._since = 0
         self._aside: tuple[int, int] | None = None
         self._saves = False
-
-    # -- written by the training thread ----------------------------------------------------------------------------
-
-    def identify(self, process: str) -> None:
-        """Publish an identifier of this process."""
-        self._process = process
-        self._write_text()
 
     def section(self, section: RunSection, step: int = 0) -> None:
         """Begin a part of the run; the first step is 1."""
@@ -196,24 +189,6 @@ class Heartbeat:
     def memory(self, largest: int) -> None:
         """Report this rank's peak memory in bytes."""
         self._numbers[Slot.MEMORY] = largest
-
-    # -- written by the heartbeat thread ---------------------------------------------------------------------------
-
-    def beat(self, worked: float = 0.0) -> None:
-        """Report that the process is running, and has had work for a processor for `worked` seconds in total."""
-        self._numbers[Slot.WORKED] = int(worked * 1e9)
-        self._numbers[Slot.BEATS] += 1
-
-    @property
-    def is_asked(self) -> bool:
-        """Whether a reader of the page has requested work of the heartbeat thread that is not done yet."""
-        return bool(self._numbers[Slot.ASKED] and not self._numbers[Slot.ANSWERED])
-
-    def answer(self) -> None:
-        """Report that the requested work is done."""
-        self._numbers[Slot.ANSWERED] = 1
-
-    # -- reading ---------------------------------------------------------------------------------------------------
 
     @property
     def waited(self) -> float:

@@ -3,7 +3,6 @@
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from datetime import timedelta
 from functools import cached_property
 from socket import gethostname
 from typing import Any, NamedTuple
@@ -186,16 +185,6 @@ class Mesh:
         with self.heartbeat.waiting(wait_code("gather", self.world.number)):
             axis = self._new_group(name, groups)
             return None if axis is None else self._axes([axis])[0]
-
-    def background_axis(self) -> Axis:
-        """Create an axis of all ranks with its own process group, for a thread that runs beside training.
-
-        Its collectives take CPU tensors, may wait for a day without using a processor, and are not recorded. Collective
-        over the world.
-        """
-        world = self.world
-        group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if world.size > 1 else None
-        return Axis("background", world.ranks, world.index, group, EventRecorder())
 
     def tp_shares(self, count: int) -> Axis:
         """Return the axis of the `count` neighboring tensor ranks around this one. Collective over the world."""

@@ -13,12 +13,12 @@ import sys
 import threading
 import time
 from bdb import BdbQuit
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from typing import Any, Final, Literal, NamedTuple, NoReturn, Protocol, cast
+from typing import Any, Final, Literal, NamedTuple, NoReturn, cast
 
 from threefold.comm.heartbeat import Heartbeat, RunSection
 from threefold.doors import hook
@@ -51,22 +51,6 @@ LOOK: Final = 0.25
 """Seconds between two calls of a watch for ranks that hang."""
 OTHER_FAILURES: Final = 0.5
 """Seconds to wait after the first failure for failures of other ranks, one of which may be the cause."""
-
-
-class RankWatch(Protocol):
-    """Watch for ranks that hang, of an attached room (hook `watch_local`): made before ranks start."""
-
-    def heartbeat(self, rank: int) -> Heartbeat:
-        """Return the heartbeat of a rank, in its process."""
-
-    def beating(self, rank: int, heartbeat: Heartbeat) -> AbstractContextManager[None]:
-        """Beat within the block, in the rank's process."""
-
-    def finder(self, pids: Sequence[int]) -> Callable[[Collection[int]], Failure | None]:
-        """Return a function to call every `LOOK` seconds with the ranks that have no process any more.
-
-        It returns the failure of the rank that does not answer; None if all do.
-        """
 
 
 def spawn(
@@ -137,7 +121,7 @@ def collect_local(
 
     context: Any = multiprocessing.get_context(start_method)
     watch_local = hook("watch_local") if job.timeout else None
-    watch: RankWatch | None = None if watch_local is None else watch_local(job, world_size, start_method)
+    watch = None if watch_local is None else watch_local(job, world_size, start_method)
 
     def ask_to_stop(number: int, again: bool) -> None:
         raise_on_second(number, again)
@@ -174,13 +158,13 @@ def _main(
     address: tuple[str, int],
     report: Connection,
     parent: int,
-    watch: RankWatch | None,
+    watch: Any,
     stops: bool,
 ) -> None:
     """Run the job in a rank's process.
 
-    The store of all ranks is at `address`, a host and a port; the process `parent` has started them. Without `watch`,
-    nobody reads heartbeats. The worker itself ends on a signal if `stops`.
+    The store of all ranks is at `address`, a host and a port; the process `parent` has started them. Without `watch`
+    (`resilience.rank_watch.LocalWatch`), nobody reads heartbeats. The worker itself ends on a signal if `stops`.
     """
     die_with_parent(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends all ranks

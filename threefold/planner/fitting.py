@@ -1,5 +1,7 @@
 """Fit of a run into the memory of this machine, before its ranks start: its states, and its default micro-batch."""
 
+from contextlib import suppress
+from pathlib import Path
 from typing import Literal
 
 from threefold.comm.layout import Layout
@@ -7,7 +9,7 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.errors import UserError
 from threefold.files import counted
-from threefold.host import memory, swap
+from threefold.host import memory
 from threefold.launch.device import gpu_count
 from threefold.launch.environment import LaunchedRank
 from threefold.planner.model_size import bytes_of_states
@@ -73,3 +75,12 @@ def require_memory(config: Config, launched: LaunchedRank | None, custom_paramet
         f"than the {has / 1e9:,.1f} GB of memory that this machine has for them; use {zero}a smaller model "
         "(model.num_layers, model.hidden_size) or more machines."
     )
+
+
+def swap() -> int:
+    """Return the bytes of swap space on this machine, or 0 if unknown."""
+    with suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("SwapTotal:"):
+                return int(line.split()[1]) * 1024
+    return 0

@@ -2,10 +2,12 @@
 
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -16,12 +18,22 @@ from threefold.checkpoint.folder import path_of
 from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import Written, on_first, write_checkpoint
 from threefold.checkpoint.tensors import ALIGNMENT, Writer, detached
-from threefold.comm.axis import Axis
+from threefold.comm.axis import Axis, EventRecorder
 from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.host import WorkThread
+from threefold.resilience.work_thread import WorkThread
 from threefold.torch_private.tensors import foreach_copy_
+
+
+def background_axis(world: Axis) -> Axis:
+    """Create an axis of all ranks with its own process group, for a thread that runs beside training.
+
+    Its collectives take CPU tensors, may wait for a day without using a processor, and are not recorded. Collective
+    over the world.
+    """
+    group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if world.size > 1 else None
+    return Axis("background", world.ranks, world.index, group, EventRecorder())
 
 
 class BackgroundSaver:
@@ -43,7 +55,7 @@ class BackgroundSaver:
     def save(self, run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Path:
         """Copy the tensors, start writing and return the future folder; `wait` must have returned the previous save."""
         if self._world is None:
-            self._world = self._mesh.background_axis()
+            self._world = background_axis(self._mesh.world)
         world, path, held = self._world, path_of(run_dir, facts.step), detached(tensors)
         plan, metadata = self._plan(held)
         copies = self._copied(plan, held)

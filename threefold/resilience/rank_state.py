@@ -1,4 +1,4 @@
-"""State of a rank, as read from the page of its heartbeat (`comm.heartbeat`)."""
+"""State of a rank, as read from the page of its heartbeat (`comm.heartbeat`), and how its watch writes there."""
 
 import json
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from threefold.comm.heartbeat import (
     MICRO_BATCH_BITS,
     STAGE_BITS,
     Activity,
+    Heartbeat,
     Page,
     RunSection,
     Slot,
@@ -100,3 +101,26 @@ def read(page: Page | bytes) -> RankState:
         answered=bool(numbers[Slot.ANSWERED]),
         memory=numbers[Slot.MEMORY],
     )
+
+
+class WatchedHeartbeat(Heartbeat):
+    """Heartbeat of a rank that is watched; a thread beside training calls what this class adds."""
+
+    def identify(self, process: str) -> None:
+        """Publish an identifier of this process."""
+        self._process = process
+        self._write_text()
+
+    def beat(self, worked: float = 0.0) -> None:
+        """Report that the process is running, and has had work for a processor for `worked` seconds in total."""
+        self._numbers[Slot.WORKED] = int(worked * 1e9)
+        self._numbers[Slot.BEATS] += 1
+
+    @property
+    def is_asked(self) -> bool:
+        """Whether a reader of the page has requested work of the heartbeat thread that is not done yet."""
+        return bool(self._numbers[Slot.ASKED] and not self._numbers[Slot.ANSWERED])
+
+    def answer(self) -> None:
+        """Report that the requested work is done."""
+        self._numbers[Slot.ANSWERED] = 1

@@ -27,7 +27,7 @@ from threefold.launch.output import log_file
 from threefold.launch.worker import Job
 from threefold.resilience.hang_watch import HangWatch, LostStore, Stopwatch
 from threefold.resilience.processes import ProcessState, identify_process, pid_if_here, process_state, worked_seconds
-from threefold.resilience.rank_state import RankState, ask, read
+from threefold.resilience.rank_state import RankState, WatchedHeartbeat, ask, read
 
 BEAT: Final = 0.5
 """Seconds between two beats, and between two exchanges with a launcher's store in a small world."""
@@ -42,12 +42,12 @@ class LocalWatch:
     def __init__(self, job: Job, ranks: int, start_method: StartMethod) -> None:
         self._job, self._memory = job, shared_bytes(start_method, ranks * PAGE_BYTES)
 
-    def heartbeat(self, rank: int) -> Heartbeat:
+    def heartbeat(self, rank: int) -> WatchedHeartbeat:
         """Return the heartbeat of a rank, in its process."""
         pages = self._pages()
-        return Heartbeat(pages[rank], lambda: [read(page) for page in pages])
+        return WatchedHeartbeat(pages[rank], lambda: [read(page) for page in pages])
 
-    def beating(self, rank: int, heartbeat: Heartbeat) -> AbstractContextManager[None]:
+    def beating(self, rank: int, heartbeat: WatchedHeartbeat) -> AbstractContextManager[None]:
         """Beat within the block, in the rank's process."""
         return _beating(heartbeat, _recorder(self._job, rank))
 
@@ -149,7 +149,7 @@ class StoreWatch:
         on_hang: Callable[[], None] = lambda: None,
     ) -> None:
         self._places: list[RankState | None] = [None] * ranks
-        self.heartbeat = Heartbeat(everyone=self._places.copy)
+        self.heartbeat = WatchedHeartbeat(everyone=self._places.copy)
         self._process = identify_process(os.getpid())
         self.heartbeat.identify(self._process)
         self._store, self._rank, self._ranks, self._timeout, self._tell = store, rank, ranks, timeout, tell
@@ -249,7 +249,7 @@ class StoreWatch:
 
 
 @contextmanager
-def _beating(heartbeat: Heartbeat, on_request: Callable[[], None]) -> Iterator[None]:
+def _beating(heartbeat: WatchedHeartbeat, on_request: Callable[[], None]) -> Iterator[None]:
     """Beat within the block; call `on_request` once when a reader of the page asks for it."""
     over = threading.Event()
 

@@ -12,7 +12,6 @@ from threefold.config import Config
 from threefold.data.dataset import Dataset
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.host import WorkThread
 from threefold.resilience.ownership import OWNER_FILE, Claimant, Owner, terms_of
 from threefold.resilience.remote import (
     AddressTaken,
@@ -22,6 +21,7 @@ from threefold.resilience.remote import (
     message_of,
     replace_damaged,
 )
+from threefold.resilience.work_thread import WorkThread
 from threefold.train.callbacks.base import FailureWarning
 
 _RETRIES: Final = (1.0, 4.0, 15.0)
