@@ -28,8 +28,8 @@ from threefold.models.source import ConstructedModel, skeleton
 from threefold.ops.kernels import DeferrableWeight
 from threefold.parallel.arithmetic import Arithmetic, RankArithmetic, arithmetic_of
 from threefold.parallel.context import ShardingContext
-from threefold.parallel.dropout_parts import undecided_dropouts
 from threefold.parallel.gradients import BUCKET_BYTES, NORM_ELEMENTS, GradientBuckets, Gradients, JoinedGradients
+from threefold.parallel.layout_check import undecided_dropouts
 from threefold.parallel.leaf import as_stored, held, local, stored, stored_as, with_marks
 from threefold.parallel.parameter import (
     Weight,
@@ -234,7 +234,7 @@ class TrainableModel(ParallelModel):
     names: tuple[str, ...]
     """Names in the unsplit model's `state_dict()`, in its order."""
     dropouts: dict[str, Dropout]
-    """Dropout layers of a user's model on this rank, by name, whose parts a first batch shows (`dropout_parts`)."""
+    """Dropout layers of a custom model on this rank, by name, whose parts a first batch shows (hook `dropout_parts`)."""
 
     @property
     def trained(self) -> list[Weight]:

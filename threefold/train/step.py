@@ -29,12 +29,11 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.rules import executed_micro_batches
 from threefold.constants import IGNORE_INDEX
-from threefold.doors import call_hook
+from threefold.doors import call_hook, needed
 from threefold.errors import DivergenceError, UserError
 from threefold.models.custom_batch import map_tensors, tensors_of
 from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums
 from threefold.models.sharding import ModelPlan
-from threefold.parallel.dropout_parts import dropout_parts
 from threefold.parallel.moving_buffers import MovingBuffers
 from threefold.parallel.parallelize import ChunkSizes, Parallelism, TrainableModel, TrainingSettings, apply_parallelism
 from threefold.parallel.parameter import is_split
@@ -278,9 +277,11 @@ class GradientStep(GradientUpdate):
         if self.plan.constructed and not self.settings.sequence_parallel:
             trial = map_tensors(batch, lambda each: torch.empty_like(each, device="meta"))
             call_hook("check_forward", self._make_model, self.plan, self.mesh.tp.size, trial, loss is None)
-        if self.model.dropouts:
+        context = self.parallelism.context
+        if self.model.dropouts and (context.tp.size > 1 or context.cut.shares > 1):
             micro_batch = whole.split(self.settings.micro_batches)[0]
-            parts = dropout_parts(self._make_model, self.plan, self.parallelism.context, micro_batch)
+            find = needed("dropout_parts", "dropout between the sharded layers of a custom model", "verify")
+            parts = find(self._make_model, self.plan, context, micro_batch)
             for name, dropout in self.model.dropouts.items():
                 dropout.place(parts.get(name, {}))
 

@@ -16,6 +16,7 @@ HOOKS: Final = {
     "check_model": "threefold.verify.plan_check:check_model",
     "check_cuts": "threefold.verify.plan_check:check_cuts",
     "check_forward": "threefold.verify.plan_check:check_forward",
+    "dropout_parts": "threefold.verify.dropout_parts:dropout_parts",
     "check_loop": "threefold.verify.loop_check:LoopCheck",
 }
 NAMES: Final = {

@@ -15,7 +15,7 @@ from threefold.models import sharding
 from threefold.models.custom_batch import LayerSignature
 from threefold.models.layers.decoder import Embedding, Linear
 from threefold.models.plan import nearest
-from threefold.parallel.layout_check import KNOWN_RULES, cut_to_rank, made_on_meta
+from threefold.parallel.layout_check import KNOWN_RULES, made_on_meta
 from threefold.parallel.pipeline.partition import covers
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.shard_modules import SHARDINGS
@@ -24,6 +24,7 @@ from threefold.torch_private.distributed import persistent_buffers
 from threefold.torch_private.tensors import child_names, has_module_hooks
 from threefold.verify import module_check
 from threefold.verify.proposal import as_pattern
+from threefold.verify.rank_part import cut_to_rank
 
 _WITHIN = (sharding.Replicated, sharding.PerHead)
 """Splits that leave the modules inside a module to other patterns."""

@@ -20,24 +20,14 @@ from threefold.models.custom_batch import map_tensors
 from threefold.models.layers.decoder import SampleInfo
 from threefold.models.source import error_line
 from threefold.parallel.context import ShardingContext
-from threefold.parallel.layout_check import KNOWN_RULES, cut_to_rank, made_on_meta
+from threefold.parallel.layout_check import made_on_meta, undecided_dropouts
 from threefold.parallel.pipeline.partition import covers
 from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, Stage, StepSamples
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Positions, Slice
+from threefold.verify.rank_part import cut_to_rank
 
 Parts = Mapping[int, Positions]
-
-
-def undecided_dropouts(model: nn.Module, plan: sharding.ModelPlan) -> dict[str, Dropout]:
-    """Return the dropout layers of a user's model, by name, that drop something and that no rule of the plan names."""
-    if not all(isinstance(rule, KNOWN_RULES) for rule in (*plan.split.values(), *plan.bare.values())):
-        return {}  # a family, whose rules name its dropout layers
-    return {
-        name: module
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, Dropout) and module.p > 0 and plan.patterns.naming(name) is None
-    }
 
 
 def dropout_parts(
@@ -51,8 +41,6 @@ def dropout_parts(
         UserError: the part is not known, is not a run of the whole, or differs between calls of the layer.
     """
     tp, index = context.tp.size, context.tp.index
-    if tp == 1 and context.cut.shares == 1:
-        return {}
     whole, part = made_on_meta(make_model), made_on_meta(make_model)
     names = undecided_dropouts(whole, plan)
     if not names:

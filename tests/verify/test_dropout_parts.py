@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 import threefold as t3
 from tests.support.sweep import sweep
 from tests.verify.support import config, task, verify
+from threefold import doors
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.models.layers.decoder import SampleInfo
@@ -205,12 +207,13 @@ class Turned(Block):
         return super().forward(self.drops["residual"](x.transpose(1, 2), samples.keys).transpose(1, 2), samples)
 
 
-def refused_in_shares() -> str:
+def refused_in_shares(with_room: bool) -> str:
     settings = TrainingSettings(sequence_parallel=True)
     plan = OfTokens.plan.build(OfTokens())
     step = GradientStep(lambda: OfTokens(block=Turned), plan, t3.init_mesh(tp=2), settings)
     tokens = torch.arange(20).view(2, 10) % WORDS
-    with pytest.raises(UserError) as caught:
+    room = patch.object(doors, "hook", doors.hook if with_room else lambda name: None)
+    with room, pytest.raises(UserError) as caught:
         step.train_batch(Batch(tokens, tokens, torch.arange(2)), 0)
     return str(caught.value)
 
@@ -223,7 +226,18 @@ UNKNOWN = (
 
 
 def test_dropout_of_unknown_positions_is_refused_by_name(pool) -> None:
-    assert pool.run(2, refused_in_shares) == [UNKNOWN] * 2
+    assert pool.run(2, refused_in_shares, True) == [UNKNOWN] * 2
+
+
+def test_dropout_whose_parts_follow_from_layers_needs_the_room(pool) -> None:
+    assert (
+        pool.run(2, refused_in_shares, False)
+        == [
+            "dropout between the sharded layers of a custom model needs threefold.verify, which is not installed; install "
+            "it, or leave that out."
+        ]
+        * 2
+    )
 
 
 REFUSED = {
