@@ -52,14 +52,6 @@ def local(parameter: Tensor) -> Tensor:
     return leaf
 
 
-def computed(parameter: Tensor) -> Tensor:
-    """Return the tensor that a layer computes with: the leaf, or the shard of a parameter that has none."""
-    if not isinstance(parameter, DTensor):
-        return parameter
-    leaf: Tensor | None = getattr(parameter, "local_leaf", None)
-    return parameter.to_local() if leaf is None else leaf
-
-
 def held(parameter: Tensor) -> Tensor:
     """Return this rank's shard of a parameter, to read or set; it has the same memory, and no gradient."""
     return shard_of(parameter).detach() if isinstance(parameter, DTensor) else parameter.detach()

@@ -234,7 +234,7 @@ class TrainableModel(ParallelModel):
     names: tuple[str, ...]
     """Names in the unsplit model's `state_dict()`, in its order."""
     dropouts: dict[str, Dropout]
-    """Dropout layers of a custom model on this rank, by name, whose parts a first batch shows (hook `dropout_parts`)."""
+    """Dropout layers of a custom model on this rank, by name, whose parts a first batch shows."""
 
     @property
     def trained(self) -> list[Weight]:

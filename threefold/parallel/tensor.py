@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from threefold.comm.axis import Axis
@@ -17,7 +18,6 @@ from threefold.comm.differentiable import copy_to, gather_from, over_gathered, r
 from threefold.comm.layout import shard_bounds
 from threefold.models.sharding import Column, Row, Vocab
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
-from threefold.parallel.leaf import computed
 from threefold.parallel.parameter import in_place_of
 from threefold.parallel.split_layer import (
     Initializer,
@@ -110,7 +110,7 @@ class VocabParallelEmbedding(SplitLayer):
 
     def own_rows(self, ids: Tensor) -> Tensor:
         """Return this rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
-        table = _pad_rows(computed(self.weight), self.pad_to)
+        table = _pad_rows(_computed(self.weight), self.pad_to)
         if self.axis.size == 1:
             return self._without_gradient(ids, self.arithmetic.embedding(ids, table))
         assert_async(
@@ -211,7 +211,7 @@ class ColumnParallelLinear(SplitLinear):
             compute: must not return a view of `x`; its gradient of `x` is summed over the axis.
             x: input, as for `forward`.
         """
-        return self._over_whole_input(lambda whole: compute(whole, computed(self.weight)), x)
+        return self._over_whole_input(lambda whole: compute(whole, _computed(self.weight)), x)
 
     def _over_whole_input(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
         if self.sequence_dim is None:
@@ -219,7 +219,7 @@ class ColumnParallelLinear(SplitLinear):
         return over_gathered(compute, x, self.axis, self.sequence_dim)
 
     def _own_features(self, x: Tensor) -> Tensor:
-        weight, bias = computed(self.weight), None if self.bias is None else computed(self.bias)
+        weight, bias = _computed(self.weight), None if self.bias is None else _computed(self.bias)
         if self.pad_to == 1:
             return self.arithmetic.linear(x, weight, bias)
         out = self.arithmetic.linear(x, _pad_rows(weight, self.pad_to))[..., : weight.shape[0]]
@@ -299,7 +299,7 @@ class RowParallelLinear(SplitLinear):
         """Return this rank's summand of the output [..., out], without the bias, from [..., in] or its part."""
         if not self.input_is_parallel:
             x = scatter_to(x, self.axis)
-        return self.arithmetic.partial_linear(x, computed(self.weight))
+        return self.arithmetic.partial_linear(x, _computed(self.weight))
 
     def extra_repr(self) -> str:
         return f"{self._shapes()}, input_is_parallel={self.input_is_parallel}"
@@ -314,3 +314,11 @@ def _pad_rows(weight: Tensor, multiple: int) -> Tensor:
     """Pad with zero rows to a multiple, at least one: matrix units need whole tiles, a look-up needs a row."""
     rows = max(1, -(-weight.shape[0] // multiple) * multiple)
     return weight if rows == weight.shape[0] else F.pad(weight, (0, 0, 0, rows - weight.shape[0]))
+
+
+def _computed(parameter: Tensor) -> Tensor:
+    """Return the tensor that a layer computes with: the leaf, or the shard of a parameter that has none."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    leaf: Tensor | None = getattr(parameter, "local_leaf", None)
+    return parameter.to_local() if leaf is None else leaf
