@@ -26,119 +26,27 @@ PLAIN: dict[str, Any] = {
     "decoder": None,
     "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1, "<unk>": 2}, "unk_token": "<unk>"},
 }
-TOKEN = {"content": "X", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
 
 
-def split(pattern: str) -> dict[str, Any]:
-    return {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
-
-
-def replace(pattern: str, content: str, kind: str = "String") -> dict[str, Any]:
-    return {"type": "Replace", "pattern": {kind: pattern}, "content": content}
-
-
-def padding(**changes: Any) -> dict[str, Any]:
-    fixed = {"strategy": {"Fixed": 10**10}, "direction": "Right", "pad_to_multiple_of": None}
-    return {"padding": {**fixed, "pad_id": 0, "pad_type_id": 0, "pad_token": "a", **changes}}
-
-
-def template(ids: list[int], used: str = "a") -> dict[str, Any]:
-    single = [{"SpecialToken": {"id": used, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
-    known = {"a": {"id": "a", "ids": ids, "tokens": ["a"] * len(ids)}}
-    return {"type": "TemplateProcessing", "single": single, "pair": single, "special_tokens": known}
-
-
-def bpe(**changes: Any) -> dict[str, Any]:
-    usual = {"dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None}
-    given = {"vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"], "fuse_unk": False, "byte_fallback": False}
-    return {"model": {"type": "BPE", **usual, **given, **changes}}
+def replace(text: str, content: str) -> dict[str, Any]:
+    return {"type": "Replace", "pattern": {"String": text}, "content": content}
 
 
 TIME, ABORTED = "it takes more than 1 seconds of processor time", "ends with SIGABRT; it may take 300.0 MB of memory"
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a regular expression that divides a run in every way": (
-        {"pre_tokenizer": split("(a+)+$")},
-        "retry-limit-in-match",
-    ),
-    "one that divides words in every way": ({"pre_tokenizer": split(r"(\w+\s?)+$")}, "retry-limit-in-match"),
-    "words that are looked up at all lengths": (
-        {
-            "model": {
-                "type": "WordPiece",
-                "unk_token": "a",
-                "continuing_subword_prefix": "",
-                "max_input_chars_per_word": 10**12,
-                "vocab": {"a": 0},
-            }
-        },
-        TIME,
-    ),
-    "a normalizer that doubles": (
-        {"normalizer": {"type": "Sequence", "normalizers": [replace("a", "aa")] * 60}},
-        f"{ABORTED}|{TIME}",
-    ),
+_GIVEN = json.loads((Path(__file__).parent / "data" / "tokenizers.json").read_text(encoding="utf-8"))
+DOUBLED = [replace("a", "aa")] * 60
+REFUSED: dict[str, tuple[dict[str, Any], str]] = _GIVEN["refused"] | {
+    "a normalizer that doubles": ({"normalizer": {"type": "Sequence", "normalizers": DOUBLED}}, f"{ABORTED}|{TIME}"),
+    "a decoder that doubles": ({"decoder": {"type": "Sequence", "decoders": DOUBLED}}, f"{ABORTED}|{TIME}"),
     "a normalizer of a rare letter": ({"normalizer": replace("ж", "q" * 10_000)}, "makes more than 13,400 characters"),
     "a normalizer that prepends": ({"normalizer": {"type": "Prepend", "prepend": "p" * 10**6}}, "its normalizer makes"),
-    "a decoder that doubles": (
-        {"decoder": {"type": "Sequence", "decoders": [replace("a", "aa")] * 60}},
-        f"{ABORTED}|{TIME}",
-    ),
     "a decoder that grows": ({"decoder": replace("<unk>", "q" * 10**5)}, "its decoder makes more than"),
-    "a decoder that strips more than there is": (
-        {"decoder": {"type": "Strip", "content": "a", "start": 10**12, "stop": 10**12}},
-        "index out of bounds",
-    ),
-    "a post-processor's id out of range": (
-        {"post_processor": template([3])},
-        "puts token 3 before texts and its ids go",
-    ),
-    "a post-processor's id of 32 bits": ({"post_processor": template([4_000_000_000])}, "puts token 4,000,000,000"),
-    "RoBERTa's ids out of range": (
-        {
-            "post_processor": {
-                "type": "RobertaProcessing",
-                "sep": ["x", 9],
-                "cls": ["y", 3_000_000_000],
-                "trim_offsets": True,
-                "add_prefix_space": False,
-            }
-        },
-        "puts token 3,000,000,000 before texts",
-    ),
-    "a post-processor's token that it lacks": ({"post_processor": template([0], used="z")}, "no entry found for key"),
-    "an id beyond all token files": (
-        {"model": {**PLAIN["model"], "vocab": {"<unk>": (1 << 32) - 1}}},
-        "has a token with id 4,294,967,295 and ids go",
-    ),
-    "a prefix that cuts letters": (bpe(continuing_subword_prefix="é日"), "out of range"),
-    "characters that are not": ({"normalizer": {"type": "Precompiled", "precompiled_charsmap": "////"}}, "charsmap"),
-    "pieces of no length": ({"pre_tokenizer": {"type": "FixedLength", "length": 0}}, "must be non-zero"),
 }
-UNREADABLE: dict[str, tuple[dict[str, Any], str]] = {
-    "a negative id": ({"added_tokens": [{"id": -1, **TOKEN}]}, "integer `-1`, expected u32"),
-    "an id that is too large": ({"added_tokens": [{"id": 1 << 64, **TOKEN}]}, "expected u32"),
-    "brackets": ({"pre_tokenizer": split("(" * 20_000 + "a" + ")" * 20_000)}, "parse depth limit over"),
-    "a wrong regular expression": ({"pre_tokenizer": split("(")}, "unmatched parenthesis"),
-    "an unknown id of no token": ({"model": {"type": "Unigram", "unk_id": 99, "vocab": [["a", 0.0]]}}, "UnkIdNotInVoc"),
-    "merges of no token": (bpe(merges=["a z"]), "out of vocabulary"),
+NESTED = {"type": "Split", "pattern": {"Regex": "(" * 20_000 + "a" + ")" * 20_000}}
+UNREADABLE: dict[str, tuple[dict[str, Any], str]] = _GIVEN["unreadable"] | {
+    "brackets": ({"pre_tokenizer": NESTED | {"behavior": "Isolated", "invert": False}}, "parse depth limit over"),
 }
-HARMLESS: dict[str, dict[str, Any]] = {
-    "a plain one": {},
-    "padding of ten billion tokens": padding(),
-    "padding to multiples of nothing": padding(strategy="BatchLongest", pad_to_multiple_of=0),
-    "truncation to nothing": {
-        "truncation": {"direction": "Right", "max_length": 0, "strategy": "LongestFirst", "stride": 10}
-    },
-    "an empty pattern": {"normalizer": replace("", "x")},
-    "an empty regular expression": {"normalizer": replace("", "x", "Regex"), "pre_tokenizer": split("")},
-    "an empty pattern to split at": {"pre_tokenizer": {**split(""), "pattern": {"String": ""}}},
-    "an empty pattern to decode": {"decoder": replace("", "x")},
-    "an added token with another's id": {"added_tokens": [{"id": (1 << 32) - 1, **TOKEN}]},
-    "an added token without text": {"added_tokens": [{"id": 3, **TOKEN, "content": ""}]},
-    "no token for what it does not know": {"model": {**PLAIN["model"], "unk_token": "none"}},
-    "one letter": {"model": {"type": "Unigram", "unk_id": None, "vocab": [["a", 0.0]]}},
-    "no vocabulary": {"model": {**PLAIN["model"], "vocab": {}}},
-}
+HARMLESS: dict[str, dict[str, Any]] = _GIVEN["harmless"]
 
 
 @pytest.fixture(autouse=True)
