@@ -1,6 +1,8 @@
 """A user's own model: the example is equal in every layout, its wrong table is found, and mistakes are one sentence."""
 
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from threefold.models.source import FileSource
 from threefold.verify.verifier import DEPARTS, EQUAL, UNSPLIT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
+MISTAKES = tomllib.loads((Path(__file__).parent / "data" / "model_file.toml").read_text(encoding="utf-8"))["mistakes"]
 LAYOUTS = ("dp2", "tp2", "pp2 zbv", "cp2", "dp2·tp2·pp2 interleaved sp", "dp2·tp2 zero3 full")
 
 
@@ -37,59 +40,6 @@ def test_forgotten_tie_is_found(pool, tmp_path: Path) -> None:
         assert str(result.first) == "gradient of embed.tokens.weight, step 1"
 
 
-@pytest.mark.parametrize(
-    ("change", "sentence"),
-    [
-        (("def make_model", "def build"), "model.py has no function make_model; it needs make_model(config), which"),
-        (
-            ("return Model(config)", "return config"),
-            "make_model(config) returns a GPTConfig but must return a Module.",
-        ),
-        (
-            ("import replace", "import reverse"),
-            "model.py cannot be imported: ImportError: cannot import name 'reverse'",
-        ),
-        (
-            ("class Block(", "class Block(:"),
-            "model.py cannot be imported: SyntaxError: invalid syntax (model.py, line 36)",
-        ),
-        (
-            ('"embed", *blocks', '"embedding", *blocks'),
-            "layers names 'embedding', which is not a module of the model; the nearest is 'embed'.",
-        ),
-        (("costs=(width, ", "costs=("), "costs has 4 numbers but layers has 5; give each layer one."),
-        (
-            ('            "head.norm": Replicated(),\n', ""),
-            "split says nothing about the parameter 'head.norm.weight'; give 'head.norm' Replicated().",
-        ),
-        (
-            ('"blocks.*.norm"', '"block.*.norm"'),
-            "split says nothing about the parameter 'blocks.0.norm.attention.weight'; give 'blocks.0.norm.attention' "
-            "Replicated(), and correct 'block.*.norm', which no module of the model has for a name.",
-        ),
-        (
-            ('ties={"head.output', 'ties={"head.out'),
-            "tied names 'head.out.weight', which is not a parameter of the model; the nearest is 'head.output.weight'.",
-        ),
-        (
-            ("width, inner = config.hidden_size, config.ffn", "width, inner = config.width, config.ffn"),
-            "AttributeError",
-        ),
-    ],
-)
-def test_mistake_in_the_file_is_one_sentence(pool, tmp_path: Path, change: tuple[str, str], sentence: str) -> None:
-    text = (EXAMPLE / "model.py").read_text()
-    assert change[0] in text
-    (tmp_path / "model.py").write_text(text.replace(*change))
-    source = FileSource.parse(str(tmp_path / "model.py"))
-    todo = task("dp2", given=load_config(EXAMPLE / "own.yaml"), source=source)
-    with pytest.raises(UserError) as told:
-        verify(pool, todo, tmp_path, "dp2")
-    assert sentence in str(told.value)
-    assert str(told.value).endswith(".")
-    assert "\n" not in str(told.value)
-
-
 def changed(folder: Path, *changes: tuple[str, str]) -> FileSource:
     """The example with a few words of it replaced."""
     text = (EXAMPLE / "model.py").read_text()
@@ -98,6 +48,16 @@ def changed(folder: Path, *changes: tuple[str, str]) -> FileSource:
         text = text.replace(before, after)
     (folder / "model.py").write_text(text)
     return FileSource.parse(str(folder / "model.py"))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES, ids=[each["sentence"] for each in MISTAKES])
+def test_mistake_in_the_file_is_one_sentence(pool, tmp_path: Path, mistake: dict[str, Any]) -> None:
+    source = changed(tmp_path, tuple(mistake["change"]))
+    with pytest.raises(UserError) as told:
+        verify(pool, task("dp2", given=load_config(EXAMPLE / "own.yaml"), source=source), tmp_path, "dp2")
+    assert mistake["sentence"] in str(told.value)
+    assert str(told.value).endswith(".")
+    assert "\n" not in str(told.value)
 
 
 FIRST_LINE = '            "embed.tokens": Vocab(),\n'
