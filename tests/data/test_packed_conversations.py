@@ -15,11 +15,12 @@ from threefold.data.dataset import open_dataset
 from threefold.data.encoding import DocumentEncoder
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.packed import PackedConversations, PackedSamples, PaddedSamples, pack
+from threefold.data.packed import PackedSamples, PaddedSamples
 from threefold.data.preparation import prepare
 from threefold.data.sources import SourceReader
 from threefold.data.tokenizer import SpecialTokens, TextEncoder, load_tokenizer
 from threefold.errors import UserError
+from threefold.huggingface.packed_conversations import PackedConversations, pack
 from threefold.inference.eval_tasks import Perplexity
 from threefold.output import SILENT
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, Final, Literal, overload
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from threefold.checksums import checksum_of, checksum_of_blocks
+from threefold.checksums import checksum_of
 from threefold.data.conversations import ChatTemplate
 from threefold.data.tokenizer import TextRule, load_tokenizer
 from threefold.errors import UserError
@@ -267,17 +267,3 @@ class Corpus:
             f"{shown(self.files[0])} holds token {token:,} at position {place:,} ({self.document_of(place)}{sample}), "
             f"outside the vocabulary of {self.vocab_size:,} tokens; {self.remedy}"
         )
-
-
-def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], None] = lambda size: None) -> str:
-    """Compute the checksum of tokens as stored in a type. Raises UserError if their file cannot be read."""
-    little = np.dtype(dtype).newbyteorder("<")
-
-    def blocks() -> Iterator[memoryview]:
-        step = max(1, (8 << 20) // tokens.dtype.itemsize)
-        for start in range(0, len(tokens), step):
-            block = np.ascontiguousarray(tokens[start : start + step])
-            yield memoryview(np.ascontiguousarray(block.astype(little, copy=False)).data)
-            advance(block.nbytes)
-
-    return checksum_of_blocks(blocks())

@@ -17,10 +17,11 @@ from threefold.data.corpus import Corpus
 from threefold.data.formats.custom_data import CustomData, is_custom_data, is_nested
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.registry import holds_tokens, open_corpus
-from threefold.data.packed import PackedConversations, PackedSamples, PaddedSamples
+from threefold.data.packed import PackedSamples, PaddedSamples
 from threefold.data.samples import MixedSamples, MixturePart, Samples
 from threefold.data.sources import is_json_lines
 from threefold.data.tokenizer import TextRule
+from threefold.doors import needed
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.output import SILENT, Progress
@@ -218,7 +219,9 @@ def _samples(data: Corpus | JsonLines | CustomData, name: str, settings: DataCon
         return data.samples(name, settings.split, length)
     corpus = stored_corpus(data, length, progress)
     if data.holds_chat:
-        return PackedConversations.open(corpus, name, settings.split, length, settings.loss_tokens == "all")
+        packed = needed("packed_conversations", "Data of conversations", "huggingface")
+        samples: Samples = packed.open(corpus, name, settings.split, length, settings.loss_tokens == "all")
+        return samples
     return (PackedSamples if corpus is data else PaddedSamples).open(corpus, name, settings.split, length)
 
 

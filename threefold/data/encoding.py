@@ -16,12 +16,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from threefold.data.conversations import Chat, ChatTemplate, Completion, Document
-from threefold.data.tokenizer import TextEncoder, TextRule, encoding_of, loaded
+from threefold.data.conversations import ChatTemplate, Completion, Document
+from threefold.data.tokenizer import TextEncoder, TextRule, loaded
 from threefold.doors import needed
 from threefold.errors import UserError
-
-Span = tuple[int, int]
 
 
 class EncodedDocument(NamedTuple):
@@ -34,8 +32,8 @@ class EncodedDocument(NamedTuple):
 class DocumentEncoder:
     """Encoder of documents of every kind.
 
-    A text becomes its tokens and the end-of-document token, which all count for the loss. In a pair, the completion and
-    the end-of-document token after it count. For a conversation see `chats`.
+    A text becomes its tokens and the end-of-document token, which all count for the loss. For conversations and pairs
+    see `chats`.
     """
 
     def __init__(self, text: TextEncoder, eod: int | None, template: ChatTemplate | None = None) -> None:
@@ -43,38 +41,16 @@ class DocumentEncoder:
 
     @cached_property
     def chats(self) -> Any:
-        """Encoder of conversations, with `encode`, `prompt` and `end_of_turn`, which an attached room brings."""
-        return needed("chat_encoder", "A conversation", "huggingface")(self.text, self._template)
+        """Encoder of conversations and pairs of an attached room, with `encode`, `prompt` and `end_of_turn`."""
+        return needed("chat_encoder", "A conversation", "huggingface")(self.text, self._template, self.eod)
 
     def encode(self, document: Document) -> EncodedDocument:
         """Encode a document. Raises UserError if a conversation has no template or its answers cannot be located."""
-        if isinstance(document, Chat):
+        if not isinstance(document, str):
             found: EncodedDocument = self.chats.encode(document)
             return found
-        end = [] if self.eod is None else [self.eod]
-        if isinstance(document, str):
-            ids = self.text.encode(document) + end
-            return EncodedDocument(ids, [True] * len(ids))
-        prompt, whole = len(document.prompt), document.prompt + document.completion
-        encoding = encoding_of(self.text.tokenizer, whole)
-        ids = self.text.begun(encoding.ids)
-        spans = [(0, 0)] * (len(ids) - len(encoding.ids)) + encoding.offsets
-        return EncodedDocument(ids + end, Spans(spans).within([(prompt, len(whole))]) + [True] * len(end))
-
-
-class Spans:
-    """Spans of text, one per token, that are found by their place in it: starts and ends never decrease."""
-
-    def __init__(self, spans: list[Span]) -> None:
-        starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
-        self.starts, self.ends = np.minimum.accumulate(starts[::-1])[::-1], np.maximum.accumulate(ends)
-
-    def within(self, wanted: Iterable[Span]) -> list[bool]:
-        """Return for each token whether it overlaps one of the `wanted` spans, or lies between two that do."""
-        counted = np.zeros(len(self.starts), dtype=bool)
-        for start, end in wanted:
-            counted[np.searchsorted(self.ends, start, side="right") : np.searchsorted(self.starts, end)] = True
-        return list(counted.tolist())
+        ids = self.text.encode(document) + ([] if self.eod is None else [self.eod])
+        return EncodedDocument(ids, [True] * len(ids))
 
 
 @dataclass(frozen=True)

@@ -1,14 +1,14 @@
 """Encoding of conversations as tokens, with a loss mask, by their chat template."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import Any, Final
 
 import numpy as np
 
-from threefold.data.conversations import Chat, ChatTemplate, Message
-from threefold.data.encoding import EncodedDocument, Span, Spans
+from threefold.data.conversations import Chat, ChatTemplate, Completion, Message
+from threefold.data.encoding import EncodedDocument
 from threefold.data.tokenizer import TextEncoder, decoded, encoding_of
 from threefold.errors import UserError
 from threefold.huggingface.chat_renderer import ChatRenderer, Prefix
@@ -19,8 +19,13 @@ _OPEN, _CLOSE = "\uf8f0", "\uf8f1"
 _MARKED: Final = re.compile(f"{_OPEN}([^{_OPEN}{_CLOSE}]*){_CLOSE}|[{_OPEN}{_CLOSE}]")
 
 
+Span = tuple[int, int]
+
+
 class ChatEncoder:
-    """Encoder of conversations.
+    """Encoder of conversations and of pairs of a prompt and a completion.
+
+    In a pair, the completion and the end-of-document token after it count for the loss.
 
     A conversation becomes the text that the chat template renders, with no token added; the tokens that the assistant
     would generate count for the loss. These are the tokens that the template puts into `{% generation %}` blocks.
@@ -31,8 +36,8 @@ class ChatEncoder:
     spells are text.
     """
 
-    def __init__(self, text: TextEncoder, template: ChatTemplate | None) -> None:
-        self.text = text
+    def __init__(self, text: TextEncoder, template: ChatTemplate | None, eod: int | None = None) -> None:
+        self.text, self.eod = text, eod
         self._renderer = None if template is None else ChatRenderer(template)
         added = text.tokenizer.get_added_tokens_decoder()
         self._specials = {token: one.content for token, one in added.items() if one.special}
@@ -41,8 +46,10 @@ class ChatEncoder:
     def _spelled(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, sorted(self._specials.values(), key=len, reverse=True))))
 
-    def encode(self, chat: Chat) -> EncodedDocument:
-        """Encode a conversation. Raises UserError without a template, or if its answers cannot be located."""
+    def encode(self, chat: Chat | Completion) -> EncodedDocument:
+        """Encode a conversation or a pair. Raises UserError without a template, or if answers cannot be located."""
+        if isinstance(chat, Completion):
+            return self._pair(chat)
         renderer, messages = self._required(chat.where), self._marked(chat.messages)
         prefixes, answers = list[Prefix](), list[int]()
         if renderer.template.marks_answers:
@@ -97,6 +104,13 @@ class ChatEncoder:
             return None
         return next((token for token in ids[counted.index(True) + 1 :] if token in self._specials), None)
 
+    def _pair(self, pair: Completion) -> EncodedDocument:
+        prompt, whole = len(pair.prompt), pair.prompt + pair.completion
+        encoding = encoding_of(self.text.tokenizer, whole)
+        ids, end = self.text.begun(encoding.ids), [] if self.eod is None else [self.eod]
+        spans = [(0, 0)] * (len(ids) - len(encoding.ids)) + encoding.offsets
+        return EncodedDocument(ids + end, Spans(spans).within([(prompt, len(whole))]) + [True] * len(end))
+
     def _turn(self, ids: list[int], spans: "Spans", start: int, end: int) -> list[int]:
         """Return the tokens that overlap an answer and end in it, without whitespace after its last special token."""
         first, last = np.searchsorted(spans.ends, (start, end), side="right").tolist()
@@ -150,3 +164,18 @@ class ChatEncoder:
         finally:
             tokenizer.encode_special_tokens = before
         return ids, spans
+
+
+class Spans:
+    """Spans of text, one per token, that are found by their place in it: starts and ends never decrease."""
+
+    def __init__(self, spans: list[Span]) -> None:
+        starts, ends = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+        self.starts, self.ends = np.minimum.accumulate(starts[::-1])[::-1], np.maximum.accumulate(ends)
+
+    def within(self, wanted: Iterable[Span]) -> list[bool]:
+        """Return for each token whether it overlaps one of the `wanted` spans, or lies between two that do."""
+        counted = np.zeros(len(self.starts), dtype=bool)
+        for start, end in wanted:
+            counted[np.searchsorted(self.ends, start, side="right") : np.searchsorted(self.starts, end)] = True
+        return list(counted.tolist())

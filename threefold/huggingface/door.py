@@ -10,5 +10,6 @@ HOOKS: Final = {
     "try_tokenizer": "threefold.huggingface.tokenizer_check:try_tokenizer",
     "chat_of": "threefold.huggingface.conversations:chat_of",
     "chat_template": "threefold.huggingface.conversations:read_template",
+    "packed_conversations": "threefold.huggingface.packed_conversations:PackedConversations",
     "chat_encoder": "threefold.huggingface.chat_encoder:ChatEncoder",
 }

@@ -12,7 +12,7 @@ from threefold.files import counted, format_bytes
 from threefold.report.door import CURVE_FILE, GOODPUT_FILE, METRICS_FILE, REPORT_FILE
 from threefold.report.goodput import Goodput
 from threefold.report.tensorboard import TENSORBOARD_FOLDER
-from threefold.train.callbacks.base import Callback, RunContext, clock, on_terminal
+from threefold.train.callbacks.base import Callback, RunContext, on_terminal
 from threefold.train.callbacks.records import EvaluationRecord, MeanRates, StepRecord
 from threefold.train.callbacks.step_log import EventLines
 
@@ -253,3 +253,10 @@ class Summary(Callback):
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
             rows.append(("goodput", str(found)))
         return rows + [(name, str(place)) for name, place in self.places.items() if place.exists()]
+
+
+def clock(seconds: float) -> str:
+    """Format seconds as hours, minutes and seconds, such as 1:02:03 or 2:03."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

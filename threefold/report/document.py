@@ -30,10 +30,11 @@ from threefold.files import (
 )
 from threefold.foreign import FolderFiles, write_own
 from threefold.report.checkpoints import group_of, listed
+from threefold.report.console import clock
 from threefold.report.curves import Curves
 from threefold.report.door import REPORT_FILE
 from threefold.report.record import SAMPLES_FILE, SUMS, RunRecord, number
-from threefold.train.callbacks.base import Callback, RunContext, clock, reason_of, say
+from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
 
 VERSION: Final = 1
 PHASES: Final = {

@@ -6,20 +6,23 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from socket import gethostname
 from typing import Any, Final
 
+import numpy as np
+
 from threefold.checkpoint.folder import from_first
 from threefold.checkpoint.manifest import Checkpoint
 from threefold.checkpoint.resume import other_text
+from threefold.checksums import checksum_of_blocks
 from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
-from threefold.data.corpus import Content, Corpus, checksum_of_tokens
+from threefold.data.corpus import Content, Corpus, TokenArray
 from threefold.data.dataset import Dataset
 from threefold.data.fingerprint import fingerprint_of, numbers_of_ranks
 from threefold.data.formats.custom_data import CustomData, named
@@ -290,3 +293,17 @@ class TokenCheck(Callback):
 
 class _Stopped(Exception):
     pass
+
+
+def checksum_of_tokens(tokens: TokenArray, dtype: str, advance: Callable[[int], None] = lambda size: None) -> str:
+    """Compute the checksum of tokens as stored in a type. Raises UserError if their file cannot be read."""
+    little = np.dtype(dtype).newbyteorder("<")
+
+    def blocks() -> Iterator[memoryview]:
+        step = max(1, (8 << 20) // tokens.dtype.itemsize)
+        for start in range(0, len(tokens), step):
+            block = np.ascontiguousarray(tokens[start : start + step])
+            yield memoryview(np.ascontiguousarray(block.astype(little, copy=False)).data)
+            advance(block.nbytes)
+
+    return checksum_of_blocks(blocks())

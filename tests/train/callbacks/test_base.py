@@ -11,10 +11,10 @@ import pytest
 
 from tests.train.support import Run, engine_of, record
 from threefold.data.dataset import open_dataset
-from threefold.report.console import Summary
+from threefold.report.console import Summary, clock
 from threefold.report.loss_curve import smoothed
 from threefold.report.metrics import MetricsFile, read_metrics
-from threefold.train.callbacks.base import Callback, CallbackFailed, RunContext, clock
+from threefold.train.callbacks.base import Callback, CallbackFailed, RunContext
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 from threefold.train.callbacks.step_log import StepLog, step_line
 from threefold.train.loop import TrainingLoop, is_due

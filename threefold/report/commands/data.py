@@ -141,8 +141,8 @@ def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> N
     from rich.text import Text
 
     from threefold.constants import IGNORE_INDEX
-    from threefold.data.packed import PackedConversations
     from threefold.data.samples import SPLITS, document_runs
+    from threefold.huggingface.packed_conversations import PackedConversations
 
     rows: list[tuple[str, ...]] = []
     for name in SPLITS:

@@ -253,13 +253,6 @@ class FailureWarning:
         self._failing = False
 
 
-def clock(seconds: float) -> str:
-    """Format seconds as hours, minutes and seconds, such as 1:02:03 or 2:03."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def reason_of(error: Exception) -> str:
     """Return an exception's message on one line, without secrets."""
     text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
