@@ -1,1 +1,1 @@
-"""Reports of runs: what their folders record, as one JSON document, a page, a table, and live in a terminal."""
+"""Reports of runs: files of their metrics, and what their folders record as a document, a page, a table, and live."""
