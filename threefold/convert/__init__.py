@@ -1,1 +1,1 @@
-"""Converters: configs of Megatron-LM, PaddleFleetX and Colossal-AI, token files, texts, and checkpoints in other formats."""
+"""Converters: configs of Megatron-LM, PaddleFleetX and Colossal-AI, token files, texts, and checkpoints."""
