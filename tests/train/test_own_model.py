@@ -20,7 +20,7 @@ from threefold.verify.worker_pool import WorkerError
 FILE = Path(own_token_model.__file__)
 
 
-def own_run(run: Run, file: Path = FILE, **changes: object) -> Run:
+def custom_run(run: Run, file: Path = FILE, **changes: object) -> Run:
     own = (
         ("model.architecture", "own"),
         ("model.file", f"{file}:Tiny"),
@@ -38,7 +38,7 @@ def own_run(run: Run, file: Path = FILE, **changes: object) -> Run:
 def test_losses_are_those_of_one_process_and_a_run_resumes_in_another_layout(
     pool, small_run: Run, tmp_path: Path, before: dict[str, int], after: dict[str, int]
 ) -> None:
-    run = own_run(small_run, steps=6)
+    run = custom_run(small_run, steps=6)
     [printed] = pool.run(1, train_rank, run, tmp_path / "alone")
     assert "Training 12,840 parameters" in printed
     alone = losses_of(tmp_path / "alone")
@@ -53,7 +53,7 @@ def test_losses_are_those_of_one_process_and_a_run_resumes_in_another_layout(
 def test_a_checkpoint_has_the_file_of_its_model(pool, small_run: Run, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(FILE.read_text())
-    run = own_run(small_run, file, steps=1)
+    run = custom_run(small_run, file, steps=1)
     pool.run(1, train_rank, run, tmp_path / "run")
     checkpoint = newest(tmp_path / "run")
     assert checkpoint is not None
@@ -126,7 +126,7 @@ def test_a_run_with_frozen_weights_resumes_in_another_layout(
 ) -> None:
     """Its checkpoints have the frozen weights, as they were made, and no optimizer state of them."""
     (file := tmp_path / "frozen.py").write_text(FROZEN)
-    run = own_run(small_run, file, steps=4)
+    run = custom_run(small_run, file, steps=4)
     pool.run(1, train_rank, run, tmp_path / "alone")
     changes = [{**each, "set": (*run.set, *each.get("set", ()))} for each in (before, after)]
     first, second = run.but(steps=2, **changes[0]), run.but(**changes[1])

@@ -45,10 +45,10 @@ class ModelOptimizer(LoopOptimizer, torch.optim.Optimizer):
         self._of: dict[str, tuple[torch.optim.Optimizer, UpdatedWeights]] = {}
         found: dict[str, Entry] = {}
         for optimizer in self.optimizers:
-            own, gathers = {id(each) for each in _parameters(optimizer)}, needs_whole_weights(optimizer)
+            updated_here, gathers = {id(each) for each in _parameters(optimizer)}, needs_whole_weights(optimizer)
             entries: dict[int, Entry] = {}
             for weight in step.model.trained:
-                if id(weight.master) in own:
+                if id(weight.master) in updated_here:
                     matrix = ShardedMatrix(weight.parameter, step.parallelism.sharding_axes, every_dim=gathers)
                     entry = Entry(weight.name, weight.parameter, weight.leaf, weight.master, step.gradients, matrix)
                     entries[id(weight.master)] = found[weight.name] = entry

@@ -99,7 +99,7 @@ class Trainer:
                     "threefold.Callback; make it a subclass."
                 )
             require_packages(callback, f"callbacks has {type(callback).__name__}")
-        self.config, self.source = own_run(config, model, plan, loss, arguments, optimizer, dataset)
+        self.config, self.source = custom_run(config, model, plan, loss, arguments, optimizer, dataset)
 
     def fit(
         self,
@@ -150,7 +150,7 @@ class Trainer:
         return stopped
 
 
-def own_run(
+def custom_run(
     config: Any, model: Any, plan: Any, loss: Any, arguments: Any, optimizer: Any, dataset: Any
 ) -> tuple[Config, ModelSource]:
     """Return the unresolved config of a run, and the source of its model; arguments as in `Trainer`."""

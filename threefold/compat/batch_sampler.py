@@ -61,8 +61,8 @@ class DistributedBatchSampler(Sampler[list[int]]):
                 raise UserError(f"{name} is {value!r} but must be True or False; use {name}=False.")
         self.dataset, self.batch_size, self.shuffle, self.drop_last = dataset, batch_size, shuffle, drop_last
         self.nranks = _replicas() if num_replicas is None else _whole("num_replicas", num_replicas, 1)
-        own = dist.get_rank() if dist.is_initialized() else 0
-        self.local_rank = own if rank is None else _whole("rank", rank, 0)
+        default = dist.get_rank() if dist.is_initialized() else 0
+        self.local_rank = default if rank is None else _whole("rank", rank, 0)
         if self.local_rank >= self.nranks:
             raise UserError(
                 f"rank is {self.local_rank} but num_replicas is {self.nranks}, whose ranks are 0 to "

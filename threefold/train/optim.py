@@ -132,8 +132,8 @@ class Optimizer:
         for weight in trained:
             parameter = weight.parameter
             whole, hidden = ShardedMatrix(parameter, axes), plan.is_hidden_matrix(weight.name, parameter.dim())
-            own = weight.name, parameter, weight.leaf, weight.master
-            self.entries.append(Entry(*own, gradients, whole, hidden, arithmetic))
+            fields = weight.name, parameter, weight.leaf, weight.master
+            self.entries.append(Entry(*fields, gradients, whole, hidden, arithmetic))
         self._narrow = [weight for weight in trained if weight.master is not weight.leaf]
         self.rule = rule(self.entries, config)
         self.restorations = 0

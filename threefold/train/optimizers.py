@@ -231,17 +231,17 @@ def update_rule(config: OptimizerConfig) -> type[UpdateRule]:
             f"optimizer.name is {shown(config.name)}, which is {shown(repr(found))} but must be a subclass of "
             "torch.optim.Optimizer, or a function that makes one."
         )
-    return OwnOptimizer
+    return CustomOptimizer
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
     """Raise a `UserError`, before any process starts, unless a user's optimizer steps and its state can be sharded."""
-    if update_rule(config) is OwnOptimizer:
+    if update_rule(config) is CustomOptimizer:
         for shape in ((4, 6), (6,)):
             _trial(config, torch.zeros(shape))
 
 
-class OwnOptimizer(TorchRule):
+class CustomOptimizer(TorchRule):
     """Optimizer given by `optimizer.name` and `optimizer.arguments`.
 
     It reads `lr`, which follows the schedule, and, if its constructor takes it, `weight_decay`, which does not apply to

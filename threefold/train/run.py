@@ -193,7 +193,7 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> tupl
     A user's model must suit its plan and the layout, and checkpoints must be able to hold its files.
 
     Returns:
-        number of parameters of the user's own model, and of its trained parameters; zeros for a built-in model.
+        number of parameters of a custom model, and of its trained parameters; zeros for a built-in model.
     """
     parameters = (0, 0)
     if config.model.architecture == OWN:

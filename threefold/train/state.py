@@ -158,7 +158,7 @@ def engine_tensors(engine: Engine) -> dict[str, Tensor]:
 def checkpoint_tensors(engine: Engine) -> dict[str, Tensor]:
     """Return all tensors of a checkpoint: `engine_tensors`, and the states of the random streams drawn from.
 
-    For the user's own model, these include the generators of the process.
+    For a custom model, these include the generators of the process.
     """
     sizes = engine.mesh.layout.shape
     drawn = engine.streams.stored(sizes) if engine.streams.used else {}

@@ -126,7 +126,7 @@ class GradientStep(GradientUpdate):
                 with a loss.
 
         Returns:
-            this rank's summands of the mean loss, of its own samples and positions (zero except on the last stage;
+            this rank's summands of the mean loss, of its local samples and positions (zero except on the last stage;
             equal on the tensor ranks), one in all or one for each micro-batch (`RankArithmetic.losses`); and the
             number of valid tokens in the global batch, or of samples if it is not a `Batch`.
 
@@ -134,7 +134,7 @@ class GradientStep(GradientUpdate):
             UserError: batch, model and loss do not fit together, or there is nothing to compute a loss of.
         """
         scale, loss = self.scale, loss or self.loss
-        # Common errors of a user's own layers are explained.
+        # Common errors of custom layers are explained.
         explained = call_hook("explaining_passes", self.stages, self.mesh.tp.size) if self.plan.constructed else None
         with explained or nullcontext():
             # 1. Micro-batches: the replicas add up what they count, as the loss is divided by the global batch's count.
@@ -142,7 +142,7 @@ class GradientStep(GradientUpdate):
             if loss is None:
                 local, self._batch = self._batches.of_tokens(batch, step, scale)
             else:
-                local, self._batch = self._batches.of_own(batch, step, loss, rows, scale, outputs)
+                local, self._batch = self._batches.of_custom(batch, step, loss, rows, scale, outputs)
             if self._is_first:
                 self._check_first(batch, loss, local)
             # 2. Forward and backward passes. Buckets of gradients start their sums over the replicas as they fill; CPU
@@ -178,7 +178,7 @@ class GradientStep(GradientUpdate):
         assert self._batch is not None
         if self._batch.sums is not None:
             return self._summed(self._batch.sums, self._batch.samples)
-        (total,) = sum_over_ranks(self._own_summands(summands.double().sum().view(1) * counted), self.mesh, self.stop)
+        (total,) = sum_over_ranks(self._local_summands(summands.double().sum().view(1) * counted), self.mesh, self.stop)
         return _loss_of_tokens(total, counted, self._batch.samples)
 
     def eval_batch(
@@ -192,7 +192,7 @@ class GradientStep(GradientUpdate):
         loss = loss or self.loss
         with self.preserved(), self._in_evaluation_mode(), as_written(self.settings.compile):
             if loss is not None:
-                local, sizes = self._batches.own_samples(batch, loss, outputs=outputs)
+                local, sizes = self._batches.custom_samples(batch, loss, outputs=outputs)
                 self.runner.evaluate(local)
                 assert local.loss is not None  # it is `loss`, with its counts
                 return self._summed(local.loss, sum(sizes))
@@ -241,13 +241,13 @@ class GradientStep(GradientUpdate):
 
     def _totals(self, values: Sequence[Tensor], counts: Tensor) -> tuple[list[float], list[float]]:
         """Sum losses and counts over all ranks."""
-        own = [self._own_summands(each) for each in values]
-        return self.arithmetic.totals(own, self._own_summands(counts), self._over_ranks)
+        local = [self._local_summands(each) for each in values]
+        return self.arithmetic.totals(local, self._local_summands(counts), self._over_ranks)
 
     def _over_ranks(self, totals: Tensor) -> list[float]:
         return sum_over_ranks(totals, self.mesh, self.stop)
 
-    def _own_summands(self, totals: Tensor) -> Tensor:
+    def _local_summands(self, totals: Tensor) -> Tensor:
         """Return this rank's summands: zero except on the first tensor rank of the last stage."""
         return totals if self.runner.has_loss and self.mesh.tp.is_first else torch.zeros_like(totals)
 
@@ -302,7 +302,7 @@ def _loss_of_tokens(total: float, count: int, samples: int) -> LossSums:
 
 
 def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
-    """Return the leaves that tensor ranks hold whole but use on their own positions or heads alone."""
+    """Return the leaves that tensor ranks hold whole but use on local positions or heads alone."""
     how = model.parallelism
     return [
         weight.leaf
@@ -423,7 +423,7 @@ class Engine(GradientStep):
         assert self._batch is not None
         sums = self._batch.sums
         losses = loss if self.mesh.tp.is_first else torch.zeros_like(loss)
-        terms = [] if sums is None else [self._own_summands(each) for each in sums.values(self.mesh.device)]
+        terms = [] if sums is None else [self._local_summands(each) for each in sums.values(self.mesh.device)]
         none = torch.zeros(0, dtype=torch.float64, device=self.mesh.device)
         summands = [losses, self.local_squares(), *terms]
         (mean, squared, *summed), _ = self.arithmetic.totals(summands, none, self._over_ranks)

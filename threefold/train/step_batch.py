@@ -101,7 +101,7 @@ class BatchPreparation:
             self._find_shapes(local)
         return local
 
-    def of_own(
+    def of_custom(
         self,
         batch: Any,
         step: int,
@@ -111,7 +111,7 @@ class BatchPreparation:
         outputs: dict[int, Any] | None = None,
     ) -> tuple[OwnBatch, BatchFacts]:
         """Prepare a batch whose loss is `loss` of the last layer's output."""
-        local, sizes = self.own_samples(batch, loss, step, rows, outputs)
+        local, sizes = self.custom_samples(batch, loss, step, rows, outputs)
         samples = sum(sizes)
         share = batch_size(local.data) / samples / self.mesh.cp.size
         counted, padding, length = samples, 0, 1
@@ -119,7 +119,7 @@ class BatchPreparation:
             (counted, padding), length = self._count(batch), batch.labels.shape[1]
         return local, BatchFacts(counted, scale, share, samples, padding, samples * length - padding, local.loss)
 
-    def own_samples(
+    def custom_samples(
         self,
         batch: Any,
         loss: LossFunction,
@@ -177,5 +177,5 @@ class BatchPreparation:
 
 
 def is_of_tokens(batch: Any) -> bool:
-    """Return whether a batch is a `Batch`; a `NamedTuple` with its fields is a user's own batch."""
+    """Return whether a batch is a `Batch`; a `NamedTuple` with its fields is a custom batch."""
     return isinstance(getattr(batch, "tokens", None), Tensor) and not isinstance(batch, tuple)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from threefold.api.trainer import AnyConfig, own_run
+from threefold.api.trainer import AnyConfig, custom_run
 from threefold.comm.layout import parse_layouts
 from threefold.data.dataset import vocabulary
 from threefold.errors import UserError, require_whole
@@ -96,7 +96,7 @@ def verify_model(
         raise UserError(f"dtype is {dtype!r} but must be fp64 or fp32; use fp64.")
     require_whole("steps", steps, use=3)
     require_whole("ranks", ranks, least=2, use=4)
-    given, source = own_run(config, model, plan, loss, arguments, optimizer, dataset)
+    given, source = custom_run(config, model, plan, loss, arguments, optimizer, dataset)
     try:
         pickle.dumps(source)
     except Exception as error:

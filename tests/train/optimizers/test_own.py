@@ -13,7 +13,7 @@ from tests.train.support import Run, losses_of, same, steps_of, train
 from threefold.config import Config, resolve
 from threefold.config.optimizer import OptimizerConfig
 from threefold.errors import UserError
-from threefold.train.optimizers import OwnOptimizer, check_optimizer, update_rule
+from threefold.train.optimizers import CustomOptimizer, check_optimizer, update_rule
 from threefold.verify.worker_pool import WorkerPool
 
 FILE = '''
@@ -251,8 +251,8 @@ def test_torch_s_own_by_their_paths() -> None:
     for name, states in counted.items():
         config = OptimizerConfig(name=f"torch.optim:{name}")
         check_optimizer(config)
-        assert update_rule(config) is OwnOptimizer
-        assert OwnOptimizer.states_per_element(config, True) == states
+        assert update_rule(config) is CustomOptimizer
+        assert CustomOptimizer.states_per_element(config, True) == states
 
 
 def test_settings_that_it_does_not_read() -> None:

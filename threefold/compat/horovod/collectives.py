@@ -214,8 +214,8 @@ def allreduce_async(
         tensor: tensor of the same shape on every rank; unchanged.
         average, name, op, prescale_factor, postscale_factor, process_set: as in `allreduce`.
     """
-    own = _tensor("allreduce", tensor).detach().clone(memory_format=torch.contiguous_format)
-    return allreduce_async_(own, average, name, op, prescale_factor, postscale_factor, process_set)
+    copy = _tensor("allreduce", tensor).detach().clone(memory_format=torch.contiguous_format)
+    return allreduce_async_(copy, average, name, op, prescale_factor, postscale_factor, process_set)
 
 
 def allreduce_async_(
@@ -374,8 +374,8 @@ def broadcast_async(tensor: Tensor, root_rank: int, name: str | None = None, pro
     Args:
         tensor, root_rank, name, process_set: as in `broadcast`.
     """
-    own = _tensor("broadcast", tensor).detach().clone(memory_format=torch.contiguous_format)
-    return broadcast_async_(own, root_rank, name, process_set)
+    copy = _tensor("broadcast", tensor).detach().clone(memory_format=torch.contiguous_format)
+    return broadcast_async_(copy, root_rank, name, process_set)
 
 
 def broadcast_async_(

@@ -59,11 +59,11 @@ _BATCHES_AT_ONCE = 4096
 class BatchRows(NamedTuple):
     """One replica's rows of a global batch, and whether it is the loader's last.
 
-    A batch may have fewer rows than there are replicas: one with 0 rows of its `own` repeats another's row as a filler,
+    A batch may have fewer rows than there are replicas: one with 0 `local` rows repeats the row of another as a filler,
     which is ignored.
     """
 
-    own: int
+    local: int
     total: int
     last: bool = False
     content: int = 0  # fingerprint of the whole batch, of the first one of an iterable data set
@@ -79,7 +79,7 @@ class CurrentBatch:
     @property
     def is_filler(self) -> bool:
         """Whether this replica's only row is a filler."""
-        return self.rows is not None and self.rows.own == 0
+        return self.rows is not None and self.rows.local == 0
 
 
 class PreparedLoader:
@@ -196,7 +196,7 @@ def gather_for_metrics(values: Any, loader: Any) -> Any:
         raise UserError(
             "gather_for_metrics was called before the loader yielded a batch; call it inside the loop over it."
         )
-    own, held = rows.own, max(rows.own, 1)
+    local, held = rows.local, max(rows.local, 1)
 
     def gathered(tensor: Tensor) -> Tensor:
         if tensor.dim() == 0 or tensor.shape[0] != held:
@@ -204,7 +204,7 @@ def gather_for_metrics(values: Any, loader: Any) -> Any:
                 f"A tensor of shape {[*tensor.shape]} does not have one value for each of the replica's {held} rows; "
                 "pass values by row, such as losses with reduction='none'."
             )
-        return axis.all_gather(tensor.detach()[:own].contiguous(), dim=0)
+        return axis.all_gather(tensor.detach()[:local].contiguous(), dim=0)
 
     return map_tensors(values, gathered)
 
@@ -215,8 +215,8 @@ _Part = tuple[BatchRows, Sequence[Any]]
 
 def _part(batch: Sequence[Any], index: int, replicas: int, content: int = 0, key: int = 0) -> _Part:
     total = len(batch)
-    own = batch[total * index // replicas : total * (index + 1) // replicas]
-    return BatchRows(len(own), total, content=content, key=key), own or batch[:1]
+    local = batch[total * index // replicas : total * (index + 1) // replicas]
+    return BatchRows(len(local), total, content=content, key=key), local or batch[:1]
 
 
 class _PartSampler:

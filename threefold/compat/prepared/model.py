@@ -112,7 +112,7 @@ class GradSync(GradientUpdate):
         self, loss: Tensor, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None, retain: bool
     ) -> None:
         """Run one backward pass; the last one of an update sums the gradients over the replicas."""
-        self.require_own_gradients()
+        self.refuse_foreign_gradients()
         if self._passes and reduction != self._reduction:
             raise UserError(
                 f"reduction is {reduction!r} but this update began with {self._reduction!r}; use one for all backward "
@@ -143,7 +143,7 @@ class GradSync(GradientUpdate):
 
     def clip_global_norm_(self, max_norm: float) -> Tensor | None:
         """Clip the gradients by their global norm; see `clip_grad_norm_`."""
-        self.require_own_gradients()
+        self.refuse_foreign_gradients()
         if self.is_accumulating:
             return None
         if not self.updates:
@@ -155,11 +155,11 @@ class GradSync(GradientUpdate):
 
     def _weight_of(self, rows: BatchRows | None, reduction: Reduction, count: Tensor | float | None) -> Tensor | float:
         """Return the weight of a loss: the number of items that it averages, or 1 for a sum."""
-        if rows is not None and rows.own == 0:
+        if rows is not None and rows.local == 0:
             return 0.0
         if count is not None:
             return count
-        return 1.0 if reduction == "sum" or rows is None else float(rows.own)
+        return 1.0 if reduction == "sum" or rows is None else float(rows.local)
 
     def _begin(self, weight: Tensor) -> None:
         left = [local(each.grad) for each in self.parameters.values() if each.grad is not None]
@@ -227,7 +227,7 @@ class GradSync(GradientUpdate):
         self._arrived.add(name)
         self._used[name] = True
 
-    def require_own_gradients(self) -> None:
+    def refuse_foreign_gradients(self) -> None:
         """Raise UserError if a backward pass that is not this object's has added to the gradients."""
         if self._has_foreign:
             self._has_foreign = False
@@ -389,13 +389,13 @@ class PreparedModule(LoopModel, nn.Module):
         """
         if assign:
             raise UserError("assign is true but a prepared model keeps its own tensors; use false.")
-        own = self.module.state_dict()
+        held = self.module.state_dict()
         parameters = dict(self.module.named_parameters(remove_duplicate=False))
-        missing = [name for name in own if name not in state_dict]
-        loaded = LoadedKeys.checked(missing, [name for name in state_dict if name not in own], strict)
+        missing = [name for name in held if name not in state_dict]
+        loaded = LoadedKeys.checked(missing, [name for name in state_dict if name not in held], strict)
         self.sync.gradients.weights_changed()
-        for name in (name for name in own if name in state_dict):
-            into = stored(parameters[name]) if name in parameters else own[name]
+        for name in (name for name in held if name in state_dict):
+            into = stored(parameters[name]) if name in parameters else held[name]
             value = state_dict[name]
             if into.shape != value.shape:
                 raise UserError(

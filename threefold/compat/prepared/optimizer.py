@@ -85,13 +85,13 @@ class OwnedWeights:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as on one process, on every rank. Collective."""
-        own = self._optimizer.state_dict()
+        found = self._optimizer.state_dict()
         numbers = sorted(self._owned)
-        parts = self._ranks.gather_objects({numbers[place]: state for place, state in own["state"].items()})
+        parts = self._ranks.gather_objects({numbers[place]: state for place, state in found["state"].items()})
         state = {number: each for part in parts for number, each in part.items()}
-        pairs = zip(own["param_groups"], self._numbers, strict=True)
+        pairs = zip(found["param_groups"], self._numbers, strict=True)
         groups = [{**group, "params": list(numbers)} for group, numbers in pairs]
-        return {**own, "state": dict(sorted(state.items())), "param_groups": groups}
+        return {**found, "state": dict(sorted(state.items())), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state from `state_dict`, saved in this or another layout."""
@@ -164,7 +164,7 @@ class PreparedOptimizer(LoopOptimizer, WrappedOptimizer):
                 "optimizer.step was given a closure, which a prepared optimizer cannot run again; call "
                 "threefold.backward(loss) and then step()."
             )
-        self.sync.require_own_gradients()
+        self.sync.refuse_foreign_gradients()
         if self.sync.is_accumulating:
             return
         if self.sync.updates == self._seen_updates:
@@ -190,9 +190,9 @@ class PreparedOptimizer(LoopOptimizer, WrappedOptimizer):
         """Return the state as on one process, with whole tensors. Collective if the state is sharded."""
         if self._owned is not None:
             return self._owned.state_dict()
-        own = self.optimizer.state_dict()
-        state = {number: _mapped(self.weights[number], values, joins=True) for number, values in own["state"].items()}
-        return {**own, "state": state}
+        found = self.optimizer.state_dict()
+        state = {number: _mapped(self.weights[number], values, joins=True) for number, values in found["state"].items()}
+        return {**found, "state": state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load whole tensors; each rank keeps its shards."""
