@@ -184,7 +184,7 @@ FUNCTIONS: Final = {
         huggingface/conversations.py::read_template data/tokenizer.py::load_tokenizer
     """,
     "code that the user names or trusts": """
-        checkpoint/folder.py::code_text checkpoint/code.py::checksum_of_code verify/self_check.py::_key
+        checkpoint/folder.py::code_text checkpoint/code.py::checksum_of_code verify/run_verification.py::_key
     """,
     "pages, scripts and styles of the package": "report/document.py::make_page",
     "a new file, in a folder that this save or conversion has made": """

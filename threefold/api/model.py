@@ -140,8 +140,8 @@ class DistributedModel(LoopModel):
         self._compare("train_batch", batch)
         check = None
         with _checked(loss_fn):
-            if self._unsplit is not None and (loop_check := hook("check_loop")) is not None:
-                check = loop_check.begin(self.gradient_step, self._unsplit, batch, loss_fn, self.updates)
+            if self._unsplit is not None and (verify_loop := hook("verify_loop")) is not None:
+                check = verify_loop.begin(self.gradient_step, self._unsplit, batch, loss_fn, self.updates)
             self.last = self.gradient_step.train_batch(batch, self.updates, loss_fn, outputs=outputs)
         if check is not None:
             check.finish(self.last.loss)

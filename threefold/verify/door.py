@@ -7,7 +7,7 @@ COMMANDS: Final = {
     "verify": ("Check", "threefold.verify.command:command"),
 }
 HOOKS: Final = {
-    "check_layout": "threefold.verify.self_check:self_check",
+    "verify_run": "threefold.verify.run_verification:verify_run",
     "check_planned": "threefold.verify.module_check:check_planned",
     "check_undecided": "threefold.verify.plan_check:check_undecided",
     "check_patterns": "threefold.verify.plan_check:check_patterns",
@@ -17,7 +17,7 @@ HOOKS: Final = {
     "check_cuts": "threefold.verify.plan_check:check_cuts",
     "check_forward": "threefold.verify.plan_check:check_forward",
     "dropout_parts": "threefold.verify.dropout_parts:dropout_parts",
-    "check_loop": "threefold.verify.loop_check:LoopCheck",
+    "verify_loop": "threefold.verify.loop_verification:LoopVerification",
 }
 NAMES: Final = {
     "inspect": "threefold.verify.inspection:inspect",

@@ -1,4 +1,4 @@
-"""Check of a model in a custom training loop: its first step computes in its layout what one process computes."""
+"""Verification of a model in a custom training loop: its first step computes what one process computes."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from threefold.train.step import GradientStep
 from threefold.train.step_batch import is_of_tokens
 from threefold.verify.compare import SMALL
 from threefold.verify.reference import convert_floats_, mean_of_custom, mean_of_tokens
-from threefold.verify.self_check import (
+from threefold.verify.run_verification import (
     DRAWS,
     TOLERANCE,
     find_hidden_state,
@@ -41,7 +41,7 @@ _ADVICE = "or give parallelize verify=False to train all the same"
 
 
 @dataclass(frozen=True)
-class LoopCheck:
+class LoopVerification:
     """State of a model before its first step, and the global batch of that step.
 
     Made by `begin`; `finish` compares the step with one process.
@@ -58,7 +58,7 @@ class LoopCheck:
     @classmethod
     def begin(
         cls, step: GradientStep, make_model: Callable[[], nn.Module], batch: Any, loss: LossFunction | None, number: int
-    ) -> "LoopCheck | None":
+    ) -> "LoopVerification | None":
         """Return the check of a step, from 0; None if there is nothing to check. Collective over the world.
 
         One line on the first rank says why a layout is not checked: for a device, a dtype, or a model that one process

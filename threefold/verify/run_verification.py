@@ -1,4 +1,4 @@
-"""Self-check of a custom model before a run: state outside its state dict, random draws, and its layout."""
+"""Verification of a run before its first step: state outside the state dict, random draws, and the layout."""
 
 import json
 import os
@@ -308,7 +308,7 @@ empty if the result is not to be kept; the config with which one process has com
 None if they do not."""
 
 
-def self_check(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -> None:
+def verify_run(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -> None:
     """Check that a run's layout computes the same as one process. Collective over the world.
 
     Nothing is checked if `train.verify` is false, for a built-in model, or for a model that was found equal before. A

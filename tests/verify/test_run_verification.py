@@ -15,10 +15,9 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, micro_batches, run_of, train
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
-from threefold.verify import rank_worker
-from threefold.verify import self_check as self_check_module
+from threefold.verify import rank_worker, run_verification
 from threefold.verify.rank_worker import RankReport
-from threefold.verify.self_check import FILE, find_hidden_state, self_check
+from threefold.verify.run_verification import FILE, find_hidden_state, verify_run
 from threefold.verify.worker_pool import WorkerError
 
 ALONE = micro_batches(1)
@@ -28,7 +27,7 @@ def checked_rank(run: Run, folder: Path, resume: bool = False) -> str:
     """Train as `threefold train` does, with the check before the first step; returns what was printed."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        train(run.config, folder, resume, verify=self_check)
+        train(run.config, folder, resume, verify=verify_run)
     return printed.getvalue()
 
 
@@ -119,7 +118,7 @@ def test_gradients_that_are_not_finite_equal_nothing() -> None:
     found = find_hidden_state(Root(), Root, lambda model: model())
     assert found.refusal.startswith("Root has a loss or gradients that are not finite with its initial weights")
     one, other = torch.tensor(1.0), torch.tensor([torch.nan])
-    assert not self_check_module._are_equal([one, other], [one, torch.zeros(1)])
+    assert not run_verification._are_equal([one, other], [one, torch.zeros(1)])
 
 
 EQUAL = {
@@ -160,7 +159,7 @@ def checked_behind_the_first(run: Run, folder: Path) -> str:
         shutil.rmtree(folder / "verify.partial", ignore_errors=True)
         return report
 
-    with patch.object(self_check_module, "run_rank", run_rank):
+    with patch.object(run_verification, "run_rank", run_rank):
         return checked_rank(run, folder)
 
 
@@ -291,7 +290,7 @@ def test_what_is_too_large_is_not_verified(pool, tmp_path: Path, bound: str, rea
 def bounded_rank(run: Run, folder: Path, bound: str, value: int = 1) -> str:
     from unittest import mock
 
-    from threefold.verify import self_check as module
+    from threefold.verify import run_verification as module
 
     with mock.patch.object(module, bound, value):
         return checked_rank(run, folder)

@@ -141,7 +141,7 @@ def said(case: str) -> tuple[str, str]:
     def step() -> None:
         with pytest.MonkeyPatch.context() as patch:
             if case == "large":
-                patch.setattr("threefold.verify.self_check.MOST_PARAMETERS", 1)
+                patch.setattr("threefold.verify.run_verification.MOST_PARAMETERS", 1)
             model.train_batch(batch, of_loss)
         optimizer.step()
 
