@@ -35,32 +35,9 @@ parallel: {{dp: 2}}
 train: {{max_steps: 2, global_batch_size: 4, device: cpu, eval_every: 0}}
 """
 TRIED = (*range(9), 16, 32, 48, 0.001, 0.01, 0.5, 1.5, 2.5, True, False, "none", "full", "fp16", "bf16", "fp64")
-WORDS = (
-    "llama",
-    "sgd",
-    "cosine",
-    "linear",
-    "relu",
-    "gelu",
-    "ring",
-    "gpipe",
-    "uniform",
-    "gradients",
-    "skip",
-    "rollback",
-)
 OTHERS = (
-    *TRIED,
-    *WORDS,
-    "fleet",
-    "all",
-    "text",
-    "7,3",
-    "memory://r",
-    [3],
-    [0.8, 0.9],
-    ["dp1"],
-    {"tokens": 2.0},
+    *(*TRIED, "llama", "sgd", "cosine", "linear", "relu", "gelu", "ring", "gpipe", "uniform", "gradients", "skip"),
+    *("rollback", "fleet", "all", "text", "7,3", "memory://r", [3], [0.8, 0.9], ["dp1"], {"tokens": 2.0}),
     "a.safetensors",
 )
 """Values of which each setting takes at least one."""

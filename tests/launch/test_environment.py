@@ -101,18 +101,6 @@ IN_A_STEP = "or run alone with `env -u SLURM_STEP_ID COMMAND`."
             "MASTER_PORT is 99999 but must be a whole number from 1 to 65535; set it to 65535, ",
         ),
         ({"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT is x but must be a whole number of at least"),
-    ],
-)
-def test_what_torchrun_never_sets_is_refused(variables: dict[str, str], sentence: str) -> None:
-    with pytest.raises(UserError) as raised:
-        find_launched_rank({**TORCHRUN, **variables})
-    assert str(raised.value).startswith(f"The environment variable {sentence}")
-    assert str(raised.value).endswith(f"start the ranks with torchrun, which sets it, {BY_HAND}")
-
-
-@pytest.mark.parametrize(
-    ("variables", "sentence"),
-    [
         ({"SLURM_STEP_NUM_TASKS": "abc"}, "SLURM_STEP_NUM_TASKS is abc but must be a whole number of at least 1; "),
         ({"SLURM_STEP_NUM_TASKS": "", "SLURM_NTASKS": "0"}, "SLURM_NTASKS is 0 but must be a whole number of at least"),
         ({"SLURM_PROCID": "6"}, "SLURM_PROCID is 6 but must be a whole number from 0 to 5, as there are 6 ranks; "),
@@ -120,11 +108,14 @@ def test_what_torchrun_never_sets_is_refused(variables: dict[str, str], sentence
         ({"SLURM_STEP_TASKS_PER_NODE": "two"}, "SLURM_STEP_TASKS_PER_NODE is two but must be tasks of each node, such"),
     ],
 )
-def test_what_srun_never_sets_is_refused(variables: dict[str, str], sentence: str) -> None:
+def test_what_a_launcher_never_sets_is_refused(variables: dict[str, str], sentence: str) -> None:
+    given, launcher, alone = (TORCHRUN, "torchrun", BY_HAND)
+    if sentence.startswith("SLURM"):
+        given, launcher, alone = (SLURM, "srun", IN_A_STEP)
     with pytest.raises(UserError) as raised:
-        find_launched_rank({**SLURM, **variables})
+        find_launched_rank({**given, **variables})
     assert str(raised.value).startswith(f"The environment variable {sentence}")
-    assert str(raised.value).endswith(f"start the ranks with srun, which sets it, {IN_A_STEP}")
+    assert str(raised.value).endswith(f"start the ranks with {launcher}, which sets it, {alone}")
 
 
 def test_a_step_without_its_other_variables_is_refused() -> None:

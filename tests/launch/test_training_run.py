@@ -116,21 +116,6 @@ def test_a_folder_of_another_program_is_not_one_that_a_run_has_used(config: Path
     assert content(folder) == before
 
 
-@pytest.mark.parametrize(
-    ("callback", "name"), [("csv_log", "metrics.csv"), ("{name: csv_log, path: my.csv}", "my.csv")]
-)
-def test_a_table_of_a_folder_that_no_run_has_used_is_not_replaced(
-    config: Path, tmp_path: Path, callback: str, name: str
-) -> None:
-    mine = tmp_path / "project" / name
-    mine.parent.mkdir()
-    mine.write_text("Mine.")
-    ended = train(config, "--run-dir", mine.parent, "--set", f"train.callbacks=[{callback}]")
-    assert ended.status == 2
-    assert f"which no run has used and whose {name} the run would replace" in ended.error
-    assert content(mine.parent) == {name: b"Mine."}
-
-
 def test_what_a_killed_run_began_to_write_is_no_checkpoint(run: Path, tmp_path: Path) -> None:
     """It is deleted, and nothing that has another name, nor what a link leads to."""
     folder = run / FOLDER
@@ -227,14 +212,20 @@ def test_nothing_is_written_through_a_link(config: Path, tmp_path: Path) -> None
     assert [name for name in names if (run / name).is_symlink() or not (run / name).is_file()] == []
 
 
+FILES = ("config.yaml", "metrics.jsonl", "train.log", "loss.png", "report.html", "goodput.json")
+
+
 @pytest.mark.parametrize(
-    "name", ["config.yaml", "metrics.jsonl", "train.log", "loss.png", "report.html", "goodput.json"]
+    ("name", "callback"),
+    [*((name, "") for name in FILES), ("metrics.csv", "csv_log"), ("my.csv", "{name: csv_log, path: my.csv}")],
 )
-def test_no_file_of_a_folder_that_no_run_has_used_is_replaced(config: Path, tmp_path: Path, name: str) -> None:
+def test_no_file_of_a_folder_that_no_run_has_used_is_replaced(
+    config: Path, tmp_path: Path, name: str, callback: str
+) -> None:
     mine = tmp_path / "project" / name
     mine.parent.mkdir()
     mine.write_text("Mine.")
-    ended = train(config, "--run-dir", mine.parent)
+    ended = train(config, "--run-dir", mine.parent, "--set", f"train.callbacks=[{callback}]")
     assert ended.status == 2
     assert f"which no run has used and whose {name} the run would replace" in ended.error
     assert content(mine.parent) == {name: b"Mine."}

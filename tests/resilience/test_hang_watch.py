@@ -41,6 +41,12 @@ class Ranks:
                 return hang
         return None
 
+    def hang(self, seconds: int) -> Hang:
+        """Look again and again until there is a hang."""
+        found = self.after(seconds)
+        assert found is not None
+        return found
+
 
 def test_a_rank_that_hangs_in_python() -> None:
     ranks = Ranks(FORWARD, WAITING, WAITING, WAITING)
@@ -89,9 +95,7 @@ def test_silence_begins_anew_with_each_beat() -> None:
         ranks.silent = silent
         assert ranks.after(3 if silent else 1) is None
     ranks.silent = set()
-    hang = ranks.after(10)
-    assert hang is not None
-    assert hang.ranks == ALL
+    assert ranks.hang(10).ranks == ALL
 
 
 def test_the_rank_that_stopped_first_is_to_blame() -> None:
@@ -99,9 +103,7 @@ def test_the_rank_that_stopped_first_is_to_blame() -> None:
     assert ranks.after(3, 0, 1, 3) is None
     assert ranks.after(2, 1, 3) is None
     assert ranks.after(9, 1, 3) is None
-    hang = ranks.after(12)
-    assert hang is not None
-    assert hang.ranks == (2, 0)
+    assert ranks.hang(12).ranks == (2, 0)
 
 
 def test_time_in_which_the_launcher_was_stopped_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +120,7 @@ def test_time_in_which_the_launcher_was_stopped_does_not_count(monkeypatch: pyte
 def test_a_stopped_process_that_waits() -> None:
     ranks = Ranks(WAITING, WAITING, WAITING, WAITING)
     ranks.silent, ranks.state[2] = {2}, ProcessState.STOPPED
-    hang = ranks.after(12)
-    assert hang is not None
+    hang = ranks.hang(12)
     assert hang.ranks == (2,)
     assert (
         "its process is stopped, as by SIGSTOP, in the forward pass of micro-batch 3 in stage 1 in step 7" in hang.error
@@ -130,8 +131,7 @@ def test_a_stopped_process_that_waits() -> None:
 def test_a_process_of_another_host_that_does_not_run() -> None:
     ranks = Ranks(WAITING, WAITING, WAITING, WAITING)
     ranks.silent = {1, 3}
-    hang = ranks.after(12)
-    assert hang is not None
+    hang = ranks.hang(12)
     assert hang.ranks == (1, 3)
     assert "as rank 3 does not either: its process does not run, in the forward" in hang.error
 
@@ -140,21 +140,17 @@ def test_the_stopped_rank_comes_before_one_that_has_waited_unseen() -> None:
     """As in a collective of a user's own, which no heartbeat knows of."""
     ranks = Ranks(FORWARD, WAITING, FORWARD, WAITING)
     ranks.state[2] = ProcessState.STOPPED
-    hang = ranks.after(12)
-    assert hang is not None
-    assert hang.ranks == (2, 0)
+    assert ranks.hang(12).ranks == (2, 0)
 
 
 def test_who_waits_is_who_waits_for_that_rank() -> None:
     pair = Wait("all_reduce", "tp", (0, 1))
     ranks = Ranks(FORWARD, replace(WAITING, wait=pair), WAITING, replace(WAITING, wait=Wait("send", "pp", (0, 3))))
     ranks.places[2] = replace(WAITING, wait=Wait("all_reduce", "dp", (1, 2)))
-    hang = ranks.after(12)
-    assert hang is not None
+    hang = ranks.hang(12)
     assert hang.error.endswith("and rank 1 waits for it in all_reduce over tp, 1 more in other collectives")
     ranks = Ranks(FORWARD, replace(WAITING, wait=Wait("all_reduce", "dp", (1, 2))), ranks.places[2])
-    hang = ranks.after(12)
-    assert hang is not None
+    hang = ranks.hang(12)
     assert hang.error.endswith("and ranks 1 and 2 wait in all_reduce over dp")
 
 
@@ -186,8 +182,7 @@ def test_a_rank_that_computes_has_longer() -> None:
     ranks = Ranks(FORWARD, WAITING, WAITING, WAITING)
     ranks.computing = {0, 1}  # of the second a thread beside the one that waits
     assert ranks.after(39) is None
-    hang = ranks.after(2)
-    assert hang is not None
+    hang = ranks.hang(2)
     assert hang.ranks == (0,)
     assert hang.error.startswith("it has not answered for 40 s (train.timeout): it is in the forward pass of micro-")
     assert "in stage 1 in step 7, where it computes, and ranks 1, 2 and 3 wait for it in " in hang.error
@@ -198,8 +193,7 @@ def test_a_rank_that_has_ceased_to_compute() -> None:
     ranks.computing = {0}
     assert ranks.after(12) is None
     ranks.computing = set()
-    hang = ranks.after(10)
-    assert hang is not None
+    hang = ranks.hang(10)
     assert "it has not answered for 10 s (train.timeout): it is in the forward pass" in hang.error
 
 
@@ -208,8 +202,7 @@ def test_a_stopped_rank_that_has_computed_has_no_longer() -> None:
     ranks.computing = {0}
     assert ranks.after(10) is None
     ranks.state[0] = ProcessState.STOPPED
-    hang = ranks.after(1)
-    assert hang is not None
+    hang = ranks.hang(1)
     assert "it has not answered for 10 s (train.timeout): its process is stopped, as by SIGSTOP, in the" in hang.error
 
 
@@ -218,8 +211,7 @@ def test_native_code_that_lets_no_other_thread_run() -> None:
     ranks = Ranks(FORWARD, WAITING, WAITING, WAITING)
     ranks.silent, ranks.computing = {0}, {0}
     assert ranks.after(39) is None
-    hang = ranks.after(2)
-    assert hang is not None
+    hang = ranks.hang(2)
     assert "it is in the forward pass" in hang.error
 
 
@@ -227,8 +219,7 @@ def test_a_stopped_rank_that_others_wait_for_unseen() -> None:
     """As in collectives of a user's own, on all the other ranks."""
     ranks = Ranks(FORWARD, FORWARD, FORWARD)
     ranks.state[1] = ProcessState.STOPPED
-    hang = ranks.after(12)
-    assert hang is not None
+    hang = ranks.hang(12)
     assert hang.ranks == (1,)
     assert hang.error.endswith("in stage 1 in step 7, and ranks 0 and 2 make no progress either")
     ranks = Ranks(FORWARD, FORWARD, FORWARD)
@@ -254,8 +245,7 @@ def test_a_debugger_stops_the_clock() -> None:
 def test_a_rank_that_has_not_come_yet_may_prepare_its_data() -> None:
     ranks = Ranks(None, WAITING, WAITING, WAITING)
     assert ranks.after(39) is None
-    hang = ranks.after(2)
-    assert hang is not None
+    hang = ranks.hang(2)
     assert hang.error == (
         "it has not answered for 40 s (train.timeout): it has not met the other ranks, and ranks 1, 2 and 3 wait for "
         "it in all_reduce over dp"
@@ -265,8 +255,7 @@ def test_a_rank_that_has_not_come_yet_may_prepare_its_data() -> None:
 def test_many_ranks_are_counted() -> None:
     everyone = Wait("all_reduce", "world", tuple(range(64)))
     ranks = Ranks(FORWARD, *[replace(WAITING, wait=everyone)] * 63)
-    hang = ranks.after(12)
-    assert hang is not None
+    hang = ranks.hang(12)
     assert hang.error.endswith("ranks 1, 2, 3, 4 and 59 more wait for it in all_reduce over world")
 
 

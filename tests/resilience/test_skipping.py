@@ -41,6 +41,12 @@ def made(run_dir: Path) -> dict[int, float]:
     return {step: line["loss"] for step, line in steps_of(run_dir).items() if not line.get("skipped")}
 
 
+def assert_same(run_dir: Path, other: Path, step: int = STEPS) -> None:
+    """Two runs made the same steps, and have the same checkpoint after the last."""
+    assert made(run_dir) == made(other)
+    assert tensors(run_dir, step) == tensors(other, step)
+
+
 def reasons(run_dir: Path) -> dict[int, str]:
     return {step: line["reason"] for step, line in steps_of(run_dir).items() if "reason" in line}
 
@@ -124,8 +130,7 @@ def test_a_bad_step_is_skipped_as_if_on_purpose(
     )
     pool.run(run.world_size, train_with, [NAN], run, tmp_path / "bad")
     pool.run(run.world_size, train_rank, with_settings(run, data__skip_steps=[5]), tmp_path / "purpose")
-    assert made(tmp_path / "bad") == made(tmp_path / "purpose")
-    assert tensors(tmp_path / "bad") == tensors(tmp_path / "purpose")
+    assert_same(tmp_path / "bad", tmp_path / "purpose")
     (reason,) = reasons(tmp_path / "bad").values()
     assert reason.startswith("the loss is nan and the gradient norm nan; the first value that is not finite is a NaN ")
     assert "skipped: " + reason in (tmp_path / "bad" / "train.log").read_text()
@@ -149,8 +154,7 @@ def test_a_rollback_skips_what_led_to_it(
         return
     pool.run(2, train_with, [fault], run, tmp_path / "bad")
     pool.run(2, train_rank, with_settings(run, data__skip_steps=[skipped]), tmp_path / "purpose")
-    assert made(tmp_path / "bad") == made(tmp_path / "purpose")
-    assert tensors(tmp_path / "bad") == tensors(tmp_path / "purpose")
+    assert_same(tmp_path / "bad", tmp_path / "purpose")
     assert list(steps_of(tmp_path / "bad")) == list(range(1, STEPS + 1))
     words = f"step {step}" if step == 4 else f"steps 4 to {step}"
     assert reasons(tmp_path / "bad")[step].startswith(f"a rollback to step 3 skips {words}: the loss is ")
@@ -201,8 +205,7 @@ def test_a_rollback_makes_the_steps_before_the_bad_ones_again(pool: WorkerPool, 
     run = with_settings(small_run.but(steps=STEPS, pp=2), **settings)
     pool.run(2, train_with, [NAN], run, tmp_path / "bad")
     pool.run(2, train_rank, with_settings(run, data__skip_steps=[5]), tmp_path / "purpose")
-    assert made(tmp_path / "bad") == made(tmp_path / "purpose")
-    assert tensors(tmp_path / "bad") == tensors(tmp_path / "purpose")
+    assert_same(tmp_path / "bad", tmp_path / "purpose")
 
 
 @pytest.mark.slow
@@ -215,8 +218,7 @@ def test_a_checkpoint_that_is_bad_itself_gives_way_to_the_one_before(
     faults = [Fault("output", "blocks.1.mlp.up", 0, step) for step in (7, 8)]
     pool.run(1, train_with, faults, run, tmp_path / "bad")
     pool.run(1, train_rank, with_settings(run, data__skip_steps=["4-8"]), tmp_path / "purpose")
-    assert made(tmp_path / "bad") == made(tmp_path / "purpose")
-    assert tensors(tmp_path / "bad", 10) == tensors(tmp_path / "purpose", 10)
+    assert_same(tmp_path / "bad", tmp_path / "purpose", 10)
     assert (tmp_path / "bad" / "checkpoints" / "step_00000006.diverged").is_dir()
 
 
@@ -255,8 +257,7 @@ def test_a_spike(pool: WorkerPool, small_run: Run, tmp_path: Path, policy: str) 
     pool.run(2, train_with, [fault], run, tmp_path / "bad")
     skipped = [6] if policy == "skip" else ["5-6"]
     pool.run(2, train_rank, with_settings(run, data__skip_steps=skipped), tmp_path / "purpose")
-    assert made(tmp_path / "bad") == made(tmp_path / "purpose")
-    assert tensors(tmp_path / "bad") == tensors(tmp_path / "purpose")
+    assert_same(tmp_path / "bad", tmp_path / "purpose")
     recent = [manifest(path_of(tmp_path / name, STEPS))["anomalies"]["recent"] for name in ("bad", "purpose")]
     assert recent[0] == recent[1]
     words = r"the gradient norm is \S+, more than 20 \(train.spike_factor\) times \S+, its median over the last 3 steps"
