@@ -27,7 +27,7 @@ def config(**parallel: Any) -> Config:
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A page of dp 2 · tp 2 · pp 2 with all tabs, one of 128 ranks, and one of many stages and layers."""
+    """A page of dp 2 · tp 2 · pp 2 with all tabs, of 32 and 128 ranks, and of many stages and layers."""
     from threefold.planner.commands.show import layout_page
     from threefold.planner.layout_document import layout_document, moves, proof
 
@@ -42,6 +42,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     bare = {"compare": None, "proof": None}
     documents = {
         "small": document,
+        "thirty-two": layout_document(config(dp=8, tp=2, pp=2), traffic=False) | bare,
         "wide": layout_document(config(dp=16, tp=4, pp=2, zero=1), traffic=False) | bare,
         "deep": layout_document(config(dp=1, pp=8, layers=94, schedule="interleaved", stage_chunks=3), traffic=False)
         | bare,
@@ -151,6 +152,33 @@ def test_hovering_a_rank_draws_its_groups_and_traffic(opened: Any, pages: dict[s
         "#traffic tr.axis", "each => each.map((one) => one.innerText.split('\\t').slice(0, 2))"
     )
     assert [row for row in rows if row[0].strip()] == [["tp", "6, 7"], ["pp", "4, 6"], ["dp", "2, 6"]]
+
+
+def test_numbers_of_narrow_ranks_do_not_overlap(opened: Any, pages: dict[str, Path]) -> None:
+    page = opened(pages["thirty-two"], "#time=0.3", width=375)
+    over = """each => each.filter((tile) => {
+        const [rank, doing] = [...tile.querySelectorAll("b, .doing")].map((one) => one.getBoundingClientRect());
+        return doing.width && rank.right > doing.left && doing.right > rank.left && rank.bottom > doing.top;
+    }).length"""
+    assert page.eval_on_selector_all(".tile .doing", "each => each.some((one) => one.textContent)")
+    assert page.eval_on_selector_all(".tile", over) == 0
+
+
+def test_memory_is_drawn_on_the_scale_of_the_device(opened: Any, pages: dict[str, Path]) -> None:
+    """And again, enlarged, where it takes little of it; no color of it is that of a pass."""
+    memory = document_in(pages["small"])["memory"]
+    page = opened(pages["small"])
+    shares = """each => each.map((bar) =>
+        [...bar.children].reduce((sum, part) => sum + part.getBoundingClientRect().width, 0) / bar.clientWidth)"""
+    drawn = page.eval_on_selector_all("#memory .bar", shares)
+    peaks = [sum(causes.values()) for causes in memory["stages"]]
+    assert drawn[:2] == pytest.approx([peak / memory["limit"] for peak in peaks], abs=0.01)
+    assert drawn[2:] == pytest.approx([peak / max(peaks) for peak in peaks], abs=0.01)
+    color = "name => getComputedStyle(document.documentElement).getPropertyValue(name)"
+    passes, causes = (
+        {page.evaluate(color, f"--{name}") for name in names} for names in ("FBIW", list(memory["stages"][0]))
+    )
+    assert not passes & causes
 
 
 def test_moves_and_errors_are_drawn(opened: Any, pages: dict[str, Path]) -> None:

@@ -115,7 +115,7 @@ function play() {
 
 function buildStep() {
   const used = new Set(schedule.actions.flat().map((action) => action[KIND]));
-  const legend = Object.keys(KINDS).filter((kind) => used.has(kind)).map((kind) => h("span", {}, h("i", { style: `background:var(--${kind})` }), KINDS[kind]));
+  const legend = Object.keys(KINDS).filter((kind) => used.has(kind)).map((kind) => h("span", {}, h("i", { style: `background:var(--${kind})` }), h("b", {}, kind), ` ${KINDS[kind]}`));
   const tail = schedule.complete_until ? [] : [h("span", {}, h("i", { style: "background:color-mix(in srgb, var(--dp) 55%, var(--card))" }), afterKnown ? "gradient sums, update" : "gradient sums, update (not to scale)")];
   $("kinds").append(...legend, h("span", {}, h("i", { style: "background:var(--idle)" }), "waiting"), ...tail);
   const cut = schedule.complete_until ? `; the first ${percent(schedule.complete_until / schedule.length)} of the step` : "";
@@ -154,6 +154,8 @@ function buildMesh() {
   $("mesh-note").textContent = `${several(world, "rank")} on ${several(Math.ceil(world / doc.layout.ranks_per_node), "node")}${rest}`;
   const names = { tp: "tensor", cp: "context", pp: "pipeline", dp: "data", ep: "experts" };
   $("axes").append(...AXES.filter((axis) => axes[axis] > 1).map((axis) => h("span", { class: `axis-${axis}` }, h("i", { class: "swatch" }), `${axis} ${axes[axis]}, ${names[axis]}`)));
+  const used = Object.keys(KINDS).filter((kind) => schedule.actions.flat().some((action) => action[KIND] === kind));
+  $("axes").append(h("span", {}, h("b", {}, "F1"), " the forward pass of micro-batch 1", ...used.filter((kind) => kind !== "F").flatMap((kind) => [", ", h("b", {}, kind), ` ${KINDS[kind]}`])));
 }
 
 function tile(at) {
@@ -213,7 +215,7 @@ function drawWires() {
     }
   }
   const dot = (axis, [x1, y1], [x2, y2], share) =>
-    $("pulses").append(svg("circle", { class: `axis-${axis}`, fill: "var(--axis)", r: ranks.size > 32 ? 3 : 6, cx: x1 + (x2 - x1) * share, cy: y1 + (y2 - y1) * share }));
+    $("pulses").append(svg("circle", { class: `axis-${axis}`, fill: "var(--axis)", r: ranks.size > 32 || innerWidth < 500 ? 3.5 : 6, cx: x1 + (x2 - x1) * share, cy: y1 + (y2 - y1) * share }));
   for (const { axis, from, to, share } of pulsesAt(timeNow())) dot(axis, middle(from), middle(to), share);
 }
 
@@ -356,18 +358,18 @@ function buildMemory() {
   }
   const peaks = stages.map((causes) => sum(Object.values(causes)));
   const most = Math.max(...peaks);
-  // A limit far above the peak would flatten the bars; it is then said, not drawn.
-  const near = limit !== null && limit <= 4 * most;
-  const scale = near ? Math.max(limit * 1.03, most) : most;
-  const bars = stages.flatMap((causes, ppRank) => [
+  const barsOf = (scale) => h("div", { class: "bars" }, ...stages.flatMap((causes, ppRank) => [
     h("span", { "data-pp": ppRank }, `pp ${ppRank}`),
-    h("div", { class: "bar" }, ...Object.entries(causes).map(([cause, size]) => h("i", { title: `${cause}: ${bytes(size)}`, style: `width:${(100 * size) / scale}%;background:var(--${cause})` })), near ? h("span", { class: "limit", style: `left:${(100 * limit) / scale}%` }) : null),
+    h("div", { class: "bar" }, ...Object.entries(causes).map(([cause, size]) => h("i", { title: `${cause}: ${bytes(size)}`, style: `width:${(100 * size) / scale}%;background:var(--${cause})` })), limit !== null && limit < most ? h("span", { class: "limit", style: `left:${(100 * limit) / scale}%` }) : null),
     h("span", { class: "number" }, bytes(peaks[ppRank])),
-  ]);
-  $("memory").append(h("div", { class: "bars" }, ...bars));
+  ]));
+  // Bars are as long as the device's memory; what takes little of it is drawn again, enlarged, so that its parts are seen.
+  const isSmall = limit !== null && limit > 4 * most;
+  $("memory").append(barsOf(limit === null ? most : Math.max(limit, most)));
+  if (isSmall) $("memory").append(h("p", { class: "note enlarged" }, `enlarged ${count(Number((limit / most).toPrecision(2)))} times:`), barsOf(most));
   const causes = Object.keys(stages[0]).filter((cause) => stages.some((stage) => stage[cause]));
   $("causes").append(...causes.map((cause) => h("span", {}, h("i", { style: `background:var(--${cause})` }), cause)));
-  if (near) $("causes").append(h("span", {}, h("i", { style: "background:var(--limit)" }), "limit"));
+  if (limit !== null && limit < most) $("causes").append(h("span", {}, h("i", { style: "background:var(--limit)" }), "limit"));
   const share = limit !== null && most > limit ? "does not fit" : `${percent(most / limit, most / limit < 0.1 ? 1 : 0)} used`;
   $("memory-note").textContent = limit === null ? "at the peak of a step; no limit without --hardware" : `${share} of ${bytes(limit)} (${limitOf})`;
 }
