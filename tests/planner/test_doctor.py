@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from threefold.errors import UserError
-from threefold.planner.block import describe_model
-from threefold.planner.block_shape import block_shapes
+from threefold.planner.block import block_shapes, describe_model
 from threefold.planner.cost import block_seconds, cost_block
 from threefold.planner.doctor import (
     NCCL,

@@ -26,8 +26,7 @@ from threefold.planner.activations import (
     largest_micro_batch,
     step_bytes,
 )
-from threefold.planner.block import describe_model
-from threefold.planner.block_shape import block_shapes
+from threefold.planner.block import block_shapes, describe_model
 from threefold.planner.fitting import memory_per_rank
 from threefold.planner.model_size import ModelSize, built_in_attention, rank_block
 from threefold.random.dropout import sample_keys

@@ -1,9 +1,10 @@
-"""How large a model is under a layout: beside published numbers, and beside what real ranks hold."""
+"""How large a model is under a layout: beside its constructors, published numbers, and what real ranks hold."""
 
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 from tests.support.parity import Case, make_engine
 from tests.support.sweep import sweep
@@ -11,6 +12,7 @@ from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.data.dataset import resolve_without_data
 from threefold.errors import UserError
+from threefold.models.family import make_model
 from threefold.planner.model_size import ModelSize
 from threefold.verify.shard_shapes import ShardCoordinates, ShardIndex, shard_coordinates
 from threefold.verify.worker_pool import WorkerPool
@@ -157,3 +159,35 @@ def test_muon_keeps_one_state_of_a_hidden_matrix_and_two_of_other_weights() -> N
     held = size.weights.held(size.weights.layers, ShardCoordinates())
     assert 0 < held.others < held.hidden
     assert size.largest_rank(0).optimizer == 4 * (held.hidden + 2 * held.others)
+
+
+SMALL = {"num_layers": 3, "hidden_size": 24, "num_attention_heads": 6, "vocab_size": 40}
+LLAMA = {**SMALL, "architecture": "llama", "num_key_value_heads": 3}
+SPARSE = {**LLAMA, "num_experts": 4, "expert_ffn_hidden_size": 16, "dense_layers": 1}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        SMALL,
+        {**SMALL, "position_embedding": "rope", "tie_embeddings": False, "ffn_hidden_size": 30},
+        {**LLAMA, "qkv_bias": True, "qk_norm": True, "head_dim": 6, "tie_embeddings": True},
+        SPARSE,
+        {**SPARSE, "shared_expert_ffn_hidden_size": 10, "shared_expert_gate": True},
+    ],
+    ids=["gpt", "gpt, rotary", "llama", "mixture", "mixture with a shared expert"],
+)
+def test_shapes_are_those_of_the_model(model: dict[str, Any]) -> None:
+    described = sized(model).weights.description
+    with torch.device("meta"):
+        made = make_model(described.config)
+    for layer, weights in described.weights.items():
+        named = made.get_submodule(layer).named_parameters()
+        found = [(described.plan.whole_name(f"{layer}.{name}"), tuple(weight.shape)) for name, weight in named]
+        assert [(weight.name, weight.shape) for weight in weights] == found
+
+
+def test_layers_alike_are_counted_once() -> None:
+    kinds = sized(SPARSE).weights.kinds
+    assert kinds["blocks.1"] == kinds["blocks.2"]
+    assert len({kinds[layer] for layer in ("embed", "blocks.0", "blocks.1", "head")}) == 4

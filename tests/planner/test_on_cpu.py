@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.planner.ideal import GPT, config, ideal
-from threefold.planner.block import describe_model
-from threefold.planner.block_shape import block_shapes
+from threefold.planner.block import block_shapes, describe_model
 from threefold.planner.estimate import step_time
 from threefold.planner.hardware import Hardware, Link
 from threefold.planner.model_size import rank_block

@@ -14,8 +14,7 @@ from threefold.config.loading import config_of
 from threefold.errors import UserError
 from threefold.launch.checks import CheckedConfig
 from threefold.models.family import make_model
-from threefold.planner.block import describe_model
-from threefold.planner.block_shape import BlockShape, block_shapes
+from threefold.planner.block import BlockShape, block_shapes, describe_model
 from threefold.planner.dry_run import dry_run, run_stages
 from threefold.planner.estimate import estimate
 from threefold.planner.hardware import find_hardware

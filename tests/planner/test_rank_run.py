@@ -1,17 +1,26 @@
-"""A dry run of a rank against the same rank of a real run: bytes, collectives, errors."""
+"""A dry run of a rank against the same rank of a real run: bytes, collectives, operations, the allocator, errors."""
 
+import gc
+from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
+from itertools import accumulate
+from statistics import median
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
 
-from tests.planner.dry_run_support import measured_ranks
 from tests.planner.golden_collectives import LAYOUTS, first_difference, names_of, read
-from tests.support.parity import Case
+from tests.support.parity import Case, make_engine
 from tests.support.sweep import sweep
 from threefold.config import Config, resolve
 from threefold.data.loader import Batch
 from threefold.errors import UserError
+from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.decoder import SampleInfo
 from threefold.planner import dry_run as rank_run
 from threefold.planner.dry_run import dry_run, run_step
 from threefold.planner.dry_step import (
@@ -20,13 +29,41 @@ from threefold.planner.dry_step import (
     OPTIMIZER,
     WEIGHTS,
     DryRunReport,
+    FlopCount,
     Measured,
     Observer,
+    batch_of,
+    even_choice,
     measure_step,
 )
-from threefold.torch_private.fake import FakeTensor
+from threefold.torch_private.fake import TOP_K, FakeTensor, OperationMode, fake_tensors
 from threefold.train.step import Engine
 from threefold.verify.worker_pool import WorkerPool
+
+
+class EvenRouting(OperationMode):
+    """Routers choose as those of a dry run do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return even_choice(out, *args) if func is TOP_K else out
+
+
+def measure(case: Case) -> Measured:
+    """What this rank of a real layout needs for its first step."""
+    engine = make_engine(case)
+    with EvenRouting() if case.config.model.num_experts else nullcontext():
+        return measure_step(engine, batch_of(case.config, engine.mesh.dp.index))
+
+
+def measured_ranks(pool: WorkerPool, case: Case) -> Iterator[list[Measured]]:
+    """That of every rank of a layout, whose collectives go through the process group alone, as those of a dry run.
+
+    Several times, as gloo's threads may free what they sent a moment after the operation has ended.
+    """
+    for _ in range(4):
+        yield pool.run(case.world_size, measure, replace(case, shared_memory=False))
+
 
 NEAR = 0.01
 
@@ -142,3 +179,113 @@ def test_no_process_group_is_left_or_taken_over(tmp_path) -> None:
             dry_run(replace(Case(), layers=1).config)
     finally:
         dist.destroy_process_group()
+
+
+TINY = Case(pp=2, layers=2, heads=2, head_dim=4, ffn=16, vocab=8, sequence=16, tie=False, shared_memory=False)
+TOKENS = 16 * (8 + 8)  # of a micro-batch, and their labels
+PER_MICRO_BATCH = 24  # its number, its loss and its scaled loss
+SCHEDULES = ("1f1b", "interleaved", "zbv")
+
+
+def with_micro_batches(schedule: str, count: int) -> Case:
+    layers = 2 if schedule == "1f1b" else 4
+    return replace(TINY, schedule=schedule, layers=layers, batch=count, accumulation=count)
+
+
+def grows_by_numbers_alone(few: int, many: int, micro_batches: int) -> bool:
+    return 0 <= many - few - micro_batches * TOKENS <= micro_batches * PER_MICRO_BATCH
+
+
+@sweep("schedule", SCHEDULES, slow=slice(0, None, 2))
+def test_a_dry_run_needs_no_more_with_more_micro_batches(schedule: str) -> None:
+    """With the larger number, receive buffers for all at once would be more than all else."""
+    few, many = 8, 72
+    peaks = [dry_run(with_micro_batches(schedule, count).config, rank=1).peak_bytes for count in (few, many)]
+    assert grows_by_numbers_alone(*peaks, many - few)
+
+
+@sweep(
+    ("schedule", "shared_memory"),
+    [("zbv", False), ("zbv", True), ("1f1b", True), ("interleaved", False), ("interleaved", True)],
+    quick=(0,),
+)
+def test_a_real_rank_needs_no_more_with_more_micro_batches(
+    pool: WorkerPool, schedule: str, shared_memory: bool
+) -> None:
+    """Of what was sent, only the last few are kept: several times, as gloo's threads free it when they come to it."""
+    few, many = 10, 40
+    for _ in range(4):
+        cases = [replace(with_micro_batches(schedule, count), shared_memory=shared_memory) for count in (few, many)]
+        runs = [pool.run(2, measure, case) for case in cases]
+        peaks = [[sum(rank.peak.values()) for rank in ranks] for ranks in runs]
+        if all(grows_by_numbers_alone(*each, many - few) for each in zip(*peaks, strict=True)):
+            return
+    pytest.fail(f"{peaks}")
+
+
+BASE = Case(layers=3, heads=4, head_dim=16, ffn=256, vocab=256, sequence=64, batch=8, tie=False)
+CASES = {
+    "fp32": BASE,
+    "bf16": replace(BASE, dtype="bf16"),
+    "dp2, ZeRO 2": replace(BASE, dp=2, settings=(("parallel.zero", 2),)),
+    "dp2, ZeRO 3": replace(BASE, dp=2, settings=(("parallel.zero", 3),)),
+    "tp2": replace(BASE, tp=2),
+    "tp2, sp": replace(BASE, tp=2, settings=(("parallel.sequence_parallel", True),)),
+    "cp2": replace(BASE, cp=2),
+    "recompute": replace(BASE, settings=(("train.recompute", "full"),)),
+    "pp2": replace(BASE, pp=2, accumulation=4),
+}
+
+
+def most_allocated(case: Case) -> int:
+    """Bytes that a step allocates at most beside what is there before: the median of three first steps, as the
+    profiler's clock, by which its events are ordered, may step where a virtual machine moves the process to another
+    core."""
+    return int(median(most_of_a_step(case) for _ in range(3)))
+
+
+def most_of_a_step(case: Case) -> int:
+    engine = make_engine(case)
+    batch = batch_of(case.config, engine.mesh.dp.index)
+    gc.collect()  # what an earlier engine left, whose end the profiler would count
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        engine.train_step(batch, 0)
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    changes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return max(accumulate(changes))
+
+
+@sweep("name", CASES, quick=(0,))
+def test_the_allocator_gives_what_a_dry_run_says(pool: WorkerPool, name: str) -> None:
+    """Of what is not there before the step: to the percent of the whole. Through shared memory: gloo's threads free
+    what they have sent when they come to it."""
+    case = CASES[name]
+    report = dry_run(case.config)
+    tokens = 8 // case.dp * 64 * (8 + 8)  # of the batch, which is there before, and counted in the dry run
+    found = report.activation_bytes - tokens
+    given = pool.run(case.world_size, most_allocated, case)[0]
+    assert abs(given - found) <= 0.01 * report.peak_bytes, (given, found)
+
+
+class Counting(OperationMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = FlopCount()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.count(func, args, kwargs or {}, out)
+        return out
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("documents", [False, True])
+def test_attention_in_a_window(documents: bool, dropout: float) -> None:
+    """Tiles of 256 queries, the first of 256 keys, the others of 511: 7 products of 2 · 4 · 8 operations a pair."""
+    core = CausalAttention(dropout, 256, "core")
+    with fake_tensors(), Counting() as mode:
+        q, k, v = (torch.empty(2, 4096, heads, 8, requires_grad=True) for heads in (4, 1, 1))
+        of_rows = torch.zeros(2, 4096, dtype=torch.int64) if documents else None
+        core(q, k, v, SampleInfo(torch.zeros(2, dtype=torch.int64), of_rows)).sum().backward()
+    pairs = 256 * 256 + 15 * 256 * 511
+    assert mode.count.total == 7 * 2 * 2 * 4 * 8 * pairs

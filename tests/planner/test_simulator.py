@@ -1,10 +1,12 @@
-"""The simulator: known idle shares, transfers, unequal stages, and orders that can never end."""
+"""The simulator: known and published idle shares, transfers, unequal stages, and orders that can never end."""
 
 import random
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
+from benchmarks.planner.schedules import LIMITS, predicted_bubble, published_rows
 from threefold.config.schedules import Action
 from threefold.planner.schedule import Program, StageTimes, Timeline, find_planned, orders_of, share_of_ranks, simulate
 
@@ -165,3 +167,25 @@ def test_a_large_pipeline() -> None:
     """64 stages and 1,000 micro-batches: 1F1B's (m + pp − 1)(F + B) still holds."""
     timeline = simulate(orders_of("1f1b", 64, 1, 1000), StageTimes((1.0,) * 64, (1.0,) * 64, (1.0,) * 64))
     assert timeline.length == 3 * (1000 + 63)
+
+
+ROWS = published_rows()
+LARGEST_ERROR = {"1f1b": 0.0001, "zb-h1": 0.0001, "zb-h2": 0.0001, "interleaved": 0.0036}
+
+
+@pytest.mark.parametrize("name", LARGEST_ERROR)
+def test_bubbles(name: str) -> None:
+    assert len(ROWS) == 6
+    assert LARGEST_ERROR[name] <= LIMITS[name]
+    for row in ROWS:
+        assert predicted_bubble(row, name) == pytest.approx(row["bubble"][name], abs=LARGEST_ERROR[name])
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row['model']}-{row['micro_batches']}")
+def test_the_chunks_of_the_interleaved_runs_are_those_that_come_closest(row: dict[str, Any]) -> None:
+    """The source does not say how many: with 24 and 32 layers on 8 stages, one layer a chunk is 3 and 4 chunks."""
+    errors = {
+        chunks: abs(predicted_bubble(row, "interleaved", chunks) - row["bubble"]["interleaved"])
+        for chunks in (2, 3, 4, 5)
+    }
+    assert min(errors, key=errors.__getitem__) == row["chunks"]

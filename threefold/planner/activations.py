@@ -19,7 +19,7 @@ from threefold.config import Config, resolve
 from threefold.config.resolve import default_largest, on_device
 from threefold.config.rules import default_micro_batches
 from threefold.constants import LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
-from threefold.planner.block_shape import BlockShape, Mixture, block_shapes
+from threefold.planner.block import BlockShape, Mixture, block_shapes
 from threefold.planner.model_size import ModelSize, ModelWeights, RankBlock, built_in_attention, rank_block
 from threefold.planner.systems import Keeps
 

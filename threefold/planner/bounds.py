@@ -20,8 +20,7 @@ from threefold.files import format_bytes
 from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.planner import cost
 from threefold.planner.activations import LayerMemory
-from threefold.planner.block import ModelDescription, describe_model
-from threefold.planner.block_shape import block_shapes
+from threefold.planner.block import ModelDescription, block_shapes, describe_model
 from threefold.planner.estimate import (
     estimate,
     gradient_time,

@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple
 
 from threefold.config import Config
 from threefold.config.schedules import SCHEDULES
-from threefold.planner.block_shape import BlockShape
+from threefold.planner.block import BlockShape
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import ZERO_GRADIENTS, ZERO_WEIGHTS, Group, RankBlock, rank_block
 from threefold.planner.schedule import step_length

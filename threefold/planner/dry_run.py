@@ -22,8 +22,7 @@ from threefold.models.sharding import Constant
 from threefold.models.source import ConfigSource, ModelSource, error_line
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner import dry_step
-from threefold.planner.block import describe_model
-from threefold.planner.block_shape import UnknownBlock, block_shapes
+from threefold.planner.block import UnknownBlock, block_shapes, describe_model
 from threefold.planner.dry_step import CollectiveTotal, DryRunReport
 from threefold.torch_private.fake import FakeTensor, fake_process_group, fake_tensors, with_memory
 from threefold.train.step import Engine

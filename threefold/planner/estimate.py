@@ -13,8 +13,7 @@ from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner import cost
-from threefold.planner.block import describe_model, model_flops_per_token
-from threefold.planner.block_shape import block_shapes
+from threefold.planner.block import block_shapes, describe_model, model_flops_per_token
 from threefold.planner.cost import Number, Passes, Pipeline, Seconds
 from threefold.planner.hardware import Hardware
 from threefold.planner.model_size import described_blocks, optimizer_states

@@ -31,7 +31,7 @@ def fitting_micro_batch(config: Config, vocab_size: int, device: Literal["cpu", 
     if config.model.architecture == OWN:
         return None
     from threefold.planner.activations import largest_micro_batch  # imports torch, which no check needs
-    from threefold.planner.block_shape import UnknownBlock
+    from threefold.planner.block import UnknownBlock
 
     room = memory_per_rank(device, ranks)
     try:

@@ -13,8 +13,7 @@ from threefold.config.model import OWN, ModelConfig
 from threefold.config.optimizer import BUILT_IN
 from threefold.errors import UserError
 from threefold.parallel.pipeline.partition import chosen_layers, stage_map
-from threefold.planner.block import ModelDescription, WeightShape, describe_model
-from threefold.planner.block_shape import BlockShape, block_shapes
+from threefold.planner.block import BlockShape, ModelDescription, WeightShape, block_shapes, describe_model
 from threefold.planner.systems import Attention, Kernels
 from threefold.verify.shard_shapes import ShardCoordinates, local_shape, shard_coordinates
 

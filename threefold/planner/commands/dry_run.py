@@ -95,7 +95,7 @@ class _Room:
 
     @classmethod
     def of(cls, config: "Config", on: "Hardware", reports: Sequence["DryRunReport"]) -> "_Room":
-        from threefold.planner.block_shape import UnknownBlock
+        from threefold.planner.block import UnknownBlock
         from threefold.planner.estimate import built_in_system, usable_memory
         from threefold.planner.stage_memory import stage_memory
 
