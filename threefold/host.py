@@ -161,8 +161,8 @@ def _group_limits(
             # Version 1 may mount controllers together or apart; version 2 is mounted beside it on a host that has both.
             mounts = (root / controller, root / controllers) if controllers else (root, root / "unified")
             for mount in {*mounts}:
-                own = mount / path.lstrip("/")
-                for folder in (own, *own.parents):
+                here = mount / path.lstrip("/")
+                for folder in (here, *here.parents):
                     if folder.is_relative_to(mount):
                         with suppress(OSError, ValueError):
                             limits.append(read(folder))
@@ -193,7 +193,7 @@ def interface_address(name: str) -> str:
         return socket.inet_ntoa(answer[20:24])
     with suppress(OSError):
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
-            digits, *_, own = line.split()
-            if own == name:
+            digits, *_, interface = line.split()
+            if interface == name:
                 return socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits))
     return ""

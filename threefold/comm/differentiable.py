@@ -72,7 +72,7 @@ def _reduce_scatter(x: Tensor, axis: Handle, dim: int, ranks: int) -> Tensor:
     return shard
 
 
-def _own_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
+def _local_part(x: Tensor, axis: Axis, dim: int) -> Tensor:
     return local_part(x, axis, dim).contiguous()
 
 
@@ -120,8 +120,8 @@ def reduce_from(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _ReduceFrom.apply(x, axis)
 
 
-_GatherFrom: _Function = differentiable(_gather, _own_part, lambda: _ScatterTo)
-_ScatterTo: _Function = differentiable(_own_part, _gather, lambda: _GatherFrom)
+_GatherFrom: _Function = differentiable(_gather, _local_part, lambda: _ScatterTo)
+_ScatterTo: _Function = differentiable(_local_part, _gather, lambda: _GatherFrom)
 _GatherShares: _Function = differentiable(all_gather_equal, reduce_scatter, lambda: _ReduceToShares)
 _ReduceToShares: _Function = differentiable(reduce_scatter, all_gather_equal, lambda: _GatherShares)
 

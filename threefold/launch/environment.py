@@ -285,8 +285,8 @@ def reach_other_hosts(host: str) -> None:
     if "GLOO_SOCKET_IFNAME" in os.environ:
         return
     with suppress(OSError):
-        own = {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
-        if any(not each.startswith("127.") and each != "::1" for each in own):
+        addresses = {str(each[4][0]) for each in socket.getaddrinfo(socket.gethostname(), None)}
+        if any(not each.startswith("127.") and each != "::1" for each in addresses):
             return
     with suppress(OSError):
         family, kind, _, _, place = socket.getaddrinfo(host, 1, type=socket.SOCK_DGRAM)[0]

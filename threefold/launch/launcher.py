@@ -16,7 +16,7 @@ from threefold.launch import failure as failures
 from threefold.launch.device import require_gpus
 from threefold.launch.environment import LaunchedRank, find_launched_rank, local_place, meet
 from threefold.launch.failure import Failure, RankFailed, claims_report, is_first_to_report
-from threefold.launch.local import Ownership, spawn, write_traceback
+from threefold.launch.local import RunLock, spawn, write_traceback
 from threefold.launch.output import failure_file
 from threefold.launch.process import StopSignals, raise_on_second
 from threefold.launch.worker import Device, Job, RankInfo, Worker, never, stay_on_loopback, work
@@ -29,7 +29,7 @@ def run(
     args: tuple[Any, ...],
     world_size: int,
     *,
-    own: Ownership = nullcontext,
+    lock: RunLock = nullcontext,
     signals: StopSignals | None = None,
     again: Callable[[Failure], Any] | None = None,
     **options: Any,
@@ -38,7 +38,7 @@ def run(
 
     Under torchrun or Slurm's srun this process is one rank; otherwise the ranks are started here.
 
-    The arguments are as in `spawn`, but a launcher restarts its ranks itself, without `again`. A `UserError` of `own`
+    The arguments are as in `spawn`, but a launcher restarts its ranks itself, without `again`. A `UserError` of `lock`
     is raised for all ranks. Without `signals`, signals end the processes.
 
     Returns:
@@ -52,7 +52,7 @@ def run(
     """
     launched = find_launched_rank()
     if launched is None:
-        return spawn(worker, args, world_size, own=own, signals=signals, again=again, **options)
+        return spawn(worker, args, world_size, lock=lock, signals=signals, again=again, **options)
     if launched.world_size != world_size:
         raise UserError(
             f"The launcher started {launched.world_size} ranks but the layout needs {world_size}; start {world_size}."
@@ -80,7 +80,7 @@ def run(
                 info = replace(info, heartbeat=stack.enter_context(watch(job, launched, store)))
             heartbeat = info.heartbeat or Heartbeat()
             with heartbeat.waiting(wait_code("gather", heartbeat.axis("world", range(launched.world_size)))):
-                refusal = _entered(stack, own, launched.rank, shared)
+                refusal = _entered(stack, lock, launched.rank, shared)
             if not refusal:
                 stack.enter_context(job.output_of(launched.rank))
                 stack.enter_context(signals.noted() if signals else nullcontext())
@@ -114,14 +114,14 @@ def run_in_process(
     world_size: int,
     *,
     device: Device = "cpu",
-    own: Ownership = nullcontext,
+    lock: RunLock = nullcontext,
     signals: StopSignals | None = None,
 ) -> object:
     """Call `worker(rank_info, *args)` here, as a rank of the initialised process group or the only rank of a new one.
 
-    An existing group is left as it is; a new one lasts for the call. Rank 0 enters `own`; a `UserError` of it is raised
-    on all ranks. A second signal ends one of several ranks at once, since it may be waiting for others; a single rank
-    raises `StopRequested`.
+    An existing group is left as it is; a new one lasts for the call. Rank 0 enters `lock`; a `UserError` of it is
+    raised on all ranks. A second signal ends one of several ranks at once, since it may be waiting for others; a single
+    rank raises `StopRequested`.
     """
     joined, job = joined_rank(), Job(worker, args, device)
     if joined is not None:
@@ -137,7 +137,7 @@ def run_in_process(
             return texts[0]
 
         with ExitStack() as stack:
-            if refusal := _entered(stack, own, joined.rank, shared):
+            if refusal := _entered(stack, lock, joined.rank, shared):
                 raise UserError(refusal)
             stack.enter_context(signals.noted() if signals else nullcontext())
             return worker(_info(joined, job, signals), *args)
@@ -152,7 +152,7 @@ def run_in_process(
 
     info = _info(LaunchedRank(0, 1, 0, 1), job, signals)
     before = os.environ.get(_INTERFACE)
-    with own(), signals.passed_to(raise_on_second) if signals else nullcontext():
+    with lock(), signals.passed_to(raise_on_second) if signals else nullcontext():
         stay_on_loopback()
         try:
             return work(job, info, dist.HashStore())
@@ -170,12 +170,12 @@ def _info(rank: LaunchedRank, job: Job, signals: StopSignals | None) -> RankInfo
     return RankInfo(*place, job.device, asked, backend=job.backend)
 
 
-def _entered(stack: ExitStack, own: Ownership, rank: int, shared: Callable[[str], str]) -> str:
-    """Enter `own` on rank 0; return the message of its `UserError` on every rank, or "" if there was none."""
+def _entered(stack: ExitStack, lock: RunLock, rank: int, shared: Callable[[str], str]) -> str:
+    """Enter `lock` on rank 0; return the message of its `UserError` on every rank, or "" if there was none."""
     refusal = ""
     if rank == 0:
         try:
-            stack.enter_context(own())
+            stack.enter_context(lock())
         except UserError as error:
             refusal = str(error)
     return shared(refusal)

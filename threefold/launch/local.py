@@ -41,7 +41,7 @@ from threefold.launch.worker import Job, RankInfo, Worker, listen_on_loopback, n
 from threefold.train.callbacks.base import CallbackFailed
 
 StartMethod = Literal["fork", "spawn"]
-Ownership = Callable[[], AbstractContextManager[object]]
+RunLock = Callable[[], AbstractContextManager[object]]
 """Function that makes a context, which one process enters for all ranks before any starts, and leaves at the end."""
 Again = Callable[[Failure], tuple[tuple[Any, ...], int] | None]
 """Function called with the cause of a failure when all ranks have ended. It returns the worker's arguments and the
@@ -59,7 +59,7 @@ def spawn(
     world_size: int,
     *,
     start_method: StartMethod | None = None,
-    own: Ownership = nullcontext,
+    lock: RunLock = nullcontext,
     signals: StopSignals | None = None,
     again: Again | None = None,
     **options: Any,
@@ -70,7 +70,7 @@ def spawn(
         worker: function of an importable module.
         start_method: "fork", the default on the CPU, needs a process that has run no parallel torch operation; "spawn",
             the default on CUDA, needs an importable main module.
-        own: makes a context, such as a lock, entered once for all ranks.
+        lock: makes a context, such as a lock, entered once for all ranks.
         signals: handlers that forward signals to the ranks, which end when `rank_info.asked()` is not 0.
         again: decides after a failure whether the ranks start again.
         options: further fields of the `Job`.
@@ -89,7 +89,7 @@ def spawn(
         require_gpus(world_size, job.backend)
     start_method = start_method or ("spawn" if job.device == "cuda" else "fork")
     # A signal between two attempts reaches the ranks of the next one.
-    with own(), signals.passed_to(raise_on_second) if signals and again else nullcontext():
+    with lock(), signals.passed_to(raise_on_second) if signals and again else nullcontext():
         while True:
             failures, results = collect_local(job, world_size, start_method, signals)
             if not failures:
@@ -293,8 +293,8 @@ def set_debugger(debug_rank: int | None, rank: int, named: str) -> None:
     if rank == debug_rank:
         sys.stdin = os.fdopen(0, encoding="utf-8", closefd=False)  # `multiprocessing` closed it
         return
-    is_own = sys.breakpointhook is not sys.__breakpointhook__ and not _is_idle_debugger(sys.breakpointhook)
-    if os.environ.get("PYTHONBREAKPOINT") or is_own:
+    is_custom = sys.breakpointhook is not sys.__breakpointhook__ and not _is_idle_debugger(sys.breakpointhook)
+    if os.environ.get("PYTHONBREAKPOINT") or is_custom:
         return
 
     def refuse(*args: Any, **options: Any) -> NoReturn:

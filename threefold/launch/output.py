@@ -82,13 +82,13 @@ def logged_and_shown(log: Path, prefix: str = "") -> Iterator[None]:
 def whole_lines() -> Iterator[None]:
     """Show what this process prints in whole lines within the block, as other ranks print to the same console."""
     before = sys.stdout, sys.stderr
-    own = [each if each is None else _WholeLines(each) for each in before]
-    sys.stdout, sys.stderr = own
+    streams = [each if each is None else _WholeLines(each) for each in before]
+    sys.stdout, sys.stderr = streams
     try:
         yield
     finally:
         sys.stdout, sys.stderr = before
-        for stream in own:
+        for stream in streams:
             if stream is not None:
                 stream.end()
 

@@ -98,7 +98,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
 
 
 @contextmanager
-def own_folder(run_dir: Path, config: Config, is_new: bool) -> Iterator[None]:
+def locked_folder(run_dir: Path, config: Config, is_new: bool) -> Iterator[None]:
     """Hold the lock of a run's folder within the block, with the config written into it."""
     with run_lock(run_dir):
         if is_new:

@@ -22,7 +22,7 @@ from threefold.launch.launcher import joined_rank, run, run_in_process
 from threefold.launch.output import failure_file
 from threefold.launch.process import StopSignals, lasting_imports, require_room
 from threefold.launch.run_folder import (
-    own_folder,
+    locked_folder,
     require_free,
     require_no_checkpoints,
     require_no_foreign,
@@ -89,7 +89,7 @@ class TrainingRun:
         layout: layout of the config if it is one of the fallbacks; otherwise empty.
         fallbacks: by layout with which ranks started here can continue, the resolved config.
         began: `time.time()` of the preparation; `train.max_seconds` counts from it.
-        check: called on every rank before the model is made, to verify the layout of a user's own model; a function of
+        check: called on every rank before the model is made, to verify the layout of a custom model; a function of
             a module.
     """
 
@@ -144,7 +144,9 @@ class TrainingRun:
             restarts = hook("restarts")(self.config, self.run_dir, self.fallbacks, self.began, self._args)
         args = restarts.args() if restarts else self._args(self.config)
         options = self._options() | {"console_ranks": console_ranks, "debug_rank": debug_rank}
-        ended = run(train_as_rank, args, own=self._own_folder, signals=signals, again=restarts or self._end, **options)
+        ended = run(
+            train_as_rank, args, lock=self._locked_folder, signals=signals, again=restarts or self._end, **options
+        )
         stopped = cast("Stopped | None", ended)
         if stopped and stopped.signal and signals and here:  # ranks get SIGTERM for every signal
             stopped = replace(stopped, signal=signals.received or stopped.signal)
@@ -169,18 +171,18 @@ class TrainingRun:
         _require_memory(self.config, joined or launched, check_division(self.config, source))
         args = (*self._args(self.config), tuple(callbacks), source)
         if joined is None and launched is not None:
-            ended = run(train_as_rank, args, own=self._own_folder, signals=signals, **options)
+            ended = run(train_as_rank, args, lock=self._locked_folder, signals=signals, **options)
         else:
             place = {name: options[name] for name in ("world_size", "device")}
-            ended = run_in_process(train_as_rank, args, own=self._own_folder, signals=signals, **place)
+            ended = run_in_process(train_as_rank, args, lock=self._locked_folder, signals=signals, **place)
         return cast("Stopped | None", ended)
 
     def _end(self, failure: Failure) -> NoReturn:
         """End the run as `spawn` does without `again`; with one, a signal during the start reaches the ranks."""
         raise failure.exception(self.run_dir)
 
-    def _own_folder(self) -> AbstractContextManager[None]:
-        return own_folder(self.run_dir, self.config, is_new=not self.resume)
+    def _locked_folder(self) -> AbstractContextManager[None]:
+        return locked_folder(self.run_dir, self.config, is_new=not self.resume)
 
     def _options(self) -> dict[str, Any]:
         return {

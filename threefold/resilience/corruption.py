@@ -65,8 +65,8 @@ class GradientCheck:
 
     def compare(self, step: int) -> Verdict | None:
         """Compare the gradients once the step's own have been computed; None if they agree."""
-        own, replica = self._observed(), self._engine.mesh.dp.index
-        table, layout = self._exchanged(own, self._checked), self._engine.mesh.layout
+        local, replica = self._observed(), self._engine.mesh.dp.index
+        table, layout = self._exchanged(local, self._checked), self._engine.mesh.layout
         pairs = []  # (checker, owner) of hashes of the owner's gradients that differ
         for checker, (_, checked) in enumerate(table):
             place = layout.coordinates(checker)
@@ -79,8 +79,8 @@ class GradientCheck:
         unstable = [rank for rank, (before, now) in enumerate(zip(table, again, strict=True)) if before != now]
         return disagreement(pairs, unstable, layout)
 
-    def _exchanged(self, own: Tensor, checked: Tensor) -> list[list[int]]:
-        row = torch.stack([own, checked]).view(1, 2)
+    def _exchanged(self, local: Tensor, checked: Tensor) -> list[list[int]]:
+        row = torch.stack([local, checked]).view(1, 2)
         return list(self._engine.mesh.world.all_gather_equal(row, 0).tolist())
 
     def _computed(self, replica: int, step: int) -> Tensor:

@@ -176,11 +176,11 @@ class HangWatch:
         by_wait: dict[str, list[int]] = {}
         for rank in waiting:
             by_wait.setdefault(f"{self._known[rank].wait} {self._known[rank].place}", []).append(rank)
-        (own, ranks), *others = by_wait.items()
+        (first, ranks), *others = by_wait.items()
         rest = "".join(f", {named_ranks(others)} in {what}" for what, others in others)
         together = f" with {named_ranks(ranks[1:])}" if len(ranks) > 1 else ""
         begin = f"it has waited for {self.timeout:g} s (train.timeout){together}"
-        return Hang(tuple(waiting), f"{begin} in {own}{rest}, so that all wait for all")
+        return Hang(tuple(waiting), f"{begin} in {first}{rest}, so that all wait for all")
 
 
 class LostStore:

@@ -108,8 +108,8 @@ class Claimant:
 
         `has_copies` tells whether anything named like a checkpoint is there.
         """
-        own, folder = Owner.of_folder(self.run_dir), os.path.realpath(self.run_dir)
-        is_same, is_in_place = own is not None and own.run == owner.run, folder == owner.folder
+        ours, folder = Owner.of_folder(self.run_dir), os.path.realpath(self.run_dir)
+        is_same, is_in_place = ours is not None and ours.run == owner.run, folder == owner.folder
         if is_same and is_in_place:
             return None
         if is_in_place and owner.host == socket.gethostname() and not has_copies:
@@ -126,8 +126,10 @@ class Claimant:
 
     def claimed(self, owner: Owner | None) -> Owner:
         """Return the record with which this run takes the address over from `owner`, and write it into the folder."""
-        own = Owner.of_folder(self.run_dir)
-        run = owner.run if owner is not None and self.resumes else own.run if own is not None else secrets.token_hex(8)
+        ours = Owner.of_folder(self.run_dir)
+        run = (
+            owner.run if owner is not None and self.resumes else ours.run if ours is not None else secrets.token_hex(8)
+        )
         since = f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}"
         place = socket.gethostname(), os.path.realpath(self.run_dir)
         claimed = Owner(run, secrets.token_hex(8), *place, since, dict(self.terms))
@@ -136,8 +138,8 @@ class Claimant:
 
     def adopt(self, owner: Owner) -> None:
         """Write the owner's record into the folder, whose run then continues the owner's."""
-        own = Owner.of_folder(self.run_dir)
-        if own is None or own.run != owner.run:
+        ours = Owner.of_folder(self.run_dir)
+        if ours is None or ours.run != owner.run:
             self._write(owner)
 
     def _write(self, owner: Owner) -> None:
