@@ -17,7 +17,7 @@ _ROOMS: Final = {"callbacks": "api.callbacks", "compat": "compat", "pipeline": "
 """Room → its module, relative to the package."""
 _NAMES: Final = {
     "api.checkpoint": "load save",
-    "api.launch": "init_mesh notebook_launcher run spawn",
+    "api.launch": "init_mesh run spawn",
     "api.model": "parallelize",
     "api.model_optimizer": "distributed_optimizer",
     "api.pipeline": "PipelineLayers",

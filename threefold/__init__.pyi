@@ -7,7 +7,6 @@ from threefold.api import types as types
 from threefold.api.checkpoint import load as load
 from threefold.api.checkpoint import save as save
 from threefold.api.launch import init_mesh as init_mesh
-from threefold.api.launch import notebook_launcher as notebook_launcher
 from threefold.api.launch import run as run
 from threefold.api.launch import spawn as spawn
 from threefold.api.model import parallelize as parallelize
@@ -16,6 +15,7 @@ from threefold.api.pipeline import PipelineLayers as PipelineLayers
 from threefold.api.trainer import Trainer as Trainer
 from threefold.comm.mesh import Mesh as Mesh
 from threefold.compat.paddle import split as split
+from threefold.compat.prepared.launcher import notebook_launcher as notebook_launcher
 from threefold.compat.prepared.loader import gather_for_metrics as gather_for_metrics
 from threefold.compat.prepared.model import backward as backward
 from threefold.compat.prepared.prepare import clip_grad_norm_ as clip_grad_norm_

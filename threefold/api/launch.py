@@ -1,4 +1,4 @@
-"""Start ranks from a script or a notebook (`run`, `spawn`, `notebook_launcher`), and make their mesh (`init_mesh`)."""
+"""Start ranks from a script or a notebook (`run`, `spawn`), and make their mesh (`init_mesh`)."""
 
 import pickle
 import warnings
@@ -152,33 +152,6 @@ def spawn(
             raise RankFailed(f"rank {rank} failed: its process ended before the function returned")
         values.append(pickle.loads(result))
     return values
-
-
-def notebook_launcher(
-    function: Callable[..., Any],
-    args: tuple[Any, ...] = (),
-    num_processes: int | None = None,
-    *,
-    device: DeviceSetting = "auto",
-) -> list[Any]:
-    """Start ranks from a notebook like `spawn`, with the arguments of `accelerate.notebook_launcher`.
-
-    Args:
-        function: function to call; may be defined in a notebook cell.
-        args: arguments of `function`.
-        num_processes: number of processes; None for one per GPU, or 1.
-        device: as in `spawn`.
-
-    Returns:
-        the values returned by `function`, by rank.
-
-    Raises:
-        UserError, RankFailed, Exception: as in `spawn`.
-
-    Example:
-        >>> threefold.notebook_launcher(train, (0.5,), num_processes=4)
-    """
-    return spawn(function, gpu_count() or 1 if num_processes is None else num_processes, args, device=device)
 
 
 def _check(fn: Any, ranks: Any, args: Any) -> None:

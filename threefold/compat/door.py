@@ -10,6 +10,7 @@ NAMES: Final = {
     "backward": "threefold.compat.prepared.model:backward",
     "clip_grad_norm_": "threefold.compat.prepared.prepare:clip_grad_norm_",
     "gather_for_metrics": "threefold.compat.prepared.loader:gather_for_metrics",
+    "notebook_launcher": "threefold.compat.prepared.launcher:notebook_launcher",
     "prepare": "threefold.compat.prepared.prepare:prepare",
     "split": "threefold.compat.paddle:split",
 }

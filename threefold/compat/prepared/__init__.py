@@ -1,1 +1,1 @@
-"""Distribution of a model, its optimizers and its loaders in one call (`prepare`), in the style of `accelerate`."""
+"""Calls in the style of `accelerate`: `prepare` for models, optimizers and loaders, `notebook_launcher` for ranks."""
