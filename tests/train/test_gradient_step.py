@@ -23,6 +23,7 @@ from tests.support.own_models import (
 from tests.support.parity import MOE, Case, make_engine, shard_of, whole_tensors
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.config import ParallelConfig
 from threefold.errors import UserError
 from threefold.models.loss_terms import CountedLoss, LossSums, LossTerm
 from threefold.models.sharding import Column, ModelPlan, Normal, Replicated, Row
@@ -50,6 +51,10 @@ NETWORK = ModelPlan(
     {"**": Replicated(), "1": Column(), "2": Row()}, ("0", "1", "2", "3", "4"), (1.0,) * 5, lambda name: Normal(0.5)
 )
 DOUBLE = TrainingSettings(seed=3, dtype=torch.float64)
+
+
+def with_parallel(micro_batches: int = 1, **settings: Any) -> TrainingSettings:
+    return replace(DOUBLE, micro_batches=micro_batches, parallel=ParallelConfig(**settings))
 
 
 def squares(output: Tensor, batch: tuple[Tensor, Tensor]) -> Tensor:
@@ -115,7 +120,7 @@ def steps_of(layout: Layout, settings: TrainingSettings) -> tuple[list[int], boo
     ("layout", "settings"),
     [
         (Layout(dp=2, pp=2, tp=2), replace(DOUBLE, micro_batches=2)),
-        (Layout(dp=2, pp=2), replace(DOUBLE, micro_batches=4, schedule="zbv", partition="uniform")),
+        (Layout(dp=2, pp=2), with_parallel(micro_batches=4, schedule="zbv", partition="uniform")),
     ],
     ids=["1f1b", "zbv"],
 )
@@ -128,7 +133,7 @@ def test_shapes_that_change_by_step_and_replica(pool, layout: Layout, settings: 
 
 def test_a_stage_without_parameters(pool) -> None:
     layout = Layout(pp=4)
-    reports = pool.run(4, steps_of, layout, replace(DOUBLE, micro_batches=2, partition=(1, 2, 3)))
+    reports = pool.run(4, steps_of, layout, with_parallel(micro_batches=2, partition=(1, 2, 3)))
     assert [has for _, has in reports] == [False, True, True, True]
 
 
@@ -263,10 +268,10 @@ def test_wrong_batches_and_losses(call: tuple[Any, ...], message: str) -> None:
     ("layout", "settings", "message"),
     [
         (Layout(cp=2), DOUBLE, "cp is 2 but a loss function of the user's needs whole sequences; use cp 1"),
-        (Layout(tp=2), replace(DOUBLE, sequence_parallel=True), "sequence_parallel is true but a loss function"),
+        (Layout(tp=2), with_parallel(sequence_parallel=True), "sequence_parallel is true but a loss function"),
         (
             Layout(pp=2),
-            replace(DOUBLE, schedule="interleaved", micro_batches=5),
+            with_parallel(schedule="interleaved", micro_batches=5),
             "micro_batches is 5 but the schedule interleaved runs them in 2 equal rounds .*; use 6",
         ),
         (

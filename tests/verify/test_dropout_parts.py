@@ -14,6 +14,7 @@ import threefold as t3
 from tests.support.sweep import sweep
 from tests.verify.support import config, task, verify
 from threefold import doors
+from threefold.config import ParallelConfig
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.models.layers.decoder import SampleInfo
@@ -208,7 +209,7 @@ class Turned(Block):
 
 
 def refused_in_shares(with_room: bool) -> str:
-    settings = TrainingSettings(sequence_parallel=True)
+    settings = TrainingSettings(parallel=ParallelConfig(sequence_parallel=True))
     plan = OfTokens.plan.build(OfTokens())
     step = GradientStep(lambda: OfTokens(block=Turned), plan, t3.init_mesh(tp=2), settings)
     tokens = torch.arange(20).view(2, 10) % WORDS

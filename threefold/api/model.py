@@ -16,7 +16,7 @@ from threefold.api.launch import mesh_of_all_ranks
 from threefold.checkpoint.code import checksum_of_code
 from threefold.comm.agreement import require_same_arguments
 from threefold.comm.mesh import Mesh
-from threefold.config import PrecisionConfig
+from threefold.config import ParallelConfig, PrecisionConfig
 from threefold.doors import hook
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments, require_whole
@@ -341,11 +341,13 @@ def parallelize(
         seed=seed,
         micro_batches=micro_batches or 1,
         dtype=dtype,
-        zero=zero,
-        zero_shards=zero_shards,
-        gradient_compression=gradient_compression,
-        schedule=schedule,
-        partition=partition,
+        parallel=ParallelConfig.model_construct(
+            zero=zero,
+            zero_shards=zero_shards,
+            gradient_compression=gradient_compression,
+            schedule=schedule,
+            partition=partition,
+        ),
         recompute=recompute,
         recompute_every=recompute_every,
         compile=compile,
@@ -354,14 +356,15 @@ def parallelize(
     with naming_arguments():
         try:
             if micro_batches is None and mesh.pp.size > 1:
-                accepts, pp = settings.pipeline_schedule.accepts, mesh.pp.size
+                accepts, pp = settings.parallel.pipeline_schedule.accepts, mesh.pp.size
                 # The fewest that the schedule accepts, or 1 if it accepts none, which it reports itself.
                 counts = range(1, _MOST_FOR_A_STAGE * pp + 1)
                 settings = replace(settings, micro_batches=next((each for each in counts if accepts(pp, each)), 1))
             files = ObjectSource(model).code_files()
             given = {**vars(plan), "frozen": sorted(plan.frozen)} if isinstance(plan, ModelPlan) else plan
             code = checksum_of_code(files) if files else None
-            require_same_arguments("parallelize", {**vars(settings), "plan": given, "the code of model": code})
+            arguments = {**vars(settings.parallel), **vars(settings)}
+            require_same_arguments("parallelize", {**arguments, "plan": given, "the code of model": code})
             scale = LossScale.of(PrecisionConfig(dtype="fp16")) if dtype == torch.float16 else None
             complete = _plan_of(model, plan, made)
             unsplit = tying(made, complete)

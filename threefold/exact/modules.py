@@ -167,7 +167,7 @@ def shardings(pieces: Pieces, context_pieces: int) -> dict[type[sharding.Split],
         placed = module.of_positions(context.cut) if context.cut.shares > 1 else module
         # Complete sums, of which each rank keeps some rows: the ranks' gradients are added at the end of the step.
         rows, tp = placed.num_embeddings, context.tp
-        kept = shard_bounds(rows, tp.size, tp.index) if context.sequence_parallel else (0, rows)
+        kept = shard_bounds(rows, tp.size, tp.index) if context.parallel.sequence_parallel else (0, rows)
         return ExactPositions.of(placed, pieces.rows, range(*kept))
 
     def experts(rule: sharding.Split, module: Experts, context: ShardingContext) -> nn.Module:

@@ -10,6 +10,7 @@ from torch.autograd.function import once_differentiable
 
 from threefold.comm.axis import Axis
 from threefold.comm.differentiable import all_gather_equal, reduce_scatter
+from threefold.config import ParallelConfig
 from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.models.layers.attention import CausalAttention
@@ -87,8 +88,7 @@ class ShardingContext:
     tp: Axis
     cp: Axis
     ep: Axis
-    sequence_parallel: bool = False
-    cp_method: str = "all-gather"
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     tp_shares: Mapping[int, Axis] = field(default_factory=dict)
     arithmetic: LayerArithmetic = PLAIN
     own: bool = False
@@ -97,12 +97,12 @@ class ShardingContext:
     def cut(self) -> SequenceCut:
         """Part of the sequence that this rank's activations between parallel layers cover."""
         context = SequenceCut(self.cp.size, self.cp.index)
-        return replace(context, tp=self.tp.size, tp_index=self.tp.index) if self.sequence_parallel else context
+        return replace(context, tp=self.tp.size, tp_index=self.tp.index) if self.parallel.sequence_parallel else context
 
     @property
     def sequence_dim(self) -> int | None:
         """Dim of activations [B, S, H] that is sharded over tp between parallel layers; None if none is."""
-        return 1 if self.sequence_parallel else None
+        return 1 if self.parallel.sequence_parallel else None
 
     @property
     def divides(self) -> bool:
@@ -190,7 +190,7 @@ def of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> Cau
 
 def whole_sequence(x: Tensor, context: ShardingContext) -> Tensor:
     """Gather the whole sequence along dim 1; not differentiable."""
-    if context.sequence_parallel:
+    if context.parallel.sequence_parallel:
         x = all_gather_equal(x, context.tp, 1)
     if context.cp.size > 1:
         x = in_order(x, context.cp, 1)

@@ -42,7 +42,7 @@ class ParallelRouting(Routing):
         return whole if cut.shares == 1 else whole[:, cut.indices(whole.shape[1] // cut.shares, whole.device)]
 
     def _sum_over_shares(self, counts: Tensor) -> Tensor:
-        if self._context.sequence_parallel:
+        if self._context.parallel.sequence_parallel:
             counts = all_reduce(counts, self._context.tp)
         return all_reduce(counts, self._context.cp)
 

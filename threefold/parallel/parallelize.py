@@ -6,7 +6,6 @@ from a config or given in code, come first.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Literal, overload
 
 import torch
@@ -15,10 +14,9 @@ from torch.distributed.tensor import DTensor
 
 from threefold.comm.axis import Axis, local_part
 from threefold.comm.mesh import Mesh
-from threefold.config import Config
+from threefold.config import Config, ParallelConfig
 from threefold.config.model import FAMILIES, OWN
 from threefold.config.rules import executed_micro_batches
-from threefold.config.schedules import Schedule, find_schedule
 from threefold.constants import COMPILED, LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
 from threefold.doors import call_hook
 from threefold.dtypes import DTYPES
@@ -88,8 +86,8 @@ class TrainingSettings:
     Attributes:
         micro_batches: number of parts in which a replica's samples of a step are computed, one after another (gradient
             accumulation); with a pipeline, the micro-batches of its schedule.
-        zero_shards: number of replicas that share one copy if `zero` is not 0; None for all.
-        stage_chunks: number of pipeline stages per rank; None for the schedule's default.
+        parallel: how the model is distributed; the mesh has the sizes of its axes. `zero_shards` None is for all
+            replicas, `stage_chunks` None for the schedule's default.
         arithmetic: how layers compute and sums are added up.
         is_custom: whether the model or the loss is not built in.
     """
@@ -99,14 +97,7 @@ class TrainingSettings:
     dtype: torch.dtype = torch.float32
     master_weights: bool = True
     fp8: bool = False
-    zero: int = 0
-    zero_shards: int | None = None
-    gradient_compression: str = "none"
-    sequence_parallel: bool = False
-    cp_method: str = "all-gather"
-    schedule: str | Schedule = "1f1b"
-    stage_chunks: int | None = None
-    partition: str | tuple[int, ...] = "cost"
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     recompute: str = "none"
     recompute_every: int = 1
     compile: bool = False
@@ -118,21 +109,14 @@ class TrainingSettings:
     @classmethod
     def of(cls, config: Config, chunks: ChunkSizes | None = None) -> "TrainingSettings":
         """Return the settings of a resolved config, with chunks of the usual sizes of its device by default."""
-        parallel, train = config.parallel, config.train
+        train = config.train
         return cls(
             seed=train.seed,
             micro_batches=executed_micro_batches(config)[0],
             dtype=DTYPES[config.precision.dtype],
             master_weights=config.precision.master_weights,
             fp8=config.precision.fp8,
-            zero=parallel.zero,
-            zero_shards=parallel.zero_shards,
-            gradient_compression=parallel.gradient_compression,
-            sequence_parallel=parallel.sequence_parallel,
-            cp_method=parallel.cp_method,
-            schedule=parallel.pipeline_schedule if parallel.pp > 1 else parallel.schedule,
-            stage_chunks=parallel.stage_chunks,
-            partition=parallel.partition,
+            parallel=config.parallel,
             recompute=train.recompute,
             recompute_every=train.recompute_every,
             compile=train.compile,
@@ -146,11 +130,6 @@ class TrainingSettings:
     def master_dtype(self) -> torch.dtype:
         """Dtype that weights are updated and gradients accumulated in."""
         return torch.promote_types(self.dtype, torch.float32) if self.master_weights else self.dtype
-
-    @cached_property
-    def pipeline_schedule(self) -> Schedule:
-        """Schedule that `schedule` names; a file is read once, when it is first used."""
-        return self.schedule if isinstance(self.schedule, Schedule) else find_schedule(self.schedule)
 
 
 @dataclass(frozen=True)
@@ -169,29 +148,28 @@ class Parallelism:
         """Return the parallelism of a model to train. Collective over the world; raises as `stage_map`."""
         if settings.arithmetic.is_bitwise and not mesh.in_tree:
             raise ValueError("the mesh of an exact run must sum in a tree; make it with Mesh(..., in_tree=True)")
-        pp, chunks = mesh.pp.size, settings.stage_chunks
+        pp, parallel = mesh.pp.size, settings.parallel
         stages = StageMap((0, len(plan.layers)), (0,))
         if pp > 1:
-            schedule = settings.pipeline_schedule
-            chunks = chunks or schedule.default_stages_per_rank
-            stages = partitioned(plan, pp, schedule, chunks, settings.partition, settings.zero)
+            schedule = parallel.pipeline_schedule
+            chunks = parallel.stage_chunks or schedule.default_stages_per_rank
+            stages = partitioned(plan, pp, schedule, chunks, parallel.partition, parallel.zero)
         return cls(
             mesh,
             stages,
             settings,
-            make_zero_sharding(mesh, settings.zero, settings.zero_shards or mesh.dp.size),
-            DeferredGradients() if pp > 1 and settings.pipeline_schedule.defers_weight_gradients else None,
+            make_zero_sharding(mesh, parallel.zero, parallel.zero_shards or mesh.dp.size),
+            DeferredGradients() if pp > 1 and parallel.pipeline_schedule.defers_weight_gradients else None,
             settings.arithmetic.on_rank(
-                mesh, settings.micro_batches, settings.sequence_parallel, settings.is_custom or plan.constructed
+                mesh, settings.micro_batches, parallel.sequence_parallel, settings.is_custom or plan.constructed
             ),
         )
 
     @property
     def context(self) -> ShardingContext:
         """Axes and settings that parallel layers are made with."""
-        mesh, settings = self.mesh, self.settings
-        shards_sequence, method = settings.sequence_parallel, settings.cp_method
-        return ShardingContext(mesh.tp, mesh.cp, mesh.ep, shards_sequence, method, arithmetic=self.arithmetic.layers)
+        mesh = self.mesh
+        return ShardingContext(mesh.tp, mesh.cp, mesh.ep, self.settings.parallel, arithmetic=self.arithmetic.layers)
 
     def context_for(self, plan: ModelPlan) -> ShardingContext:
         """Return `context` with the groups of tensor ranks that share a unit of the plan. Collective over the world."""
@@ -315,7 +293,7 @@ def apply_parallelism(
     if how.zero is None:
         for leaf, copy in copies:
             copy.data = leaf.data
-    gradients = _make_gradients(stages, how, settings.gradient_compression, settings.chunks.bucket_bytes, copies)
+    gradients = _make_gradients(stages, how, copies)
     how.arithmetic.attach([unwrapped(each) for stage in stages for each in stage.modules()], gradients)
     weights = make_weights(whole_parameters(stages), settings.master_dtype)
     initialise_(weights, plan, settings.seed, gradients, constructed)
@@ -377,15 +355,14 @@ def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: Constructe
 def _make_gradients(
     stages: Sequence[Stage],
     how: Parallelism,
-    compression: str,
-    bucket_bytes: int,
     copies: Sequence[tuple[Tensor, Tensor]],
 ) -> Gradients:
     """Make sharded gradients with ZeRO, else buckets; experts are summed over the replicas that hold them."""
     if how.zero is not None:
         return how.arithmetic.sharded_gradients(stages, how.zero, how.mesh.ep.size, copies)
     parameters = [parameter for _, parameter in whole_parameters(stages) if parameter.requires_grad]
-    mesh, dtype, wire = how.mesh, how.settings.master_dtype, DTYPES.get(compression)
+    mesh, settings, dtype = how.mesh, how.settings, how.settings.master_dtype
+    wire, bucket_bytes = DTYPES.get(settings.parallel.gradient_compression), settings.chunks.bucket_bytes
     longest = {local(parameter): longest_shard(parameter) for parameter in parameters}
 
     def buckets(leaves: list[Tensor], axis: Axis, senders: int = 1) -> GradientBuckets:

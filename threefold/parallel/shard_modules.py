@@ -232,7 +232,7 @@ def heads_of(rule: sharding.AttentionCore, context: ShardingContext) -> Slice:
 def _attention_core(rule: sharding.AttentionCore, module: CausalAttention, context: ShardingContext) -> nn.Module:
     heads = heads_of(rule, context)
     if context.cp.size > 1:
-        kind = RingAttention if context.cp_method == "ring" else ContextParallelAttention
+        kind = RingAttention if context.parallel.cp_method == "ring" else ContextParallelAttention
         return kind(module, context.cp, heads)
     module.dropout = module.dropout.of_part({1: heads})  # of the weights [B, heads, queries, keys]
     return module

@@ -255,7 +255,7 @@ class GradientStep(GradientUpdate):
         model, count, pp = self.model, self.settings.micro_batches, self.mesh.pp.size
         if pp == 1:
             return LoopRunner(model.stages[0], count, self.mesh.heartbeat, self.arithmetic)
-        schedule = self.settings.pipeline_schedule
+        schedule = self.settings.parallel.pipeline_schedule
         if not schedule.accepts(pp, count):
             raise UserError(
                 f"micro_batches is {count} but the schedule {schedule.name} {schedule.micro_batch_rule(pp, count)}; "
@@ -274,7 +274,7 @@ class GradientStep(GradientUpdate):
             batch = (batch.tokens, batch.labels)
         if any(isinstance(each, FakeTensor) for each in tensors_of(batch)):  # of a dry run, which computes no values
             return
-        if self.plan.constructed and not self.settings.sequence_parallel:
+        if self.plan.constructed and not self.settings.parallel.sequence_parallel:
             trial = map_tensors(batch, lambda each: torch.empty_like(each, device="meta"))
             call_hook("check_forward", self._make_model, self.plan, self.mesh.tp.size, trial, loss is None)
         context = self.parallelism.context
@@ -309,7 +309,7 @@ def partial_over_tensor_ranks(model: TrainableModel) -> list[Tensor]:
         for weight in model.trained
         if how.mesh.tp.size > 1
         and not is_split(weight.parameter)
-        and (how.settings.sequence_parallel or model.plan.has_partial_gradient(weight.name))
+        and (how.settings.parallel.sequence_parallel or model.plan.has_partial_gradient(weight.name))
         and not how.arithmetic.completes(model.plan.split_of(weight.name))
     ]
 

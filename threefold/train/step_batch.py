@@ -131,7 +131,7 @@ class BatchPreparation:
 
         `outputs` collects the last layer's outputs, by the number of the micro-batch.
         """
-        check_whole_sequences(self.mesh.cp.size, self.settings.sequence_parallel)
+        check_whole_sequences(self.mesh.cp.size, self.settings.parallel.sequence_parallel)
         if is_of_tokens(batch):
             if batch.documents is not None:
                 raise UserError(

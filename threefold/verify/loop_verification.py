@@ -186,8 +186,8 @@ def _unlike(step: GradientStep) -> str:
         return f"the mesh is on {device}"
     if settings.dtype not in (torch.float32, torch.float64):
         return f"the dtype is {settings.dtype}, whose rounding hides a departure"
-    if settings.gradient_compression != "none":
-        return f"gradients are summed in {settings.gradient_compression}, whose rounding hides a departure"
+    if settings.parallel.gradient_compression != "none":
+        return f"gradients are summed in {settings.parallel.gradient_compression}, whose rounding hides a departure"
     return ""
 
 
