@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 
 from tests.support.sweep import sweep
+from tests.support.words import words
 from tests.train.support import Run, engine_of, losses_of, manifest, same, train_rank, write_ids
 from threefold.checkpoint.folder import newest
 from threefold.data.dataset import open_dataset
@@ -143,7 +143,7 @@ def test_epochs_go_on(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def three_steps_of_eight(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Token files of exactly 24 samples of 16 tokens, and the label of the last."""
-    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(50)}, unk_token="w1"))
+    tokenizer = words(50)
     documents = torch.randint(1, 50, (5, 76), generator=torch.Generator().manual_seed(0)).tolist()
     return write_ids(tmp_path_factory.mktemp("epoch") / "tokens", documents, tokenizer, eod=0)
 

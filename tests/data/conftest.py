@@ -1,23 +1,14 @@
 """Token files made by hand, so that the reading side is tested against tokens that the test chose."""
 
-import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
 
-from threefold.data.corpus import (
-    DOCUMENT_DTYPE,
-    DOCUMENTS_FILE,
-    META_FILE,
-    TOKEN_DTYPES,
-    TOKENIZER_FILE,
-    TOKENS_FILE,
-    dtype_for,
-)
-from threefold.data.formats.threefold_folder import Meta, TokenFiles, file_checksums
+from tests.support.words import words
+from tests.train.support import write_ids
+from threefold.data.formats.threefold_folder import TokenFiles
 
 EOD = 0
 WriteTokenFiles = Callable[..., TokenFiles]
@@ -29,21 +20,7 @@ def write_token_files(tmp_path: Path) -> WriteTokenFiles:
 
     def write(documents: Sequence[Sequence[int]], vocab_size: int = 1000) -> TokenFiles:
         folder = tmp_path / f"tokens-{len(list(tmp_path.iterdir()))}"
-        folder.mkdir()
-        dtype = dtype_for(vocab_size)
-        ended = [[*document, EOD] for document in documents]
-        starts = np.cumsum([0, *map(len, ended)])
-        np.concatenate(ended).astype(TOKEN_DTYPES[dtype]).tofile(folder / TOKENS_FILE)
-        starts.astype(DOCUMENT_DTYPE).tofile(folder / DOCUMENTS_FILE)
-        tokenizer = (
-            Tokenizer(models.WordLevel({f"w{i}": i for i in range(vocab_size)}, unk_token="w1")).to_str().encode()
-        )
-        (folder / TOKENIZER_FILE).write_bytes(tokenizer)
-        sha256 = hashlib.sha256(tokenizer).hexdigest()
-        Meta(dtype, vocab_size, EOD, int(starts[-1]), len(documents), 1, sha256, (), file_checksums(folder)).write(
-            folder / META_FILE
-        )
-        return TokenFiles.open(folder)
+        return TokenFiles.open(write_ids(folder, documents, words(vocab_size), EOD))
 
     return write
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
 
 from tests.support.damage import flip
 from tests.support.other_systems import write_fleet, write_megatron
+from tests.support.words import words
 from threefold.convert.tokens import to_threefold
 from threefold.data.corpus import DOCUMENTS_FILE, META_FILE, TOKENS_FILE
 from threefold.data.formats.jsonl import JsonLines
@@ -25,9 +25,7 @@ FLIPS = 60
 @pytest.fixture
 def tokenizer(tmp_path: Path) -> Path:
     path = tmp_path / "tokenizer.json"
-    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, 300)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="w1"))
-    tokenizer.save(str(path))
+    words(300, "<|endoftext|>").save(str(path))
     return path
 
 

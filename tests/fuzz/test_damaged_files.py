@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
 
 from tests.fuzz import readers
 from tests.fuzz.damage import damaged_file, flipped_file
@@ -19,6 +18,7 @@ from tests.huggingface.hand_made import write_llama
 from tests.support.chats import CONVERSATIONS, write_tokenizer
 from tests.support.command import Silent
 from tests.support.other_systems import write_fleet, write_fleet_npz, write_megatron
+from tests.support.words import words
 from threefold.convert.tokens import to_threefold
 from threefold.data.formats.jsonl import JsonLines
 from threefold.data.preparation import prepare
@@ -41,8 +41,7 @@ def judge() -> Iterator[Judge]:
 def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Tokenizers and a file of JSON lines, which stay whole."""
     folder = tmp_path_factory.mktemp("inputs")
-    words = {"<|endoftext|>": 0} | {f"w{i}": i for i in range(1, readers.VOCABULARY)}
-    Tokenizer(models.WordLevel(words, unk_token="w1")).save(str(folder / "tokenizer.json"))
+    words(readers.VOCABULARY, "<|endoftext|>").save(str(folder / "tokenizer.json"))
     write_lines(folder / "lines.jsonl")
     write_tokenizer(folder / "chat", "llama3")
     return folder

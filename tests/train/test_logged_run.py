@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models
 
+from tests.support.words import words
 from tests.train.support import steps_of, train, write_ids
 from threefold.config import Config, resolve
 from threefold.launch import RankInfo, spawn
@@ -45,7 +45,7 @@ SMALL = {"hidden_size": 64, "vocab_size": 509}
 
 def random_tokens(folder: Path, vocab: int = VOCAB, sequence: int = SEQUENCE, used: int = VOCAB) -> Path:
     """As many random tokens as the run reads, of the vocabulary's first `used`, in documents of a few samples each."""
-    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(vocab)}, unk_token="w1"))
+    tokenizer = words(vocab)
     documents = np.random.default_rng(0).integers(1, min(used, vocab), (30, 4 * sequence))
     return write_ids(folder, documents.tolist(), tokenizer, eod=0)
 

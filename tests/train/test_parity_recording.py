@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
 
 from tests.support.parity_command import parity
 from tests.support.sweep import sweep
+from tests.support.words import words
 from tests.train.support import write_ids
 from threefold_parity.record import INITIAL, OUTPUT, Record
 
@@ -61,7 +61,7 @@ MISTAKES = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("recorded")
-    tokenizer = Tokenizer(models.WordLevel({f"w{token}": token for token in range(61)}, unk_token="w1"))
+    tokenizer = words(61)
     write_ids(made / "tokens", np.random.default_rng(0).integers(1, 61, (30, 64)).tolist(), tokenizer, eod=0)
     (made / "run.yaml").write_text(CONFIG, encoding="utf-8")
     return made

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
 
 from tests.support.other_systems import (
     MEGATRON_CODES,
@@ -22,6 +21,7 @@ from tests.support.other_systems import (
     write_fleet_npz,
     write_megatron,
 )
+from tests.support.words import words
 from threefold.data.corpus import StoredArray
 from threefold.data.formats.registry import holds_tokens, open_corpus, read_stored
 from threefold.data.loader import Loader, Share
@@ -167,8 +167,7 @@ def test_the_folder_the_prefix_and_each_file_are_names_of_the_same(tmp_path: Pat
 
 
 def word_tokenizer(path: Path, size: int, end: int | None = EOD) -> Path:
-    words = {("</s>" if i == end else f"w{i}"): i for i in range(size)}
-    Tokenizer(models.WordLevel(words, unk_token="w1")).save(str(path))
+    words(size, None if end is None else "</s>", end or 0).save(str(path))
     return path
 
 
