@@ -22,6 +22,7 @@ from threefold.checksums import checksum_of_blocks
 from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.config import Config
 from threefold.data.corpus import Content, Corpus, TokenArray
 from threefold.data.dataset import Dataset
 from threefold.data.fingerprint import fingerprint_of, numbers_of_ranks
@@ -42,6 +43,10 @@ from threefold.train.callbacks.records import EvaluationRecord
 class RankChecks(Checks):
     """Checks that the ranks of a run have the same terms, share its folder and read the samples that they should."""
 
+    def __init__(self, config: Config, dataset: Dataset, reads: bool) -> None:
+        super().__init__(config, dataset, reads)
+        self._tokens: TokenCheck | None = None
+
     def on_start(self, samples: Iterable[Samples | None], source: ModelSource, heartbeat: Heartbeat) -> list[str]:
         return agree_on_terms(self.config, self.dataset, samples, source, heartbeat)
 
@@ -58,11 +63,11 @@ class RankChecks(Checks):
         return [*compared, self._tokens]
 
     def contents(self) -> tuple[Content, ...]:
-        return self._tokens.contents()
+        return super().contents() if self._tokens is None else self._tokens.contents()
 
 
 def require_same_custom_data(dataset: Dataset, mesh: Mesh) -> None:
-    """Check that the user's own data sets of a run are the same on every rank. Collective over the world."""
+    """Check that the custom data sets of a run are the same on every rank. Collective over the world."""
     for data in (source.data for source in dataset.sources):
         if isinstance(data, CustomData):
             for part in data.parts.values():
