@@ -182,16 +182,21 @@ class Head(nn.Module):
     def forward(self, x, labels):
         return F.cross_entropy(self.output(x).flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
 """
-"""Custom model with a dropout of which each rank of the tensor axis has a part, as a trial without values shows."""
+"""Custom model with a dropout of which each rank of the tensor axis has a part, which a room finds by a trial."""
 
 
 @pytest.mark.slow
 def test_a_custom_model_needs_no_room(tmp_path: Path, tokens: Path, threefold) -> None:
     """Without the room that explains mistakes of a custom model, a correct one trains, with the same losses."""
     config, model = str(write_config(tmp_path, tokens)), tmp_path / "custom.py"
-    model.write_text(CUSTOM)
     named = ("--model", f"{model}:Model", "--set", "train.max_steps=2", "--set", "log.every=1")
-    ended = alone(tmp_path, "train", config, "--run-dir", "alone", *named, "--set", "parallel.tp=2")
+    given = ("train", config, "--run-dir", "alone", *named, "--set", "parallel.tp=2")
+    model.write_text(CUSTOM)
+    assert (
+        "dropout between the sharded layers of a custom model needs threefold.verify" in alone(tmp_path, *given).stderr
+    )
+    model.write_text(CUSTOM.replace("t3.Dropout(0.1", "t3.Dropout(0.0"))
+    ended = alone(tmp_path, *given)
     assert ended.returncode == 0, ended.stderr
     assert threefold("train", config, "--run-dir", str(tmp_path / "all"), *named)[0] == 0
     assert [*logged_losses(tmp_path / "alone")] == ["1", "2"]
