@@ -17,10 +17,6 @@ from threefold.convert.key_mapping import Unmapped, foreign_text, parsed, shorte
 from threefold.errors import UserError
 
 Kind = Literal["fleet", "colossal", "megatron"]
-_FLEET_SECTION: Final = re.compile(
-    r"^(PreTraining|Global|Engine|Model|Distributed|Data|Optimizer|_base_)[ \t]*:", re.MULTILINE
-)
-_MODEL_ARGS: Final = re.compile(r"^MODEL_ARGS[ \t]*:", re.MULTILINE)
 _FLEET_FLAG: Final = re.compile(
     r"(?<![\w-])--(?:[mdp]p_degree|sharding_degree|sharding_stage|(?:tensor|pipeline|sharding)_parallel_degree)\b"
 )
@@ -39,9 +35,9 @@ def detected(path: Path) -> tuple[Kind, str]:
     """Return the system of a file and how it was detected, by its name if by nothing else; UserError if unreadable."""
     text = foreign_text(path)
     shell = text.startswith("#!")
-    if not shell and (model_args := _MODEL_ARGS.search(text)):
+    if not shell and (model_args := megatron.MODEL_ARGS.search(text)):
         return "megatron", f"its section {model_args[0].rstrip(': ')}"
-    if not shell and (section := _FLEET_SECTION.search(text)):
+    if not shell and (section := paddlefleetx.SECTION.search(text)):
         return "fleet", f"its section {section[1]}"
     if not shell:
         with suppress(SyntaxError, ValueError, RecursionError, MemoryError):

@@ -20,6 +20,7 @@ from threefold.convert.key_mapping import (
 from threefold.convert.launch_line import Launch, launch_of
 from threefold.errors import UserError
 
+MODEL_ARGS: Final = re.compile(r"^MODEL_ARGS[ \t]*:", re.MULTILINE)
 _TABLES: Final = tables_of("megatron")
 _ROWS: Final = _TABLES["rows"]
 _LLAMA_ONLY = "only architecture llama has it, which needs --normalization RMSNorm and --swiglu"
@@ -150,8 +151,7 @@ _OTHER_MODELS: Final = re.compile(r"bert|t5|mamba|hybrid|retro|ict|vision|vlm|mi
 def read(path: Path) -> KeyMapping:
     """Read the flags, without dashes, of a script or a YAML with `MODEL_ARGS`, and `world-size` if it is known."""
     text = foreign_text(path)
-    is_yaml = re.search(r"^MODEL_ARGS[ \t]*:", text, re.MULTILINE)
-    launch = _of_yaml(path) if is_yaml else launch_of(text, path, _TABLES["switches"].split())
+    launch = _of_yaml(path) if MODEL_ARGS.search(text) else launch_of(text, path, _TABLES["switches"].split())
     _check_model(launch, path)
     mapping = KeyMapping(path, notes=launch.notes)
     for word in launch.unread:

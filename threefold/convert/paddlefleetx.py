@@ -37,8 +37,8 @@ _WORDS: Final = {
 _SCRIPT: Final = re.compile(
     r"^#!|(?<![\w-])--[A-Za-z]\w*|\bpaddle\.distributed\b|(?<!\S)-(?:o\s+\w+\.|c\s)", re.MULTILINE
 )
-_SECTION: Final = re.compile(
-    r"^(?:PreTraining|Global|Engine|Model|Distributed|Data|Optimizer|_base_)[ \t]*:", re.MULTILINE
+SECTION: Final = re.compile(
+    r"^(PreTraining|Global|Engine|Model|Distributed|Data|Optimizer|_base_)[ \t]*:", re.MULTILINE
 )
 
 
@@ -140,7 +140,7 @@ _OF_ENGINE: Final = re.compile(
 def read(path: Path) -> KeyMapping:
     """Read the settings of a Fleet YAML with its base files, or of a script with Fleet's flags."""
     text = foreign_text(path)
-    if _SCRIPT.search(text) and (text.startswith("#!") or not _SECTION.search(text)):
+    if _SCRIPT.search(text) and (text.startswith("#!") or not SECTION.search(text)):
         return _read_flags(path)
     return _of_yaml(path)
 

@@ -84,11 +84,6 @@ class LayerSignature:
         return LayerInputs(inputs, {})
 
 
-def has_forward(module: nn.Module) -> bool:
-    """Return whether a module has a `forward`; otherwise its layers are called one by one."""
-    return type(module).forward is not nn.Module.forward
-
-
 def forward_layer(layer: nn.Module, signature: LayerSignature, inputs: LayerInputs, samples: Any) -> Any:
     """Call a layer with its inputs, and with `samples` if it takes them."""
     more = {_SAMPLES: samples} if signature.takes_samples else {}

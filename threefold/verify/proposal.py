@@ -7,7 +7,6 @@ from typing import Final
 
 from torch import nn
 
-from threefold.models.custom_batch import has_forward
 from threefold.models.plan import Plan, is_norm
 from threefold.models.sharding import Column, Patterns, Replicated, Row, Sharded, Split, Vocab
 
@@ -15,6 +14,11 @@ from threefold.models.sharding import Column, Patterns, Replicated, Row, Sharded
 def as_pattern(name: str) -> str:
     """Return a name with its numbers replaced by `*`."""
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Return whether a module has a `forward`; otherwise its layers are called one by one."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _words(text: str) -> frozenset[str]:

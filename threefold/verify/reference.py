@@ -21,7 +21,7 @@ from threefold.config.optimizer import BUILT_IN
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
 from threefold.dtypes import DTYPES
-from threefold.models.custom_batch import LayerSignature, batch_size, forward_layer, has_forward, inputs_from
+from threefold.models.custom_batch import LayerSignature, batch_size, forward_layer, inputs_from
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
@@ -35,6 +35,7 @@ from threefold.train.optim import Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
 from threefold.verify.batches import BatchSource
 from threefold.verify.module_check import explaining_passes
+from threefold.verify.proposal import has_forward
 
 FILE = "one-process.pt"
 SAMPLES, TOKENS, READ, RATE = "samples", "valid tokens", "tokens read", "learning rate"

@@ -34,7 +34,7 @@ from threefold.errors import UserError
 from threefold.exact.rules import GRAIN
 from threefold.files import first_of, read_text
 from threefold.foreign import FolderFiles, own_folder
-from threefold.models.custom_batch import batch_shapes, has_forward
+from threefold.models.custom_batch import batch_shapes
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import MakeModel, ModelSource, construct, error_line, skeleton
 from threefold.output import write_durably
@@ -45,6 +45,7 @@ from threefold.torch_private.tensors import has_module_hooks, version_of
 from threefold.train.callbacks.base import say
 from threefold.verify.batches import BatchSource
 from threefold.verify.module_check import OF_MODULES
+from threefold.verify.proposal import has_forward
 from threefold.verify.rank_worker import run_rank
 from threefold.verify.reference import Trace, one_process, reference_loss
 from threefold.verify.verifier import DEPARTS, choose_batches, judge
