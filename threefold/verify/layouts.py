@@ -389,7 +389,7 @@ def shrink_exact(base: Config, specs: Sequence[LayoutSpec]) -> Config:
     return with_further_features(small, attention_dropout=True, documents=True)
 
 
-def select_exact(small: Config, ranks: int, everything: bool, check: Check = suits) -> Selection:
+def select_exact(small: Config, ranks: int, everything: bool) -> Selection:
     """Select layouts of `ranks` ranks: all candidates, each with another recompute mode and micro-batch size, or some.
 
     Unless `everything`, they are those that cover each factorization once.
@@ -398,20 +398,20 @@ def select_exact(small: Config, ranks: int, everything: bool, check: Check = sui
     for key in ("exact", *GRAIN, "micro_batch_size", "gradient_accumulation_steps"):
         settings["train"].pop(key, None)
     plain = resolve(config_of(settings), vocab_size=1)
-    reasons = {spec: unsupported_because(small, spec, check) for spec in possible(ranks, small.model.num_experts)}
+    reasons = {spec: unsupported_because(small, spec) for spec in possible(ranks, small.model.num_experts)}
     outside = tuple(
         UnsupportedLayout(spec, reason)
         for spec, reason in reasons.items()
-        if reason is not None and unsupported_because(plain, spec, check) is None
+        if reason is not None and unsupported_because(plain, spec) is None
     )
     if not everything:
-        return Selection(covering(small, ranks, check).specs, outside)
+        return Selection(covering(small, ranks).specs, outside)
     share, specs = small.train.global_batch_size, []
     inside = (spec for spec, reason in reasons.items() if reason is None)
     for spec, extras in zip(inside, cycle(_EXTRAS), strict=False):
         most = share // spec.layout.dp
         given = [(key, most if value == "most" else value) for key, value in extras.items()]
-        specs.append(_with_valid(small, spec, given, check))
+        specs.append(_with_valid(small, spec, given, suits))
     return Selection(tuple(specs), outside)
 
 
