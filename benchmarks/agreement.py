@@ -1,4 +1,4 @@
-"""Measure the exchange by which ranks compare what decides a run's numbers (`threefold.comm.agreement`).
+"""Measure the exchange by which ranks compare what decides a run's numbers (`threefold.resilience.agreement`).
 
     python benchmarks/agreement.py [--ranks 2 8 64] [--rounds 30]
 
@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from hardware import hardware_line
 
-from threefold.comm.agreement import compare, facts_of_process
 from threefold.config import resolve
 from threefold.config.loading import config_of
+from threefold.resilience.agreement import compare, facts_of_process
 from threefold.resilience.terms import settings_of
 
 SIMULATED = (8, 64, 1_024)

@@ -45,7 +45,7 @@ def test_json_is_read_by_one_function() -> None:
     found = {
         path.relative_to(package).as_posix() for path in package.rglob("*.py") if "json.loads(" in path.read_text()
     }
-    inside = {"comm/agreement.py", "resilience/rank_state.py", "cpu/segments.py", "files.py"}
+    inside = {"resilience/agreement.py", "resilience/rank_state.py", "cpu/segments.py", "files.py"}
     watches = {"resilience/states_in_memory.py", "resilience/rank_watch.py"}
     assert found == inside | watches | {"huggingface/limited.py", "huggingface/tokenizer_trial.py"}
 

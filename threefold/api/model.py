@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from threefold.api.checkpoint import LoopModel, LoopState
 from threefold.api.launch import mesh_of_all_ranks
 from threefold.checkpoint.code import checksum_of_code
-from threefold.comm.agreement import require_same_arguments
 from threefold.comm.mesh import Mesh
 from threefold.config import ParallelConfig, PrecisionConfig
 from threefold.doors import hook
@@ -363,8 +362,9 @@ def parallelize(
             files = ObjectSource(model).code_files()
             given = {**vars(plan), "frozen": sorted(plan.frozen)} if isinstance(plan, ModelPlan) else plan
             code = checksum_of_code(files) if files else None
-            arguments = {**vars(settings.parallel), **vars(settings)}
-            require_same_arguments("parallelize", {**arguments, "plan": given, "the code of model": code})
+            if (require_same_arguments := hook("require_same_arguments")) is not None:
+                arguments = {**vars(settings.parallel), **vars(settings), "plan": given, "the code of model": code}
+                require_same_arguments("parallelize", arguments)
             scale = LossScale.of(PrecisionConfig(dtype="fp16")) if dtype == torch.float16 else None
             complete = _plan_of(model, plan, made)
             unsplit = tying(made, complete)

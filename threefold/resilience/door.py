@@ -7,6 +7,8 @@ ATTACHMENTS: Final = {"resilience": "threefold.resilience.attachment:FaultRespon
 RULES: Final = {"skipped_steps": "threefold.resilience.rules:skipped_steps_rules"}
 RUN_CHECKS: Final = {"fault_policies": "threefold.resilience.rules:check_fault_policies"}
 HOOKS: Final = {
+    "require_same_processes": "threefold.resilience.agreement:require_same_processes",
+    "require_same_arguments": "threefold.resilience.agreement:require_same_arguments",
     "address": "threefold.resilience.rules:require_address",
     "step_ranges": "threefold.resilience.rules:StepRanges",
     "kept_states": "threefold.resilience.states_in_memory:StatesInMemory",

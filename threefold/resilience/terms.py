@@ -15,7 +15,6 @@ import numpy as np
 
 from threefold.checkpoint.code import checksum_of_code, code_of
 from threefold.checksums import checksum_of_blocks, short
-from threefold.comm.agreement import facts_of_process, processor, require_same
 from threefold.comm.heartbeat import Heartbeat
 from threefold.config import Config
 from threefold.data.corpus import Corpus
@@ -24,6 +23,7 @@ from threefold.data.formats.custom_data import CustomData
 from threefold.data.samples import Samples
 from threefold.models.source import ModelSource
 from threefold.parallel.arithmetic import arithmetic_of
+from threefold.resilience.agreement import facts_of_process, processor, require_same
 
 NOT_COMPARED: Final = {
     "data.path": "each host may keep the data elsewhere; its content is compared",

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader
 
 from threefold.api.launch import mesh_of_all_ranks
 from threefold.api.model import PRECISIONS
-from threefold.comm.agreement import require_same_arguments
 from threefold.comm.axis import Axis
 from threefold.comm.differentiable import copy_to, reduce_from
 from threefold.comm.mesh import Mesh
@@ -34,6 +33,7 @@ from threefold.parallel.shard_modules import SHARDINGS, shard_modules
 from threefold.parallel.split_layer import SplitLayer
 from threefold.parallel.zero import ShardedGradients, make_zero_sharding
 from threefold.plugins import require_one_of
+from threefold.resilience.agreement import require_same_arguments
 from threefold.torch_private.tensors import has_gradient_hooks, has_module_hooks
 from threefold.train.gradient_update import LossScale
 from threefold.verify.plan_check import has_custom_forward, uncut_tensors

@@ -113,6 +113,15 @@ def require_same(facts: Facts, told: Facts, remedy: str, heartbeat: Heartbeat | 
     raise UserError(f"{first}{also}; {remedy}.")
 
 
+def require_same_processes(device: torch.device) -> list[Disagreement]:
+    """Compare versions, environment and switches of all processes; return differences of processors. Collective.
+
+    Raises a `UserError` on every rank if anything else differs.
+    """
+    remedy = "start every rank with the same code and environment"
+    return require_same(facts_of_process(), {"the processor": processor(device)}, remedy)
+
+
 def require_same_arguments(function: str, arguments: Mapping[str, object]) -> None:
     """Raise a `UserError` on every rank unless all ranks call a function with the same arguments. Collective."""
     facts = {f"{name} of {function}": _ADDRESS.sub("", repr(value)) for name, value in arguments.items()}

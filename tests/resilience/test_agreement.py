@@ -7,8 +7,8 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
-from threefold.comm.agreement import VARIABLES, facts_of_process, require_same, sources_checksum
 from threefold.errors import UserError
+from threefold.resilience.agreement import VARIABLES, facts_of_process, require_same, sources_checksum
 from threefold.verify.worker_pool import WorkerPool
 
 
