@@ -20,7 +20,7 @@ from threefold.models.layers import attention as layers
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import SampleInfo
 from threefold.ops import attention
-from threefold.ops.kernels import whole_tiles
+from threefold.ops.tiles import whole_tiles
 from threefold.parallel import context
 from threefold.random.dropout import sample_keys
 

@@ -8,7 +8,8 @@ from threefold.comm.axis import Event
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.dtypes import DTYPES
-from threefold.parallel.gradients import GradientBuckets, NarrowSum
+from threefold.parallel.compression import NarrowSum
+from threefold.parallel.gradients import GradientBuckets
 from threefold.planner.model_size import RankBlock
 from threefold.planner.systems import Attention
 

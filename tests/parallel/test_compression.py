@@ -18,7 +18,7 @@ from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
-from threefold.parallel.gradients import NarrowSum
+from threefold.parallel.compression import NarrowSum
 
 NAMES = ["fp16", "bf16"]
 

@@ -24,7 +24,7 @@ from threefold.models.loss_terms import LossFunction, LossSums
 from threefold.models.plan import Plan, tying
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ObjectSource, error_line
-from threefold.parallel.gradients import COMPRESSIONS
+from threefold.parallel.compression import COMPRESSIONS
 from threefold.parallel.parallelize import ChunkSizes, TrainingSettings
 from threefold.parallel.parameter import publish_
 from threefold.parallel.whole_state import LoadedKeys, load_whole_state, on_all_stages, whole_state

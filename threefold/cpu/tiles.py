@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.kernels import AttentionMask, Ids, Tile, serve_heads
+from threefold.ops.kernels import AttentionMask, serve_heads
+from threefold.ops.tiles import Ids, Tile
 from threefold.torch_private.runtime import cpu_attention, cpu_attention_backward, operator, softmax_gradient
 
 _LONGEST_QUERIES: Final = 256

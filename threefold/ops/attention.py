@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from threefold.doors import hook
-from threefold.ops.kernels import AttentionMask, causal_attention, hidden_keys, plain_attention_serves
+from threefold.ops.kernels import AttentionMask, causal_attention, plain_attention_serves
+from threefold.ops.tiles import hidden_keys
 
 _ALL_BEFORE: Final = AttentionMask()
 _TILED: Final[Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor] | None] = hook("tiled_attention")

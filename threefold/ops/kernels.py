@@ -5,14 +5,11 @@ faster than fused attention (hooks `onednn_serves`, `plain_attention_serves`).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from math import pi, sqrt
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, NamedTuple, Protocol
 from weakref import ref
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
@@ -25,7 +22,6 @@ from threefold.torch_private.tensors import onednn_linear
 
 _onednn_serves: Final[Callable[[Tensor, Tensor], bool]] = hook("onednn_serves") or (lambda x, weight: False)
 plain_attention_serves: Final[Callable[[Tensor], bool]] = hook("plain_attention_serves") or (lambda k: False)
-Ids: TypeAlias = npt.NDArray[np.int64]
 
 
 class GradientStore(Protocol):
@@ -102,64 +98,6 @@ class AttentionMask(NamedTuple):
     def within(self, keys: int) -> "AttentionMask":
         """Return the mask for a sequence of `keys` positions, without the window if it covers all of them."""
         return AttentionMask(self.window if self.window < keys else 0, self.documents)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Some queries, and every key that any of them attends to; `ids` are documents by position, if it has several."""
-
-    rows: slice
-    queries: range
-    keys: range
-    window: int
-    ids: Ids | None = None
-
-    @property
-    def crosses_window(self) -> bool:
-        """Whether some key is too far back for some query."""
-        return 0 < self.window <= self.queries.stop - 1 - self.keys.start
-
-    @property
-    def is_causal(self) -> bool:
-        """Whether it has as many keys as queries and only the causal mask."""
-        return self.queries == self.keys and not self.crosses_window and self.ids is None
-
-    @property
-    def is_full(self) -> bool:
-        """Whether no key is masked."""
-        return self.keys.stop - 1 <= self.queries.start and not self.crosses_window and self.ids is None
-
-    def hidden(self, device: torch.device) -> Tensor:
-        """Return the mask, bool [queries, keys]: True for keys that a query does not attend to."""
-        query = torch.arange(self.queries.start, self.queries.stop, device=device).unsqueeze(1)
-        key = torch.arange(self.keys.start, self.keys.stop, device=device)
-        hidden = key > query
-        if self.crosses_window:
-            hidden |= key <= query - self.window
-        if self.ids is not None:
-            ids = torch.from_numpy(self.ids)
-            apart = ids[self.queries.start : self.queries.stop, None] != ids[self.keys.start : self.keys.stop]
-            hidden |= apart.to(device)
-        return hidden
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Key that is equal for tiles of one `AttentionMask` with equal masks, if `ids` is None."""
-        return len(self.queries), len(self.keys), self.queries.start - self.keys.start
-
-
-def whole_tiles(rows: int, queries: range, keys: range, mask: AttentionMask, longest: int | None = None) -> list[Tile]:
-    """Return tiles as `cpu.tiles.tiles` yields them: one of all rows, or one of each row that has documents."""
-    if mask.documents is None:
-        return [Tile(slice(0, rows), queries, keys, mask.window)]
-    documents = mask.documents.numpy(force=True)
-    return [Tile(slice(row, row + 1), queries, keys, mask.window, documents[row]) for row in range(rows)]
-
-
-def hidden_keys(rows: int, queries: int, keys: int, mask: AttentionMask, device: torch.device) -> Tensor:
-    """Return bool [rows or 1, 1, queries, keys]: whether each of the last `queries` positions does not see a key."""
-    tiles = whole_tiles(rows, range(keys - queries, keys), range(keys), mask)
-    return torch.stack([tile.hidden(device) for tile in tiles]).unsqueeze(1)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

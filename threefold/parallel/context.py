@@ -16,7 +16,8 @@ from threefold.errors import UserError
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
-from threefold.ops.kernels import AttentionMask, Tile, serve_heads, whole_tiles
+from threefold.ops.kernels import AttentionMask, serve_heads
+from threefold.ops.tiles import Tile, whole_tiles
 from threefold.random.dropout import drop
 from threefold.random.rng import Positions, Slice
 

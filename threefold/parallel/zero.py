@@ -22,8 +22,9 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
 from threefold.models.sharding import OverExperts
+from threefold.parallel.compression import narrowed, widen_
 from threefold.parallel.experts import ParallelExperts
-from threefold.parallel.gradients import Gradients, Observer, narrowed, widen_
+from threefold.parallel.gradients import Gradients, Observer
 from threefold.parallel.leaf import as_stored, keep_stored, like, local, stored, with_marks
 from threefold.parallel.parameter import has_uneven_shards, is_of_experts, replace_parameters
 from threefold.parallel.pipeline.stage import Stage

@@ -155,7 +155,7 @@ class GradientStep(GradientUpdate):
         # 3. Gradient sync, and the loss scale divided out.
         self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
         self.finish(self._batch.share)
-        for name in self.buffers.means:
+        for name in () if self.buffers.is_idle else self.buffers.means:
             self.arithmetic.note(f"the buffer {name}, a mean over samples")
         self.unscale_(scale)
         return self.arithmetic.losses(losses) / scale, self._batch.counted

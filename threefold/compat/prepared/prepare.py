@@ -25,8 +25,9 @@ from threefold.config import PrecisionConfig
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, require_whole
 from threefold.models.sharding import Column, Patterns, PerHead, Replicated, Row, Split, Vocab, matches
+from threefold.parallel.compression import COMPRESSIONS
 from threefold.parallel.context import ShardingContext
-from threefold.parallel.gradients import COMPRESSIONS, Gradients
+from threefold.parallel.gradients import Gradients
 from threefold.parallel.leaf import held, local
 from threefold.parallel.parameter import in_place_of, is_split, longest_shard, set_in
 from threefold.parallel.shard_modules import SHARDINGS, shard_modules

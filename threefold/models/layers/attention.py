@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling, cos_and_sin, frequencies
 from threefold.ops.attention import attention, dropped_attention
-from threefold.ops.kernels import AttentionMask, hidden_keys, later, serve_heads
+from threefold.ops.kernels import AttentionMask, later, serve_heads
+from threefold.ops.tiles import hidden_keys
 from threefold.random.dropout import Dropout
 from threefold.random.rng import ALL, Positions, Slice
 
