@@ -202,6 +202,7 @@ FUNCTIONS: Final = {
         report/checkpoints.py::saved_at huggingface/files.py::_files huggingface/source.py::check_import
         launch/run_folder.py::require_folder launch/run_folder.py::require_no_checkpoints
         launch/run_folder.py::require_no_foreign launch/run_folder.py::require_place
+        launch/run_folder.py::require_writable
         report/live.py::RunServer._document report/record.py::require_run report/console.py::Summary.rows
         train/stop.py::_identity
     """,

@@ -11,13 +11,13 @@ from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self, TextIO
+from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TextIO
 
 import typer
 from typer import Argument, Option
 
 from threefold.errors import CLOSED_OUTPUT, OutputLost, UserError
-from threefold.files import counted, parse_bytes, shown
+from threefold.files import parse_bytes, shown
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[Path, Argument(metavar="CONFIG", help="YAML file; docs/config.md lists the settings.")]
 _NARROWEST: Final = 20  # columns
-OWN_MODEL, LAYOUT, OUTPUT = "Your own model", "Layout and device", "Output"
-"""Groups of options in help texts."""
+OWN_MODEL: Final = "Your own model"
+"""Group of options in help texts."""
 Overrides = Annotated[
     list[str] | None, Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated.")
 ]
@@ -49,25 +49,6 @@ TrustCode = Annotated[
 Overwrite = Annotated[bool, Option("--overwrite", help="Overwrite --out.")]
 AsJson = Annotated[bool, Option("--json", help="Print a JSON document instead of a table.")]
 RunFolder = Annotated[Path, Argument(metavar="RUN", help="Run folder.")]
-TensorRanks = Annotated[int, Option("--tp", min=1, help="Tensor-parallel size.", rich_help_panel=LAYOUT)]
-PipelineRanks = Annotated[int, Option("--pp", min=1, help="Pipeline-parallel size.", rich_help_panel=LAYOUT)]
-DtypeName = Annotated[
-    Literal["fp32", "bf16", "fp16", "fp64"],
-    Option("--dtype", help="Data type of the weights and the computation.", rich_help_panel=LAYOUT),
-]
-SpecialTokensName = Annotated[
-    Literal["parse", "text"] | None,
-    Option(
-        "--special-tokens",
-        help="Whether text that spells a special token becomes that token (parse) or stays text (text), as "
-        "untrusted input should.",
-        show_default="as the model was trained",
-    ),
-]
-DeviceName = Annotated[
-    Literal["auto", "cpu", "cuda"],
-    Option("--device", help="Device; auto uses GPUs if there is one per rank.", rich_help_panel=LAYOUT),
-]
 
 
 def read_config(
@@ -194,15 +175,6 @@ def shortened(rows: Sequence[tuple[str, ...]], most: int = 24) -> Sequence[tuple
     if len(rows) <= most:
         return rows
     return [*rows[: most // 2], ("…",) * len(rows[0]), *rows[-most // 2 :]]
-
-
-def print_layout(config: "Config") -> None:
-    """Print the layout of a config, its ranks and its dtype."""
-    from threefold.comm.layout import Layout
-
-    layout = Layout.from_config(config.parallel)
-    zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
-    typer.echo(f"Layout: {layout}{zero}, {counted(layout.world_size, 'rank')}; {config.precision.dtype}.")
 
 
 _OF_A_PAGE: Final = re.compile(rb'<meta name="generator" content="threefold ')
@@ -338,21 +310,6 @@ def forget_narrow_terminal() -> None:
     with suppress(ValueError, KeyError):
         if int(os.environ["COLUMNS"]) < _NARROWEST:
             del os.environ["COLUMNS"]
-
-
-def read_standard_input() -> str:
-    """Read all of standard input as UTF-8, whatever the locale; raise a `UserError` if it is not UTF-8."""
-    source = getattr(sys.stdin, "buffer", None)
-    if source is None:
-        return sys.stdin.read()
-    content: bytes = source.read()
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"Standard input is not UTF-8 text (byte {error.start} is 0x{content[error.start]:02x}); convert it first, "
-            "for example with `iconv -f latin1 -t utf-8`."
-        ) from None
 
 
 class _Output(io.FileIO):

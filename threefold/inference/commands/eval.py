@@ -13,6 +13,7 @@ from typer import Option
 from threefold import terminal
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.inference.commands import options
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -31,22 +32,22 @@ def command(
     key: str = Option("text", help="Key of the text, or of the messages, in a JSON line."),
     stride: int | None = Option(None, help="Tokens between the starts of windows.", show_default="half the context"),
     context: int | None = Option(None, min=1, help="Context length, in tokens.", show_default="as trained"),
-    batch_size: int = Option(8, min=1, help="Windows per batch of a replica.", rich_help_panel=terminal.LAYOUT),
-    special_tokens: terminal.SpecialTokensName = None,
+    batch_size: int = Option(8, min=1, help="Windows per batch of a replica.", rich_help_panel=options.LAYOUT),
+    special_tokens: options.SpecialTokensName = None,
     loss_tokens: Literal["answers", "all"] | None = Option(
         None,
         help="Tokens whose loss counts in conversations, and in prompts with completions.",
         show_default="as the model was trained",
     ),
     dp: int = Option(
-        1, min=1, help="Data-parallel replicas; each evaluates part of the windows.", rich_help_panel=terminal.LAYOUT
+        1, min=1, help="Data-parallel replicas; each evaluates part of the windows.", rich_help_panel=options.LAYOUT
     ),
     own_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
-    tp: terminal.TensorRanks = 1,
-    pp: terminal.PipelineRanks = 1,
-    dtype: terminal.DtypeName = "fp32",
-    device: terminal.DeviceName = "auto",
+    tp: options.TensorRanks = 1,
+    pp: options.PipelineRanks = 1,
+    dtype: options.DtypeName = "fp32",
+    device: options.DeviceName = "auto",
     json_file: Path | None = Option(None, "--json", metavar="FILE", help="Also write the metrics to FILE, as JSON."),
 ) -> None:
     """Evaluate the newest checkpoint of RUN on the texts of a file, on dp · tp · pp local processes or torchrun ranks.

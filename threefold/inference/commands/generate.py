@@ -12,6 +12,7 @@ from threefold import terminal
 from threefold.errors import OutputLost, UserError
 from threefold.files import shown as shown_path
 from threefold.foreign import open_own
+from threefold.inference.commands import options
 
 if TYPE_CHECKING:
     from threefold.inference.generate import GenerationRequest
@@ -38,18 +39,18 @@ def command(
         0.95, min=0, max=1, help="Nucleus (top-p) threshold; 1 = all tokens.", rich_help_panel="Sampling"
     ),
     seed: int = Option(0, min=0, help="Sampling seed.", rich_help_panel="Sampling"),
-    batch_size: int = Option(16, min=1, help="Prompts per batch.", rich_help_panel=terminal.LAYOUT),
-    special_tokens: terminal.SpecialTokensName = None,
+    batch_size: int = Option(16, min=1, help="Prompts per batch.", rich_help_panel=options.LAYOUT),
+    special_tokens: options.SpecialTokensName = None,
     show_special: bool = Option(False, "--show-special", help="Also print special tokens."),
     keep: bool = Option(
         False, "--keep", help="Also append the texts to RUN/samples.jsonl, which threefold report shows."
     ),
     own_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
-    tp: terminal.TensorRanks = 1,
-    pp: terminal.PipelineRanks = 1,
-    dtype: terminal.DtypeName = "fp32",
-    device: terminal.DeviceName = "auto",
+    tp: options.TensorRanks = 1,
+    pp: options.PipelineRanks = 1,
+    dtype: options.DtypeName = "fp32",
+    device: options.DeviceName = "auto",
 ) -> None:
     """Continue each prompt with the newest checkpoint of RUN, on tp · pp local processes or torchrun ranks.
 
@@ -78,7 +79,7 @@ def command(
         max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size, special_tokens, show_special
     )
     inference = InferenceRun.prepare(run, layout, dtype, device, file, trust_code)
-    given = given or [terminal.read_standard_input().rstrip("\n")]
+    given = given or [options.read_standard_input().rstrip("\n")]
     require_text(given)
     before = () if system is None else ({"role": "system", "content": system},)
     chosen = [

@@ -6,13 +6,13 @@ import typer
 from typer import Argument
 
 from threefold.files import format_bytes
+from threefold.planner.commands.dry_run import print_layout
 from threefold.terminal import (
     ConfigFile,
     ModelFile,
     Overrides,
     TrustCode,
     first_to_last,
-    print_layout,
     print_table,
     read_without_data,
 )

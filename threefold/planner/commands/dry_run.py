@@ -12,7 +12,7 @@ from typer import Option
 
 from threefold import terminal
 from threefold.errors import UserError
-from threefold.files import format_bytes
+from threefold.files import counted, format_bytes
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -157,7 +157,7 @@ def _print_reports(config: "Config", reports: Sequence["DryRunReport"]) -> None:
 
     train = config.train
     each = "{} of {}".format(*executed_micro_batches(config))
-    terminal.print_layout(config)
+    print_layout(config)
     typer.echo(f"One step: {train.global_batch_size:,} samples, in micro-batches of each replica: {each}.")
     work, memory = [], []
     for report in reports:
@@ -181,3 +181,12 @@ def _print_reports(config: "Config", reports: Sequence["DryRunReport"]) -> None:
             named = ""
     if collectives:
         terminal.print_table(("ranks", "axis", "collective", "count", "bytes"), collectives)
+
+
+def print_layout(config: "Config") -> None:
+    """Print the layout of a config, its ranks and its dtype."""
+    from threefold.comm.layout import Layout
+
+    layout = Layout.from_config(config.parallel)
+    zero = f", zero {config.parallel.zero}" if config.parallel.zero else ""
+    typer.echo(f"Layout: {layout}{zero}, {counted(layout.world_size, 'rank')}; {config.precision.dtype}.")
