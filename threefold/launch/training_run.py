@@ -128,7 +128,7 @@ class TrainingRun:
             from threefold.train.run import check_division, import_named
 
             import_named(self.config)
-            for name in ("peak_rate", "over_shared_memory", "share_mailbox"):
+            for name in ("peak_rate", "over_shared_memory", "share_mailbox", "check_model", "announce"):
                 hook(name)
         _require_memory(self.config, find_launched_rank(), check_division(self.config))
         if self.config.train.max_restarts and (import_writer := hook("import_writer")):
