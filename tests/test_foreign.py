@@ -185,8 +185,11 @@ FUNCTIONS: Final = {
     """,
     "code that the user names or trusts": """
         checkpoint/folder.py::code_text checkpoint/code.py::checksum_of_code verify/run_verification.py::_key
+        verify/command.py::_is_made_from_section
     """,
-    "pages, scripts and styles of the package": "report/document.py::make_page",
+    "sources, pages, scripts and styles of the package": """
+        report/document.py::make_page resilience/agreement.py::_read resilience/agreement.py::sources_checksum
+    """,
     "a new file, in a folder that this save or conversion has made": """
         huggingface/shards.py::Shards.__init__ convert/checkpoints.py::TensorSource.mapped
         convert/checkpoints.py::_write_run convert/checkpoints.py::_write_torch

@@ -6,9 +6,10 @@ successors: the `config.json` published with the weights. The experts' auxiliary
 """
 
 import csv
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from threefold.files import load_json
 
 Sizes = dict[str, Any]
 _TEXTS = ("llama", "llama3")  # values that are not numbers or truth values
@@ -20,7 +21,7 @@ def _families() -> dict[str, dict[str, Sizes]]:
         for row in csv.DictReader(file):
             sizes = families.setdefault(row.pop("family"), {}).setdefault(row.pop("preset"), {})
             texts = ((key, text) for key, text in row.items() if text)
-            sizes |= {key: text if text in _TEXTS else json.loads(text) for key, text in texts}
+            sizes |= {key: text if text in _TEXTS else load_json(text) for key, text in texts}
     return families
 
 
