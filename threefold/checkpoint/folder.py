@@ -290,15 +290,15 @@ def check_whole(checkpoint: Checkpoint) -> None:
 
 
 def from_first(world: "Axis", find: Callable[[], Found]) -> Found:
-    """Run `find` on the first rank and broadcast its result or its UserError, so that all ranks agree. Collective."""
-    found: Found | UserError | None = None
+    """Run `find` on the first rank and broadcast its result, or its UserError or OSError, to all. Collective."""
+    found: Found | UserError | OSError | None = None
     if world.is_first:
         try:
             found = find()
-        except UserError as error:
+        except (UserError, OSError) as error:
             found = error
     found = world.gather_objects(found)[0]
-    if isinstance(found, UserError):
+    if isinstance(found, UserError | OSError):
         raise found
     return cast(Found, found)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from threefold.checkpoint.folder import DIVERGED, complete, path_of, remove, remove_partial
+from threefold.checkpoint.folder import DIVERGED, complete, from_first, path_of, remove, remove_partial
 from threefold.checkpoint.manifest import PARTIAL, REPLACED, Facts, write_manifest
 from threefold.checkpoint.tensors import save_tensors
 from threefold.comm.axis import Axis
@@ -58,9 +58,9 @@ def write_checkpoint(
         put_in_place(partial, path)
 
     try:
-        on_first(world, begin)
+        from_first(world, begin)
         write(partial)
-        on_first(world, finish)
+        from_first(world, finish)
     except BaseException as error:
         if world.is_first:
             shutil.rmtree(partial, ignore_errors=True)
@@ -116,23 +116,10 @@ def set_aside_checkpoint(run_dir: Path, step: int, world: Axis) -> tuple[Path, P
     if older is None:
         return None
     try:
-        on_first(world, rename)
+        from_first(world, rename)
     except OSError as error:
         raise UserError(f"{path}, of a model that diverged, cannot be renamed ({error}); remove it.") from error
     return aside, older
-
-
-def on_first(world: Axis, work: Callable[[], None]) -> None:
-    """Run `work` on the first rank while all ranks wait; its OSError or UserError is raised on every rank."""
-    failed = None
-    if world.is_first:
-        try:
-            work()
-        except (OSError, UserError) as error:
-            failed = UserError if isinstance(error, UserError) else OSError, str(error)
-    if found := world.gather_objects(failed)[0]:
-        kind, reason = found
-        raise kind(reason)
 
 
 @dataclass(frozen=True)

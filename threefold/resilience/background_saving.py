@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from threefold.checkpoint.folder import path_of
+from threefold.checkpoint.folder import from_first, path_of
 from threefold.checkpoint.manifest import Facts
-from threefold.checkpoint.save import Written, on_first, write_checkpoint
+from threefold.checkpoint.save import Written, write_checkpoint
 from threefold.checkpoint.tensors import ALIGNMENT, Writer, detached
 from threefold.comm.axis import Axis, EventRecorder
 from threefold.comm.heartbeat import Heartbeat
@@ -170,4 +170,4 @@ def _write_parts(plan: SavePlan, metadata: Metadata, copies: _CopiedParts, folde
     for rank, result in enumerate(results):
         if isinstance(result, str):
             raise OSError(f"rank {rank}: {result}")
-    on_first(world, lambda: writer.finish(metadata, cast(list[list[WriteResult]], results)))
+    from_first(world, lambda: writer.finish(metadata, cast(list[list[WriteResult]], results)))

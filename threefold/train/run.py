@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from threefold.checkpoint.folder import model_files
+from threefold.checkpoint.folder import from_first, model_files
 from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.checkpoint.resume import Resume, copies_of
-from threefold.checkpoint.save import on_first
 from threefold.comm.axis import Axis
 from threefold.comm.heartbeat import Activity, Heartbeat
 from threefold.comm.layout import Layout
@@ -184,7 +183,7 @@ def _claim(copies: Any, resumes: bool, dataset: Dataset, world: Axis) -> None:
         for line in copies.claim(resumes, dataset):
             say(line)
 
-    on_first(world, claim)
+    from_first(world, claim)
 
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> tuple[int, int]:  # noqa: B008
