@@ -23,7 +23,7 @@ from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.data.corpus import Content, Corpus, TokenArray
+from threefold.data.corpus import Content, Corpus, TokenArray, damaged
 from threefold.data.dataset import Dataset
 from threefold.data.fingerprint import fingerprint_of, numbers_of_ranks
 from threefold.data.formats.custom_data import CustomData, named
@@ -262,7 +262,7 @@ class TokenCheck(Callback):
             return other_text(file, self.resumed)
         if kind == _UNREADABLE:
             return UserError(f"{shown(file)} cannot be read to its end; {remedy}")
-        return UserError(f"{shown(file)} is damaged (its checksum is not the one that was written); {remedy}")
+        return UserError(damaged(file, remedy))
 
     def _read(self) -> None:
         if sys.platform == "linux":
