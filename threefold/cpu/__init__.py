@@ -1,1 +1,1 @@
-"""Transports for CPU ranks: shared memory between the ranks of one host, and gloo for tensors of a GPU."""
+"""For ranks on CPUs: shared memory within a host, gloo for tensors of a GPU, faster products, attention in tiles."""

@@ -1,1 +1,1 @@
-"""Faster CPU kernels than torch's for linear layers, attention and cross-entropy; and activation functions by name."""
+"""Linear layers, attention and cross-entropy with the gradients that training needs; activation functions by name."""
