@@ -84,10 +84,10 @@ def test_the_json_document(threefold, config: Path) -> None:
         (("--hardware", "h100", "--set", "parallel.dp=4", "--set", "parallel.tp=3"), "tp is 3"),
         (
             ("--hardware", "h100", "--set", "parallel.dp=3", "--set", "train.global_batch_size=33"),
-            "nodes of h100 have 8",
+            "nodes of h100 have 8 .*; use 2",
         ),
         (("--hardware", ""), "The hardware '' is unknown; give the path"),
-        (("--hardware", "v100"), "has no matrix rate for bf16"),
+        (("--hardware", "v100"), "v100 has no matrix rate for bf16; use one of fp16"),
     ],
 )
 def test_mistakes_are_one_sentence(threefold, config: Path, arguments: tuple[str, ...], sentence: str) -> None:

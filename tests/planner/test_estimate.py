@@ -132,24 +132,6 @@ def test_what_sharding_takes_on_a_cpu() -> None:
     assert copies == pytest.approx(expected)
 
 
-def test_ranks_fill_nodes() -> None:
-    with pytest.raises(
-        UserError, match=r"parallel.dp is 3, which .* makes 12 ranks, but nodes of h100 have 8 .*; use 2"
-    ):
-        estimate(config(tp=4, dp=3, train={"global_batch_size": 33}), find_hardware("h100"))
-    assert estimate(config(dp=4), find_hardware("h100")).ranks == 4
-
-
-def test_dtype_without_rate() -> None:
-    with pytest.raises(UserError, match="v100 has no matrix rate for bf16; use one of fp16"):
-        estimate(config(), find_hardware("v100"))
-
-
-def test_unknown_system() -> None:
-    with pytest.raises(UserError, match=r"training system nemmo is unknown; .*nearest is nemo"):
-        estimate(config(), find_hardware("h100"), "nemmo")
-
-
 def test_an_entry_with_too_little_memory_is_named() -> None:
     with pytest.raises(UserError, match=r"^The hardware ideal has memory_bytes 1000000000 but a GPU needs more"):
         estimate(config(LLAMA), ideal(memory_bytes=10**9))

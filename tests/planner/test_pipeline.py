@@ -28,18 +28,6 @@ def test_equal_stages_are_exact(schedule: str, chunks: int, times: tuple[float, 
     assert closed == pytest.approx(simulated, rel=1e-9)
 
 
-@pytest.mark.parametrize("times", [(1.0, 1.0, 1.0), (1.0, 1.9, 1.0)])
-@pytest.mark.parametrize(("schedule", "chunks"), [("zero-bubble", 2), ("zero-bubble", 4), ("zbv", 2)])
-def test_deferred_weight_gradients_fill_the_bubble(
-    schedule: str, chunks: int, times: tuple[float, float, float]
-) -> None:
-    program = program_of(schedule, 4, chunks, 24)
-    stages = StageTimes(*((each / chunks,) * 4 * chunks for each in times))
-    closed = pipeline_seconds(*([each] * 4 for each in times), schedule, chunks, 24).total
-    assert closed == pytest.approx(simulate(program, stages, 0.0).length, rel=1e-9)
-    assert closed < pipeline_seconds(*([each] * 4 for each in times), "interleaved", chunks, 24).total
-
-
 DEFERRING = (("zbv", 2), ("dualpipev", 2), ("zero-bubble", 1), ("zero-bubble", 2))
 UNEQUAL = {2: 0.95, 3: 1.1, 4: 1.2, 5: 0.9, 6: 1.05, 7: 1.0, 8: 1.15}
 """Share of a rank's times in those of the others, for each number of ranks."""

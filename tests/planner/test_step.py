@@ -10,7 +10,6 @@ from tests.planner.ideal import GPT, LLAMA, RATE, config, ideal
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.schedules import SCHEDULES
-from threefold.errors import UserError
 from threefold.models.family import model_plan
 from threefold.planner.cost import (
     BUSIEST,
@@ -218,13 +217,6 @@ def test_unequal_layers_and_schedules() -> None:
     plain, chunked = _of(config(deep, pp=4)), _of(config(deep, **given))
     assert 0 < chunked.bubble < plain.bubble
     assert _of(config(deep, pp=1)).bubble == 0
-
-
-def test_a_model_of_ones_own_is_refused() -> None:
-    given = config()
-    own = given.model_copy(update={"model": given.model.model_copy(update={"architecture": "own"})})
-    with pytest.raises(UserError, match="architecture is own, whose operations have no formulas"):
-        _of(own)
 
 
 def test_ranks_that_take_turns_on_cores_do_not_wait_for_a_pipeline() -> None:
