@@ -18,6 +18,7 @@ from threefold.exact import custom_functions
 from threefold.exact.custom_functions import grads
 from threefold.exact.functions import ExactFunctions
 from threefold.exact.layers import RowSum
+from threefold.torch_private.tensors import tensors_in
 
 
 class UnknownCalls:
@@ -41,20 +42,9 @@ class UnknownCalls:
         if key in self._walked or not torch.is_grad_enabled():
             return
         self._walked.add(key)
-        for function in _functions([each.grad_fn for each in _tensors(outputs) if each.grad_fn is not None]):
+        for function in _functions([each.grad_fn for each in tensors_in(outputs) if each.grad_fn is not None]):
             if not (_is_ours(function.__module__) or function.__name__ in _SHOWN):
                 self.add(f"{function.__module__}.{function.__qualname__}")
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for each in value.values():
-            yield from _tensors(each)
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
 
 
 def _functions(nodes: list[Any]) -> Iterator[type]:

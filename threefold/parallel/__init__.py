@@ -38,7 +38,6 @@ _MODULES: Final = {
         "comm.differentiable": "copy_to gather_from gather_shares reduce_from reduce_to_shares scatter_to",
         "comm.layout": "Layout",
         "comm.mesh": "Mesh",
-        "compat.paddle": "Splitter",  # where it has moved to
         "parallel.cross_entropy": "ParallelCrossEntropy",
         "parallel.context": "sum_over_shares_",
         "parallel.pipeline.partition": "layers_by_rank partition_by_class partition_by_cost partition_uniform "
@@ -50,7 +49,7 @@ _MODULES: Final = {
     for name in names.split()
 }
 """Name → the module below `threefold` that defines it."""
-__all__ = sorted(_MODULES.keys() - {"Splitter"})
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
