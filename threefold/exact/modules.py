@@ -174,7 +174,7 @@ def shardings(pieces: Pieces, context_pieces: int) -> dict[type[sharding.Split],
         return ExactExperts(module, context, pieces)
 
     def per_head(rule: sharding.Split, module: nn.Module, context: ShardingContext) -> nn.Module:
-        if context.own:
+        if context.is_custom:
             return module
         return _with_forward(module, partial(_heads_first, type(module), partial(ExactFunctions, pieces.heads)))
 

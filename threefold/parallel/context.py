@@ -83,7 +83,7 @@ class ShardingContext:
     Attributes:
         tp_shares: number of neighbouring tensor ranks that share a unit → axis of these ranks.
         arithmetic: how layers multiply and add.
-        own: whether the model is a user's own, whose activations may have any shapes.
+        is_custom: whether the model is not built in, so that its activations may have any shapes.
     """
 
     tp: Axis
@@ -92,7 +92,7 @@ class ShardingContext:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     tp_shares: Mapping[int, Axis] = field(default_factory=dict)
     arithmetic: LayerArithmetic = PLAIN
-    own: bool = False
+    is_custom: bool = False
 
     @property
     def cut(self) -> SequenceCut:

@@ -176,7 +176,7 @@ class Parallelism:
         tp = self.mesh.tp.size
         shares = sorted({tp // unit.count for unit in plan.units("tp").values() if unit.is_shared(tp)})
         of_shares = {count: self.mesh.tp_shares(count) for count in shares}
-        return replace(self.context, tp_shares=of_shares, own=plan.constructed)
+        return replace(self.context, tp_shares=of_shares, is_custom=plan.constructed)
 
     @property
     def sharding_axes(self) -> tuple[Axis, ...]:

@@ -199,7 +199,7 @@ class ColumnParallelLinear(SplitLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute [..., out], or this rank's part, from [..., in], the same on every rank or its shard."""
-        out = self._over_whole_input(self._own_features, input)
+        out = self._over_whole_input(self._local_features, input)
         return gather_from(out, self.axis) if self.gather_output else out
 
     # Code that compilers skip must not run again in a recomputation that they compile.
@@ -218,7 +218,7 @@ class ColumnParallelLinear(SplitLinear):
             return compute(copy_to(x, self.axis))
         return over_gathered(compute, x, self.axis, self.sequence_dim)
 
-    def _own_features(self, x: Tensor) -> Tensor:
+    def _local_features(self, x: Tensor) -> Tensor:
         weight, bias = _computed(self.weight), None if self.bias is None else _computed(self.bias)
         if self.pad_to == 1:
             return self.arithmetic.linear(x, weight, bias)
