@@ -13,6 +13,13 @@ class Ended(NamedTuple):
     output: str
     error: str
 
+    @property
+    def refusal(self) -> str:
+        """The one sentence of a command that is refused and prints nothing else."""
+        assert (self.status, self.output, self.error.count("\n")) == (2, "", 1), self
+        assert self.error.startswith("Error: "), self
+        return self.error
+
 
 Command = Callable[..., Ended]
 
