@@ -34,8 +34,8 @@ from rich.console import Console
 from threefold.dtypes import DTYPES
 from threefold.planner.block import model_flops_per_token
 from threefold.planner.dry_run import dry_run
+from threefold.planner.performance import peak_memory
 from threefold.planner.stage_memory import stage_memory
-from threefold.train.loop import peak_memory
 
 MODELS = ("gpt2-124m", "llama-3.2-1b", "gpt3-1.3b", "gpt3-2.7b")
 SEQUENCES = (1024, 2048, 4096, 8192)
