@@ -25,7 +25,7 @@ from threefold.exact.grain import Pieces
 from threefold.exact.layers import RowSum, widened
 from threefold.exact.products import tree_sum
 from threefold.models import sharding
-from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.attention import CausalAttention, require_standard
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.layers.experts import Choice, Experts, through
 from threefold.ops.kernels import AttentionMask
@@ -50,6 +50,7 @@ class ExactAttention(CausalAttention):
     @classmethod
     def of(cls, core: CausalAttention) -> "ExactAttention":
         """Return the exact attention in place of another."""
+        require_standard(core, "train.exact is true, which", "false")
         attention = cls(window=core.window)
         attention.dropout = core.dropout
         return attention.train(core.training)

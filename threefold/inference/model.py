@@ -33,7 +33,7 @@ from threefold.huggingface.files import end_tokens
 from threefold.inference.custom_logits import CustomLogits, check_custom_model, gives_columns
 from threefold.inference.inputs import check_layout, find_checkpoint
 from threefold.models.family import make_model, model_plan
-from threefold.models.layers.attention import CausalAttention, Rotary
+from threefold.models.layers.attention import CausalAttention, Rotary, require_standard
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelize import Parallelism, TrainingSettings, apply_parallelism
@@ -289,6 +289,7 @@ class CachedAttention(nn.Module):
 
     def __init__(self, core: CausalAttention, cursor: Cursor, rows: int, slots: int) -> None:
         super().__init__()
+        require_standard(core, "the KV cache", "a model of --model, which runs without a cache")
         self.core, self.cursor, self.rows = core, cursor, rows
         self.slots = min(slots, core.window or slots)
         self.keys: Tensor | None = None

@@ -1,6 +1,7 @@
 """Sequence and context parallelism: positions of a sequence that a rank works on, and attention over all of them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
@@ -13,7 +14,7 @@ from threefold.comm.differentiable import all_gather_equal, reduce_scatter
 from threefold.config import ParallelConfig
 from threefold.doors import hook
 from threefold.errors import UserError
-from threefold.models.layers.attention import CausalAttention
+from threefold.models.layers.attention import CausalAttention, require_standard
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.ops.kernels import AttentionMask, serve_heads
@@ -183,7 +184,7 @@ class ContextParallelAttention(nn.Module):
 
 def of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> CausalAttention:
     """Restrict attention to some heads and queries, with the dropout masks of the whole."""
-    attention = type(core)(window=core.window)
+    attention = deepcopy(core)  # with the settings of a custom subclass
     # Dropout is of weights [B, heads, queries, keys]; keys start at position 0, so their dim has no offset.
     attention.dropout = core.dropout.of_part({1: heads, 2: queries})
     return attention
@@ -242,6 +243,7 @@ class RingAttention(nn.Module):
 
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
         super().__init__()
+        require_standard(core, "parallel.cp_method is ring, which", "all-gather")
         self.dropout, self.window, self.axis, self.heads = core.dropout, core.window, axis, heads
 
     # A compiler cannot follow sends that overlap with matrix products.
