@@ -130,7 +130,7 @@ def test_vocab_parallel_embedding(pool, size: int, vocab: int, pad_to: int) -> N
 
 def own_rows() -> tuple[Tensor, tuple[int, int]]:
     layer = VocabParallelEmbedding(7, 3, Mesh(Layout(tp=torch.distributed.get_world_size())).tp, name="e")
-    return layer.own_rows(torch.arange(7)).detach(), (layer.start, layer.end)
+    return layer.local_rows(torch.arange(7)).detach(), (layer.start, layer.end)
 
 
 def test_foreign_ids_give_zero_rows(pool) -> None:

@@ -25,11 +25,11 @@ from threefold.exact.grain import Pieces
 from threefold.exact.layers import RowSum, widened
 from threefold.exact.products import tree_sum
 from threefold.models import sharding
-from threefold.models.layers.attention import CausalAttention, require_standard
+from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.layers.experts import Choice, Experts, through
 from threefold.ops.kernels import AttentionMask
-from threefold.parallel.context import ContextParallelAttention, ShardingContext, by_rank, in_order
+from threefold.parallel.context import ContextParallelAttention, ShardingContext, by_rank, in_order, require_standard
 from threefold.parallel.experts import ParallelExperts
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.leaf import local, stored

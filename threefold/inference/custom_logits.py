@@ -15,7 +15,7 @@ from threefold.models.family import make_model
 from threefold.models.sharding import ModelPlan, VocabLoss
 from threefold.models.source import ConfigSource, error_line, skeleton
 from threefold.parallel.pipeline.schedules import receive_activations, send_activations
-from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, Stage, StepSamples
+from threefold.parallel.pipeline.stage import CustomBatch, LocalBatch, Stage, StepSamples
 from threefold.verify.module_check import module_of
 
 _POSITIONS = 8
@@ -50,7 +50,7 @@ class CustomLogits:
     def _samples(self, tokens: Tensor) -> StepSamples:
         """Return the tokens as a batch of the kind that the model was trained with, but without labels and loss."""
         if ConfigSource().loss(self.config) is not None or self._last_takes_no_labels:
-            return OwnBatch(tokens, None, self.dtype)
+            return CustomBatch(tokens, None, self.dtype)
         return LocalBatch(tokens, None)
 
     @property

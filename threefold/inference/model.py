@@ -33,8 +33,9 @@ from threefold.huggingface.files import end_tokens
 from threefold.inference.custom_logits import CustomLogits, check_custom_model, gives_columns
 from threefold.inference.inputs import check_layout, find_checkpoint
 from threefold.models.family import make_model, model_plan
-from threefold.models.layers.attention import CausalAttention, Rotary, require_standard
+from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
+from threefold.parallel.context import require_standard
 from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelize import Parallelism, TrainingSettings, apply_parallelism
 from threefold.parallel.pipeline.partition import StageMap, partition_by_cost

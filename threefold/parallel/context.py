@@ -14,7 +14,7 @@ from threefold.comm.differentiable import all_gather_equal, reduce_scatter
 from threefold.config import ParallelConfig
 from threefold.doors import hook
 from threefold.errors import UserError
-from threefold.models.layers.attention import CausalAttention, require_standard
+from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.ops.kernels import AttentionMask, serve_heads
@@ -188,6 +188,14 @@ def of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> Cau
     # Dropout is of weights [B, heads, queries, keys]; keys start at position 0, so their dim has no offset.
     attention.dropout = core.dropout.of_part({1: heads, 2: queries})
     return attention
+
+
+def require_standard(core: CausalAttention, replacing: str, instead: str) -> None:
+    """Raise a `UserError` if an attention has another `forward`, which `replacing` would leave out."""
+    if type(core).forward is not CausalAttention.forward:
+        raise UserError(
+            f"{replacing} computes attention itself, without the forward of {type(core).__name__}; use {instead}."
+        )
 
 
 def whole_sequence(x: Tensor, context: ShardingContext) -> Tensor:

@@ -106,9 +106,9 @@ class VocabParallelEmbedding(SplitLayer):
         Raises:
             RuntimeError, IndexError: an id is outside the table (on a GPU as a device-side assertion).
         """
-        return _leave(self.own_rows(input), self.axis, self.sequence_dim)
+        return _leave(self.local_rows(input), self.axis, self.sequence_dim)
 
-    def own_rows(self, ids: Tensor) -> Tensor:
+    def local_rows(self, ids: Tensor) -> Tensor:
         """Return this rank's part of the look-up [..., H]: zero rows for ids that another rank holds."""
         table = _pad_rows(_computed(self.weight), self.pad_to)
         if self.axis.size == 1:

@@ -38,7 +38,7 @@ from threefold.parallel.moving_buffers import MovingBuffers
 from threefold.parallel.parallelize import ChunkSizes, Parallelism, TrainableModel, TrainingSettings, apply_parallelism
 from threefold.parallel.parameter import is_split
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
-from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, StepSamples
+from threefold.parallel.pipeline.stage import CustomBatch, LocalBatch, StepSamples
 from threefold.parallel.recompute import as_written
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
@@ -138,7 +138,7 @@ class GradientStep(GradientUpdate):
         explained = call_hook("explaining_passes", self.stages, self.mesh.tp.size) if self.plan.constructed else None
         with explained or nullcontext():
             # 1. Micro-batches: the replicas add up what they count, as the loss is divided by the global batch's count.
-            local: LocalBatch | OwnBatch
+            local: LocalBatch | CustomBatch
             if loss is None:
                 local, self._batch = self._batches.of_tokens(batch, step, scale)
             else:
@@ -263,7 +263,7 @@ class GradientStep(GradientUpdate):
             )
         return PipelineRunner(model.stages, self.parallelism, schedule, count, activation, model.gradients.add_)
 
-    def _check_first(self, batch: Any, loss: LossFunction | None, local: LocalBatch | OwnBatch) -> None:
+    def _check_first(self, batch: Any, loss: LossFunction | None, local: LocalBatch | CustomBatch) -> None:
         """Check a user's model with the shapes of its first batch, and place its dropout layers."""
         if not self.plan.constructed and not self.model.dropouts:
             return

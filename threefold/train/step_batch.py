@@ -17,7 +17,7 @@ from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.parallel.context import check_whole_sequences
 from threefold.parallel.parallelize import TrainableModel, TrainingSettings
 from threefold.parallel.pipeline.runner import Runner
-from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, StepSamples
+from threefold.parallel.pipeline.stage import CustomBatch, LocalBatch, StepSamples
 from threefold.parallel.recompute import as_written
 from threefold.random.dropout import Dropout, sample_keys
 
@@ -109,7 +109,7 @@ class BatchPreparation:
         rows: Tensor | None,
         scale: float,
         outputs: dict[int, Any] | None = None,
-    ) -> tuple[OwnBatch, BatchFacts]:
+    ) -> tuple[CustomBatch, BatchFacts]:
         """Prepare a batch whose loss is `loss` of the last layer's output."""
         local, sizes = self.custom_samples(batch, loss, step, rows, outputs)
         samples = sum(sizes)
@@ -126,7 +126,7 @@ class BatchPreparation:
         step: int | None = None,
         rows: Tensor | None = None,
         outputs: dict[int, Any] | None = None,
-    ) -> tuple[OwnBatch, list[int]]:
+    ) -> tuple[CustomBatch, list[int]]:
         """Return this rank's samples of a custom batch, with dropout keys of `step`, and the samples per replica.
 
         `outputs` collects the last layer's outputs, by the number of the micro-batch.
@@ -155,7 +155,7 @@ class BatchPreparation:
                 rows = torch.arange(size) + sum(sizes[: self.mesh.dp.index])
             keys = sample_keys(self.settings.seed, step, rows)
             samples = SampleInfo(keys.to(self.mesh.device, non_blocking=True))
-        local = OwnBatch(data, TermSums(loss, counts), self.settings.dtype, samples, outputs)
+        local = CustomBatch(data, TermSums(loss, counts), self.settings.dtype, samples, outputs)
         if unknown:  # on all replicas at once: layers may communicate with other replicas
             self._find_shapes(local)
         return local, sizes

@@ -22,7 +22,7 @@ from threefold.models.source import error_line
 from threefold.parallel.context import ShardingContext
 from threefold.parallel.layout_check import made_on_meta, undecided_dropouts
 from threefold.parallel.pipeline.partition import covers
-from threefold.parallel.pipeline.stage import LocalBatch, OwnBatch, Stage, StepSamples
+from threefold.parallel.pipeline.stage import CustomBatch, LocalBatch, Stage, StepSamples
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Positions, Slice
 from threefold.verify.rank_part import cut_to_rank
@@ -147,7 +147,7 @@ def _on_meta(samples: StepSamples) -> StepSamples:
     def moved(tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor, device="meta")
 
-    if isinstance(samples, OwnBatch):
+    if isinstance(samples, CustomBatch):
         data = map_tensors(samples.data, moved)
         return replace(samples, data=data, loss=None, dtype=torch.get_default_dtype(), samples=_keyed(samples.samples))
     assert isinstance(samples, LocalBatch)

@@ -5,7 +5,6 @@ from typing import Final
 import torch
 from torch import Tensor, nn
 
-from threefold.errors import UserError
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling, cos_and_sin, frequencies
 from threefold.ops.attention import attention, dropped_attention
@@ -48,14 +47,6 @@ class CausalAttention(nn.Module):
         mask = hidden_keys(len(q), *sizes, hidden, q.device) if hides else later(*sizes, q.device)
         weights = (q * q.shape[-1] ** -0.5 @ k.mT).masked_fill(mask, -torch.inf).softmax(-1)
         return (self.dropout(weights, samples.keys) @ v).transpose(1, 2).flatten(2)
-
-
-def require_standard(core: CausalAttention, replacing: str, instead: str) -> None:
-    """Raise a `UserError` if an attention has another `forward`, which `replacing` would leave out."""
-    if type(core).forward is not CausalAttention.forward:
-        raise UserError(
-            f"{replacing} computes attention itself, without the forward of {type(core).__name__}; use {instead}."
-        )
 
 
 class Rotary(nn.Module):

@@ -208,7 +208,7 @@ class LocalBatch(StepSamples):
 
 
 @dataclass(frozen=True)
-class OwnBatch(StepSamples):
+class CustomBatch(StepSamples):
     """Batch of a user's own model (tensors in any nesting), whose loss is a function of the last layer's output.
 
     Without a loss, the result is that output. `outputs` collects it by the number of the micro-batch, if not None.
@@ -221,7 +221,7 @@ class OwnBatch(StepSamples):
     outputs: dict[int, Any] | None = None
     number: int = 0
 
-    def split(self, parts: int) -> list["OwnBatch"]:
+    def split(self, parts: int) -> list["CustomBatch"]:
         data, keys = split_batch(self.data, parts), self.samples.keys
         samples = [NOTHING] * parts if keys is None else [SampleInfo(each) for each in keys.chunk(parts)]
         return [
