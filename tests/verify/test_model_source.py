@@ -110,25 +110,15 @@ def test_file_without_that_plan(pool, tmp_path: Path) -> None:
         verify(pool, example("plam", "dp2"), tmp_path, "dp2")
 
 
-CAPPED = """class CappedAttention(CausalAttention):
-    def __init__(self, cap):
-        super().__init__()
-        self.cap = cap
-
-    def forward(self, q, k, v, samples=NOTHING):
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        scores = self.cap * (q @ k.mT * q.shape[-1] ** -0.5 / self.cap).tanh()
-        hidden = scores.new_ones(scores.shape[-2:]).triu(1 + k.shape[-2] - q.shape[-2]).bool()
-        return (scores.masked_fill(hidden, float("-inf")).softmax(-1) @ v).transpose(1, 2).flatten(2)
-
-
-class Block("""
-
-
 @pytest.mark.slow
 def test_custom_attention_is_equal_but_no_ring(pool, tmp_path: Path) -> None:
-    source = changed(tmp_path, ("class Block(", CAPPED), ("CausalAttention()", "CappedAttention(0.05)"))
-    todo = task("cp2", "cp2 ring", given=load_config(EXAMPLE / "own.yaml"), source=source)
-    context, ring = verify(pool, todo, tmp_path, "cp2", "cp2 ring")
-    assert context.verdict == EQUAL, (context.worst, context.message)
+    """The variant of the guide, in the example."""
+    guide = (EXAMPLE.parents[1] / "docs/guides/own_model.md").read_text()
+    (variant,) = (block for block in guide.split("```") if "class CappedAttention(" in block)
+    added = f"{variant.removeprefix('python')}\n\nclass Block("
+    source = changed(tmp_path, ("class Block(", added), ("CausalAttention()", "CappedAttention(0.05)"))
+    layouts = ("tp2", "pp2", "cp2", "cp2 ring")
+    todo = task(*layouts, given=load_config(EXAMPLE / "own.yaml"), source=source)
+    *equal, ring = verify(pool, todo, tmp_path, *layouts)
+    assert [each.verdict for each in equal] == [EQUAL] * 3, [(each.worst, each.message) for each in equal]
     assert "ring, which computes attention itself, without the forward of CappedAttention" in ring.message

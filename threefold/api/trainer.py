@@ -1,4 +1,4 @@
-"""Runs from Python with Python objects: training (`Trainer`) and verification (`verify_model`)."""
+"""Training runs from Python with Python objects (`Trainer`)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Input files of text, read as documents: JSON lines, plain text and parquet, compressed or not."""
+"""Input files of text, read as documents: JSON lines and plain text, compressed or not; a room adds parquet."""
 
 import gzip
 import hashlib

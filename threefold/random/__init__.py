@@ -1,6 +1,7 @@
-"""Sampler: the order of the samples is a keyed pseudo-random permutation, which needs no memory and no start-up.
+"""Random numbers that are the same in every layout: the order of the samples, dropout, initial values, random streams.
 
-The sampler is stateless: the samples of a step are a function of the seed and the number of samples consumed before it.
+The order of the samples is a keyed pseudo-random permutation, which needs no memory and no start-up. The sampler, in
+this file, is stateless: the samples of a step are a function of the seed and the number of samples consumed before it.
 Every row of every global batch has a counter, `consumed_samples + row`. The counter's epoch is `counter // n` and its
 sample is `permutation(counter % n)`, under a permutation of the n samples that is keyed by (seed, epoch). Nothing
 depends on the number of ranks, and nothing has to be replayed on resume.
