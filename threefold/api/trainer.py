@@ -141,7 +141,7 @@ class Trainer:
         if test_interval is not None:
             config = changed(config, "train", {"eval_every_epochs": test_interval, "eval_every": None})
         with StopSignals(process_ends=False) as signals:
-            run = replace(prepare_training(config, self.run_dir, resume=resume), check=hook("verify_run"))
+            run = replace(prepare_training(config, self.run_dir, resume=resume), verify=hook("verify_run"))
             stopped = None if run.finished else run.start_here(self.callbacks, self.source, signals)
         rank = joined_rank() or find_launched_rank()
         if stopped is not None and not stopped.reason and (rank is None or rank.rank == 0):

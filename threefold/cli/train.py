@@ -133,7 +133,7 @@ def command(
                 made = run.config.train.max_steps
                 _say(f"{folder} has completed all its {made:,} steps; there is nothing left to do.")
             if run.config.model.architecture == OWN:
-                run = replace(run, check=hook("verify_run"))
+                run = replace(run, verify=hook("verify_run"))
             stopped = run.start(console, signals, debug_rank)
         except StopRequested as request:
             if not request.again:

@@ -48,7 +48,7 @@ def train_as_rank(
     began: float,
     attempt: Attempt,
     profile_steps: int = 0,
-    check: "SelfCheck | None" = None,
+    verify: "SelfCheck | None" = None,
     callbacks: "Sequence[Callback]" = (),
     source: "ModelSource | None" = None,
 ) -> "Stopped | None":
@@ -74,7 +74,7 @@ def train_as_rank(
         attempt=attempt,
         peak_rate=peak,
         profiler=profiler,
-        verify=check,
+        verify=verify,
     )
     return train(config, run_dir, resume, options)
 
@@ -89,7 +89,7 @@ class TrainingRun:
         layout: layout of the config if it is one of the fallbacks; otherwise empty.
         fallbacks: by layout with which ranks started here can continue, the resolved config.
         began: `time.time()` of the preparation; `train.max_seconds` counts from it.
-        check: called on every rank before the model is made, to verify the layout of a custom model; a function of
+        verify: called on every rank before the model is made, to verify the layout of a custom model; a function of
             a module.
     """
 
@@ -101,7 +101,7 @@ class TrainingRun:
     fallbacks: dict[str, Config] = field(default_factory=dict)
     began: float = field(default_factory=time.time)
     profile_steps: int = 0
-    check: "SelfCheck | None" = None
+    verify: "SelfCheck | None" = None
 
     def start(
         self,
@@ -197,7 +197,7 @@ class TrainingRun:
         """Return the rank arguments of an attempt, by default of the launcher's current one."""
         attempt = attempt or _launched_attempt(self.run_dir, self.began, self.layout)
         resume = (self.resume or "auto") if attempt.number else self.resume
-        return config, self.run_dir, resume, self.began, attempt, self.profile_steps, self.check
+        return config, self.run_dir, resume, self.began, attempt, self.profile_steps, self.verify
 
 
 def prepare_training(
