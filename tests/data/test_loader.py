@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from threefold.data.fingerprint import fingerprint_of
-from threefold.data.loader import Batch, Loader, Share
+from threefold.data.loader import Batch, BatchSlice, Loader
 from threefold.data.packed import PackedSamples
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
@@ -30,7 +30,7 @@ def make_loader(write_token_files, random_documents):
     loaders = []
 
     def make(dp_index: int = 0, dp_size: int = 1, seed: int = 1, global_batch: int = GLOBAL_BATCH) -> Loader:
-        loaders.append(Loader(train, valid, Share(global_batch, dp_index, dp_size), seed))
+        loaders.append(Loader(train, valid, BatchSlice(global_batch, dp_index, dp_size), seed))
         return loaders[-1]
 
     yield make
@@ -103,7 +103,7 @@ def test_documents_are_those_of_the_token_files(make_loader) -> None:
     """Every token has the number of its document, in both parts, across the gaps between the runs of a part."""
     loader = make_loader()
     assert loader.batch(0).documents is None
-    told = Loader(loader.train, loader.heldout, loader.share, 1, separate_documents=True)
+    told = Loader(loader.train, loader.heldout, loader.slice, 1, separate_documents=True)
     bounds, tokens = loader.train.files.documents, loader.train.files.tokens
     for batch in (told.batch(0), told.batch(3), *told.eval_batches(2)):
         assert batch.documents is not None
@@ -132,7 +132,7 @@ def test_steps_may_be_asked_for_in_any_order(make_loader) -> None:
 
 def test_a_batch_larger_than_the_epoch(write_token_files, random_documents) -> None:
     train = PackedSamples.open(write_token_files(random_documents(3)), "train", "1", 8)
-    loader = Loader(train, None, Share(4 * len(train)), seed=0)
+    loader = Loader(train, None, BatchSlice(4 * len(train)), seed=0)
     rows = loader.batch(0).tokens.tolist()
     assert sorted(rows) == sorted(train.read(np.arange(len(train)))[:, :-1].tolist() * 4)
     loader.close()
@@ -157,7 +157,7 @@ class RecordedReads:
 
 def test_the_next_step_is_read_once_and_while_the_caller_computes(make_loader) -> None:
     train = RecordedReads(make_loader().train)
-    loader = Loader(train, None, Share(GLOBAL_BATCH), seed=1)
+    loader = Loader(train, None, BatchSlice(GLOBAL_BATCH), seed=1)
     loader.batch(0)
     assert train.reads.get(timeout=20) == (0, True)
     assert train.reads.get(timeout=20) == (1, False), "nobody has asked for it yet"
@@ -172,7 +172,7 @@ def test_damage_found_while_reading_ahead_reaches_the_caller(make_loader) -> Non
     narrow = dataclasses.replace(whole.files, vocab_size=999)
     train = dataclasses.replace(whole, files=narrow)
     steps = range(-(-len(train) // GLOBAL_BATCH))
-    loader = Loader(train, None, Share(GLOBAL_BATCH), seed=1)
+    loader = Loader(train, None, BatchSlice(GLOBAL_BATCH), seed=1)
     with pytest.raises(UserError, match=r"holds token 999 at position .* of the train split\), outside"):
         list(map(loader.batch, steps))  # token 999 is in one of the samples of an epoch
     loader.close()
@@ -180,8 +180,8 @@ def test_damage_found_while_reading_ahead_reaches_the_caller(make_loader) -> Non
 
 @pytest.mark.parametrize(("global_batch", "dp_index", "dp_size"), [(12, 0, 5), (12, 3, 3), (12, -1, 3), (0, 0, 1)])
 def test_impossible_shares_are_refused(global_batch: int, dp_index: int, dp_size: int) -> None:
-    with pytest.raises(ValueError, match="has no share"):
-        Share(global_batch, dp_index, dp_size)
+    with pytest.raises(ValueError, match="has no slice"):
+        BatchSlice(global_batch, dp_index, dp_size)
 
 
 def losses_of(labels: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,7 @@ def test_how_many_evaluation_batches(make_loader) -> None:
     assert whole == loader.eval_batch_count(0) == loader.eval_batch_count(10_000) == len(list(loader.eval_batches(0)))
     assert loader.eval_batch_count(2) == len(list(loader.eval_batches(2))) == 2
     with pytest.raises(ValueError, match="without held-out samples"):
-        Loader(loader.train, None, loader.share, seed=0).eval_batch_count()
+        Loader(loader.train, None, loader.slice, seed=0).eval_batch_count()
 
 
 def test_fingerprints_tell_contents_apart(make_loader) -> None:

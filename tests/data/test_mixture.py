@@ -12,7 +12,7 @@ import torch
 from threefold.config import load_config
 from threefold.data.corpus import Corpus
 from threefold.data.dataset import open_dataset
-from threefold.data.loader import Batch, Loader, Share
+from threefold.data.loader import Batch, BatchSlice, Loader
 from threefold.data.packed import PackedSamples
 from threefold.data.samples import (
     LONGEST_PERIOD,
@@ -131,7 +131,9 @@ def make_loader(corpora: list[Corpus]):
     train, heldout, loaders = mixed(corpora), mixed(corpora, "valid"), []
 
     def make(dp_index: int = 0, dp_size: int = 1, seed: int = 1) -> Loader:
-        loaders.append(Loader(train, heldout, Share(GLOBAL_BATCH, dp_index, dp_size), seed, separate_documents=True))
+        loaders.append(
+            Loader(train, heldout, BatchSlice(GLOBAL_BATCH, dp_index, dp_size), seed, separate_documents=True)
+        )
         return loaders[-1]
 
     yield make

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.support.parity import Case, make_engine, over, shard_of
 from threefold.comm.layout import Layout
-from threefold.data.loader import Batch, Share
+from threefold.data.loader import Batch, BatchSlice
 from threefold.errors import HardwareFault
 from threefold.resilience.corruption import CorruptionWatch, GradientCheck, Verdict, disagreement
 from threefold.verify.worker_pool import WorkerPool
@@ -19,13 +19,13 @@ class CaseLoader:
     """The batches of a case, for any replica."""
 
     def __init__(self, case: Case, index: int) -> None:
-        self.case, self.share = case, Share(case.batch, index, case.dp)
+        self.case, self.slice = case, BatchSlice(case.batch, index, case.dp)
 
     def of_replica(self, index: int) -> "CaseLoader":
         return CaseLoader(self.case, index)
 
     def batch(self, step: int) -> Batch:
-        return shard_of(self.case, step, self.share.dp_index)
+        return shard_of(self.case, step, self.slice.dp_index)
 
 
 class WrongOutput:

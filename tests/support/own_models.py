@@ -13,7 +13,7 @@ from tests.support.parity import Case, Trace, trained
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.data.loader import Share
+from threefold.data.loader import BatchSlice
 from threefold.models.custom_batch import map_tensors
 from threefold.models.loss_terms import CountedLoss, LossFunction, LossTerm
 from threefold.models.sharding import Column, Constant, Initial, ModelPlan, Normal, Replicated, Row, Split, matches
@@ -256,8 +256,8 @@ class OwnBatches(BatchSource):
     make: Callable[[int], Any]
     masked: bool = False
 
-    def read(self, config: Config, step: int, share: Share) -> Any:
-        rows = torch.from_numpy(share.rows)
+    def read(self, config: Config, step: int, part: BatchSlice) -> Any:
+        rows = torch.from_numpy(part.rows)
         return map_tensors(self.make(step), lambda tensor: tensor[rows])
 
 

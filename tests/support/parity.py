@@ -14,7 +14,7 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.constants import IGNORE_INDEX
-from threefold.data.loader import Batch, Share
+from threefold.data.loader import Batch, BatchSlice
 from threefold.models.family import make_model, model_plan
 from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import Weight, offset
@@ -217,7 +217,7 @@ def shard_of(case: Case, step: int, dp: int) -> Batch:
 class CaseRows(BatchSource):
     case: Case
 
-    def read(self, config: Config, step: int, share: Share) -> Batch:
+    def read(self, config: Config, step: int, part: BatchSlice) -> Batch:
         return shard_of(self.case.unsplit, step, 0)
 
     def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Batch:

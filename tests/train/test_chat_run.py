@@ -18,7 +18,7 @@ from threefold.checkpoint.resume import find_resumption
 from threefold.config import Config, load_config
 from threefold.data.dataset import open_dataset
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.loader import Loader, Share
+from threefold.data.loader import BatchSlice, Loader
 from threefold.data.preparation import prepare
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
@@ -145,7 +145,7 @@ def test_the_first_loss_is_theirs_in_every_layout(tuned: Tuned, pool: WorkerPool
     loss, count, _ = expected(tuned)
     samples = open_dataset(config).samples("train")
     assert len(samples) == 2, "the batch is all conversations"
-    batch = Loader(samples, None, Share(2), 1, True).batch(0)
+    batch = Loader(samples, None, BatchSlice(2), 1, True).batch(0)
     assert int((batch.labels != -100).sum()) == count
     pool.run(1, train, config, tmp_path / "one", False)
     one = losses_of(tmp_path / "one")

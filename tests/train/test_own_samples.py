@@ -16,14 +16,14 @@ from threefold.comm.mesh import Mesh
 from threefold.config.loading import config_of
 from threefold.data.dataset import open_dataset
 from threefold.data.formats.custom_data import NestedSamples
-from threefold.data.loader import Loader, Share
+from threefold.data.loader import BatchSlice, Loader
 from threefold.data.map_dataset import DistributedDataLoader
 from threefold.errors import UserError
 from threefold.plugins import import_file
 from threefold.resilience.data_checks import DataCheck
 from threefold.verify.worker_pool import WorkerError, WorkerPool
 
-WHOLE = Share(4)
+WHOLE = BatchSlice(4)
 FILE = Path(__file__).parents[2] / "examples" / "two_tower.py"
 
 
@@ -105,14 +105,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def loader_of(file: Path, name: str, share: Share = WHOLE, model: Mapping[str, Any] | None = None) -> Loader:
+def loader_of(file: Path, name: str, part: BatchSlice = WHOLE, model: Mapping[str, Any] | None = None) -> Loader:
     sections = {"data": {"path": f"{file}:{name}", "split": "1"}, "model": {"architecture": "own", **(model or {})}}
     samples = open_dataset(config_of(sections)).samples("train")
-    return Loader(samples, samples, share, seed=3)
+    return Loader(samples, samples, part, seed=3)
 
 
 def test_replicas_read_disjoint_blocks_of_the_global_batch(file: Path) -> None:
-    whole, *parts = (loader_of(file, "nested", Share(4, *place)).batch(2) for place in ((0, 1), (0, 2), (1, 2)))
+    whole, *parts = (loader_of(file, "nested", BatchSlice(4, *place)).batch(2) for place in ((0, 1), (0, 2), (1, 2)))
     assert torch.cat([part["x"][0] for part in parts]).equal(whole["x"][0])
     assert whole["y"].tolist() == [0.5 * index for index in whole["x"][1].tolist()]
     order = [index for step in range(5) for index in loader_of(file, "nested").batch(step)["x"][1].tolist()]
@@ -170,9 +170,9 @@ def test_they_are_not_mixed(file: Path) -> None:
 def checked(file: Path, same_rows: bool) -> str:
     """What the check of this rank's first batch says; with `same_rows` both replicas read the first one's."""
     mesh = Mesh(Layout(dp=2, tp=2))
-    loader = loader_of(file, "tuples" if same_rows else "of_rank", Share(4, 0 if same_rows else mesh.dp.index, 2))
+    loader = loader_of(file, "tuples" if same_rows else "of_rank", BatchSlice(4, 0 if same_rows else mesh.dp.index, 2))
     try:
-        DataCheck(mesh, 10, loader.share.rows.tolist()).before_step(1, loader.batch(0))
+        DataCheck(mesh, 10, loader.slice.rows.tolist()).before_step(1, loader.batch(0))
     except UserError as error:
         return str(error)
     finally:

@@ -10,7 +10,7 @@ import numpy as np
 from tests.train.support import Run, steps_of, train_rank
 from threefold.constants import IGNORE_INDEX
 from threefold.data.dataset import open_dataset
-from threefold.data.loader import Loader, Share
+from threefold.data.loader import BatchSlice, Loader
 from threefold.data.tokenizer import END_OF_DOCUMENT
 from threefold.verify.worker_pool import WorkerPool
 
@@ -23,7 +23,7 @@ def test_what_padding_is(small_run: Run, tmp_path: Path) -> None:
     settings = (("data.tokenizer", str(tokenizer)), ("data.sequence_length", 48), ("data.split", "1"))
     samples = open_dataset(small_run.but(data=data, set=settings).config).samples("train")
     assert samples.padding(np.arange(3)).tolist() == [46, 44, 0]
-    with closing(Loader(samples, None, Share(3), 1)) as loader:
+    with closing(Loader(samples, None, BatchSlice(3), 1)) as loader:
         found = loader.batch(0)
     assert found.padding is not None
     assert sorted(found.padding.tolist()) == [0, 44, 46]
@@ -37,7 +37,9 @@ def test_padding_is_neither_read_nor_trained_on(pool: WorkerPool, small_run: Run
     settings = (("data.tokenizer", str(small_run.data / "tokenizer.json")), ("data.sequence_length", 48))
     run = small_run.but(data=data, dp=2, steps=3, set=settings)
     printed = pool.run(2, train_rank, run, tmp_path / "run")[0]
-    with closing(Loader(open_dataset(run.config).samples("train"), None, Share(8), run.config.train.seed)) as loader:
+    with closing(
+        Loader(open_dataset(run.config).samples("train"), None, BatchSlice(8), run.config.train.seed)
+    ) as loader:
         rows = [loader.batch(step) for step in range(3)]
     counted = [int((each.labels != IGNORE_INDEX).sum()) for each in rows]
     # Every text here is shorter than a sample, so its tokens count but the end, which is read.

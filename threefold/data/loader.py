@@ -34,8 +34,8 @@ class Batch:
 
 
 @dataclass(frozen=True)
-class Share:
-    """A data-parallel rank's share of the global batch: a contiguous block of its rows."""
+class BatchSlice:
+    """A data-parallel rank's slice of the global batch: a contiguous block of its rows."""
 
     global_batch_size: int
     dp_index: int = 0
@@ -44,7 +44,7 @@ class Share:
     def __post_init__(self) -> None:
         size, index, dp = self.global_batch_size, self.dp_index, self.dp_size
         if size < 1 or size % dp or not 0 <= index < dp:
-            raise ValueError(f"a global batch of {size} rows has no share {index} of {dp}")
+            raise ValueError(f"a global batch of {size} rows has no slice {index} of {dp}")
 
     @property
     def rows(self) -> Int64Array:
@@ -67,14 +67,14 @@ class Loader:
         self,
         train: Samples,
         heldout: Samples | None,
-        share: Share,
+        part: BatchSlice,
         seed: int,
         separate_documents: bool = False,
         pinned: bool = False,
     ) -> None:
-        self.train, self.heldout, self.share, self.seed = train, heldout, share, seed
+        self.train, self.heldout, self.slice, self.seed = train, heldout, part, seed
         self.separate_documents, self.pinned = separate_documents, pinned
-        self.consumed = ConsumedSamples(share.global_batch_size)
+        self.consumed = ConsumedSamples(part.global_batch_size)
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="threefold-data")
         self._ahead: dict[int, Callable[[], Any]] = {}
         self._has_drawn = self._may_read_ahead = False  # of a user's samples, the first of which are read under keys
@@ -121,7 +121,7 @@ class Loader:
 
     def sample_indices(self, step: int) -> Int64Array:
         """Return the training samples that are this rank's rows in the batch of `step` (from 0): int64 [rows]."""
-        return self.train.ordered(self.consumed.before(step) + self.share.rows, self.seed)
+        return self.train.ordered(self.consumed.before(step) + self.slice.rows, self.seed)
 
     def sample_name(self, index: int) -> str:
         """Name a training sample: its number, or in a mixture its number in its corpus and the corpus's name."""
@@ -134,7 +134,7 @@ class Loader:
     def of_replica(self, index: int) -> "Loader":
         """Return a loader of another replica's rows of the same batches; it is closed with this one."""
         other = copy(self)
-        other.share, other._ahead = replace(self.share, dp_index=index), {}
+        other.slice, other._ahead = replace(self.slice, dp_index=index), {}
         return other
 
     def epoch(self, step: int) -> float:
@@ -179,18 +179,18 @@ class Loader:
     def eval_batch_count(self, limit: int | None = None, of: Samples | None = None) -> int:
         """Return the number of batches that `eval_batches(limit, of)` yields, capped at the number available."""
         samples = self._heldout_samples() if of is None else of
-        whole = -(-len(samples) // self.share.global_batch_size)
+        whole = -(-len(samples) // self.slice.global_batch_size)
         return min(limit, whole) if limit else whole
 
     def close(self) -> None:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read_train(self, step: int, keyed: bool = False) -> Any:
-        passes = self.train.passes(self.consumed.before(step) + self.share.rows)
+        passes = self.train.passes(self.consumed.before(step) + self.slice.rows)
         return self._make_batch(self.train, self.sample_indices(step), self._keys(passes) if keyed else None)
 
     def _read_heldout(self, samples: Samples, number: int, keyed: bool) -> Any:
-        indices = number * self.share.global_batch_size + self.share.rows
+        indices = number * self.slice.global_batch_size + self.slice.rows
         keys = self._keys(np.zeros_like(indices)) if keyed else None
         if isinstance(samples, NestedSamples):
             return samples.batch(indices % len(samples), keys)
@@ -214,7 +214,7 @@ class Loader:
             labels[ignored] = IGNORE_INDEX
         documents = samples.documents(indices) if self.separate_documents else None
         positions = samples.positions(indices) if self.separate_documents else None
-        arrays = (tokens, labels, self.share.rows, documents, positions, samples.padding(indices))
+        arrays = (tokens, labels, self.slice.rows, documents, positions, samples.padding(indices))
         parts: list[Any] = [None if array is None else torch.from_numpy(array) for array in arrays]
         return Batch(*(part.pin_memory() if self.pinned and part is not None else part for part in parts))
 

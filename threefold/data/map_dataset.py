@@ -12,7 +12,7 @@ from torch import Generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from threefold.data.keyed_reading import KeyedReader, pass_key, sentences_of_workers
-from threefold.data.loader import Share
+from threefold.data.loader import BatchSlice
 from threefold.doors import hook
 from threefold.errors import UserError
 from threefold.random import KeyedPermutation
@@ -90,7 +90,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             raise UserError(
                 f"global_batch_size is {size} but must be a multiple of dp {replicas}; use global_batch_size={nearest}."
             )
-        self.share = Share(global_batch_size, index, replicas)
+        self.slice = BatchSlice(global_batch_size, index, replicas)
         if drop_last and self.samples < global_batch_size:
             raise UserError(
                 f"The data set has {self.samples} samples, fewer than global_batch_size {global_batch_size}, so with "
@@ -100,7 +100,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     @property
     def global_batch_size(self) -> int:
-        return self.share.global_batch_size
+        return self.slice.global_batch_size
 
     def __len__(self) -> int:
         """Return the number of global batches in a whole epoch, the same on every rank."""
@@ -118,7 +118,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
 
     def indices(self, epoch: int, start: int) -> list[int]:
         """Return this replica's samples in the global batch that begins after `start` samples of an epoch."""
-        places = (start + self.share.rows) % self.samples
+        places = (start + self.slice.rows) % self.samples
         if self.shuffle:
             places = KeyedPermutation(self.samples, self.seed, epoch)(places)
         return [int(place) for place in np.asarray(places)]

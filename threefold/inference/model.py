@@ -36,10 +36,10 @@ from threefold.models.family import make_model, model_plan
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.parallel.context import require_standard
-from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelize import Parallelism, TrainingSettings, apply_parallelism
 from threefold.parallel.pipeline.partition import StageMap, partition_by_cost
 from threefold.parallel.pipeline.stage import Stage, whole_parameters
+from threefold.parallel.running_statistics import stored_buffers
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from torch import Tensor
 from threefold.comm.axis import Axis
 from threefold.errors import UserError
 from threefold.models.custom_batch import map_tensors
-from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelize import TrainableModel
 from threefold.parallel.parameter import slice_of, whole
+from threefold.parallel.running_statistics import stored_buffers
 
 
 class LoadedKeys(NamedTuple):

@@ -59,7 +59,7 @@ class RankChecks(Checks):
     def callbacks(self, mesh: Mesh, loader: Loader, resumed: Checkpoint | None) -> Sequence[Callback]:
         every = self.config.log.every
         self._tokens = TokenCheck(mesh, self.dataset.contents(), every, resumed, self.reads)
-        compared = [DataCheck(mesh, every, loader.share.rows.tolist())] if mesh.world.size > 1 else []
+        compared = [DataCheck(mesh, every, loader.slice.rows.tolist())] if mesh.world.size > 1 else []
         return [*compared, self._tokens]
 
     def contents(self) -> tuple[Content, ...]:

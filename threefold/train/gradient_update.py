@@ -15,9 +15,9 @@ from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
 from threefold.parallel.arithmetic import RankArithmetic
 from threefold.parallel.gradients import NORM_ELEMENTS, Gradients, squared_norm
-from threefold.parallel.moving_buffers import MovingBuffers
 from threefold.parallel.parameter import Weight, has_uneven_shards, is_split
 from threefold.parallel.pipeline.stage import TiedWeights
+from threefold.parallel.running_statistics import RunningStatistics
 
 _CLIP_EPS = 1e-6  # same as torch.nn.utils.clip_grad_norm_
 LEAST = 1.0  # smallest loss scale; gradients that overflow at this scale also overflow unscaled
@@ -97,7 +97,7 @@ class GradientUpdate:
         weights: Sequence[Weight],
         partial: Sequence[Tensor] = (),
         loss_scale: LossScale | None = None,
-        buffers: MovingBuffers | None = None,
+        buffers: RunningStatistics | None = None,
         tied: TiedWeights | None = None,
         copies: Sequence[tuple[Tensor, Tensor]] = (),
         at_once: int = NORM_ELEMENTS,
@@ -105,7 +105,7 @@ class GradientUpdate:
     ) -> None:
         self.mesh, self.gradients, self.loss_scale = mesh, gradients, loss_scale
         self._trained = [weight for weight in weights if weight.is_trained]
-        self._partial, self._tied, self._copies, self._moving = list(partial), tied, copies, buffers
+        self._partial, self._tied, self._copies, self._statistics = list(partial), tied, copies, buffers
         self._in_order = any(has_uneven_shards(weight.parameter) for weight in weights)
         self.arithmetic, self._at_once = arithmetic or RankArithmetic(), at_once
         self._counted: list[Weight] = []
@@ -130,16 +130,16 @@ class GradientUpdate:
     def begin(self, arrivals: int | None) -> None:
         """Begin a step in which each weight gets `arrivals` gradients, one per backward pass; None if unknown."""
         self.gradients.begin(arrivals)
-        if self._moving is not None and not self._moving.is_idle:
-            self._moving.begin()
+        if self._statistics is not None and not self._statistics.is_idle:
+            self._statistics.begin()
 
     def finish(self, share: float = 1.0) -> None:
         """Sum the gradients over the ranks. `share` is this rank's share of the samples, for means of buffers."""
         # Over the replicas (dp · cp), each of which had its own samples or positions: wait for the all-reduces, or with
         # ZeRO the reduce-scatters.
         self.gradients.finish()
-        if self._moving is not None and not self._moving.is_idle:
-            self._moving.finish(share)
+        if self._statistics is not None and not self._statistics.is_idle:
+            self._statistics.finish(share)
         # Uses of a tied weight on this rank whose gradients were summed apart, as if each were on a stage of its own.
         for leaf, copy in self._copies:
             self.gradients[leaf].add_(self.gradients[copy])
@@ -187,8 +187,8 @@ class GradientUpdate:
         """
         finite = isfinite(loss) and isfinite(norm)
         refused = refuses(loss, norm) if finite and refuses is not None else ""
-        if (not finite or refused) and self._moving is not None:
-            self._moving.undo()
+        if (not finite or refused) and self._statistics is not None:
+            self._statistics.undo()
         goes_on = finite or (self.loss_scale is not None and not self.loss_scale.is_least)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)

@@ -21,7 +21,7 @@ from threefold.config.model import OWN
 from threefold.config.resolve import with_micro_batch
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.fingerprint import numbers_of_ranks
-from threefold.data.loader import Loader, Share
+from threefold.data.loader import BatchSlice, Loader
 from threefold.data.samples import ConsumedSamples, Samples
 from threefold.doors import hook, needed
 from threefold.errors import UserError
@@ -237,7 +237,8 @@ def open_loader(config: Config, samples: Parts, replicas: Axis, consumed: Consum
 
     `consumed` are the training samples consumed before each step; None for a new run.
     """
-    share, pinned = Share(config.train.global_batch_size, replicas.index, replicas.size), config.train.device == "cuda"
-    loader = Loader(*samples, share, config.train.seed, config.data.separate_documents, pinned)
+    part = BatchSlice(config.train.global_batch_size, replicas.index, replicas.size)
+    pinned = config.train.device == "cuda"
+    loader = Loader(*samples, part, config.train.seed, config.data.separate_documents, pinned)
     loader.consumed = consumed or loader.consumed
     return loader

@@ -17,7 +17,7 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.data.samples import ConsumedSamples
 from threefold.doors import hook
-from threefold.parallel.moving_buffers import stored_buffers
+from threefold.parallel.running_statistics import stored_buffers
 from threefold.random.rng import STREAMS, is_of_process, stored_as
 from threefold.train.callbacks.base import RunContext
 from threefold.train.step import Engine, GradientStep

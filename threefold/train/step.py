@@ -34,12 +34,12 @@ from threefold.errors import DivergenceError, UserError
 from threefold.models.custom_batch import map_tensors, tensors_of
 from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums
 from threefold.models.sharding import ModelPlan
-from threefold.parallel.moving_buffers import MovingBuffers
 from threefold.parallel.parallelize import ChunkSizes, Parallelism, TrainableModel, TrainingSettings, apply_parallelism
 from threefold.parallel.parameter import is_split
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
 from threefold.parallel.pipeline.stage import CustomBatch, LocalBatch, StepSamples
 from threefold.parallel.recompute import as_written
+from threefold.parallel.running_statistics import RunningStatistics
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 from threefold.train.gradient_update import GradientUpdate, LossScale
@@ -85,7 +85,7 @@ class GradientStep(GradientUpdate):
         self.model = apply_parallelism(make_model, plan, self.parallelism)
         self._make_model = make_model
         self.stages, self.streams = self.model.stages, self.model.streams
-        self.buffers = MovingBuffers(self.stages, plan, mesh)
+        self.buffers = RunningStatistics(self.stages, plan, mesh)
         super().__init__(
             mesh,
             self.model.gradients,

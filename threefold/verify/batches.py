@@ -11,7 +11,7 @@ from torch import Tensor
 from threefold.config import Config
 from threefold.constants import IGNORE_INDEX
 from threefold.data.dataset import open_dataset
-from threefold.data.loader import Batch, Loader, Share
+from threefold.data.loader import Batch, BatchSlice, Loader
 from threefold.random.rng import stream_key
 
 _DOCUMENT_BEGINS = 0.2
@@ -31,8 +31,8 @@ class BatchSource(ABC):
     is_nested: bool = False
 
     @abstractmethod
-    def read(self, config: Config, step: int, share: Share) -> Any:
-        """Return the rows of `share` of the global batch of `step`."""
+    def read(self, config: Config, step: int, part: BatchSlice) -> Any:
+        """Return the rows of `part` of the global batch of `step`."""
 
     def batch(self, config: Config, step: int, dp_index: int = 0, dp: int = 1) -> Any:
         """Read a replica's rows; if `masked`, ignore some labels, a different fraction in each row.
@@ -42,7 +42,7 @@ class BatchSource(ABC):
         micro-batch, always have a gradient that could be lost.
         """
         size = config.train.global_batch_size
-        batch = self.read(config, step, Share(size, dp_index, dp))
+        batch = self.read(config, step, BatchSlice(size, dp_index, dp))
         if not self.masked:
             return batch
         generator = torch.Generator().manual_seed(stream_key("label masks", config.train.seed, step))
@@ -58,16 +58,16 @@ class RandomBatches(BatchSource):
 
     masked: bool = True
 
-    def read(self, config: Config, step: int, share: Share) -> Batch:
+    def read(self, config: Config, step: int, part: BatchSlice) -> Batch:
         generator = torch.Generator().manual_seed(stream_key("tokens", config.train.seed, step))
-        shape = (share.global_batch_size, config.data.sequence_length + 1)
+        shape = (part.global_batch_size, config.data.sequence_length + 1)
         tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
-        rows = torch.from_numpy(share.rows)
+        rows = torch.from_numpy(part.rows)
         documents = None
         if config.data.separate_documents:
             begins = torch.rand(shape, generator=generator) < _DOCUMENT_BEGINS
             documents = begins.cumsum(1)[rows, :-1].contiguous()
-        padding = torch.randint(3, (share.global_batch_size,), generator=generator)  # is only counted
+        padding = torch.randint(3, (part.global_batch_size,), generator=generator)  # is only counted
         inputs, labels = tokens[rows, :-1].contiguous(), tokens[rows, 1:].contiguous()
         return Batch(inputs, labels, rows, documents, padding=padding[rows])
 
@@ -86,10 +86,10 @@ class DataBatches(BatchSource):
     masked: bool = True
     is_nested: bool = False
 
-    def read(self, config: Config, step: int, share: Share) -> Any:
+    def read(self, config: Config, step: int, part: BatchSlice) -> Any:
         samples = open_dataset(self.given).samples("train", config.data)
         separate = config.data.separate_documents and not self.is_nested
-        with closing(Loader(samples, None, share, config.train.seed, separate)) as loader:
+        with closing(Loader(samples, None, part, config.train.seed, separate)) as loader:
             batch = loader.batch(step)
         if self.is_nested:
             return batch

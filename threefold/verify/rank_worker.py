@@ -29,9 +29,9 @@ from threefold.huggingface.import_hf import Import, import_model
 from threefold.models.loss_terms import LOSS
 from threefold.models.source import ConfigSource, ModelSource
 from threefold.output import SILENT
-from threefold.parallel.moving_buffers import stored_buffers
 from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import axes_of, offset
+from threefold.parallel.running_statistics import stored_buffers
 from threefold.train.gradient_update import LossScale
 from threefold.train.state import checkpoint_tensors, loss_scale_facts, restore_engine
 from threefold.train.step import Engine

@@ -24,7 +24,7 @@ from tests.support.other_systems import (
 from tests.support.words import words
 from threefold.data.corpus import StoredArray
 from threefold.data.formats.registry import holds_tokens, open_corpus, read_stored
-from threefold.data.loader import Loader, Share
+from threefold.data.loader import BatchSlice, Loader
 from threefold.data.packed import PackedSamples
 from threefold.data.samples import SPLITS, document_runs
 from threefold.errors import UserError
@@ -103,7 +103,7 @@ def test_every_sample_is_that_of_a_slow_reader(tmp_path: Path, name: str, ended:
         expected = slow_samples(documents, members, length, eod)
         samples = PackedSamples.open(corpus, split, "6,3,1", length)
         assert len(samples) == len(expected) > 4
-        loader = Loader(samples, samples, Share(len(expected)), seed=1, separate_documents=True)
+        loader = Loader(samples, samples, BatchSlice(len(expected)), seed=1, separate_documents=True)
         (batch,) = loader.eval_batches()
         loader.close()
         assert batch.documents is not None

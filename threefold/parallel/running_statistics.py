@@ -86,7 +86,7 @@ class _Buffer:
             self.differs = self.differs or not torch.equal(made, self.results)
 
 
-class MovingBuffers:
+class RunningStatistics:
     """Persistent buffers of a rank's stages, of which training updates those that forward passes change.
 
     It `is_idle`, so that steps need no `begin` and `finish`, after the first step if there are no persistent buffers.
