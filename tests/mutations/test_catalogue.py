@@ -1,5 +1,7 @@
 """The catalogue of mistakes fits the package as it is; that each is found, `make test-mutations` sees."""
 
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,25 @@ def test_every_patch_leaves_python_or_toml() -> None:
     for each in MISTAKES:
         text = (ROOT / each.file).read_text(encoding="utf-8").replace(each.old, each.new)
         tomllib.loads(text) if each.file.endswith(".toml") else compile(text, each.name, "exec")
+
+
+def test_no_patch_names_what_is_gone(tmp_path: Path) -> None:
+    """A mistake that raises a NameError is found by any test."""
+    for each in MISTAKES:
+        if each.file.endswith(".py"):
+            text = (ROOT / each.file).read_text(encoding="utf-8").replace(each.old, each.new)
+            (tmp_path / f"{each.name}.py").write_text(text, encoding="utf-8")
+    ruff = [
+        sys.executable,
+        "-m",
+        "ruff",
+        "check",
+        "--isolated",
+        "--no-cache",
+        "--select=F821",
+        "--output-format=concise",
+    ]
+    assert subprocess.run([*ruff, "."], cwd=tmp_path, capture_output=True, text=True).stdout == "All checks passed!\n"
 
 
 def test_every_entry_names_a_test_and_a_command_that_exist() -> None:
