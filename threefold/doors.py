@@ -72,7 +72,7 @@ def needed(name: str, wanted: str, room: str) -> Any:
     return found
 
 
-def require_room(room: str, wanted: str) -> None:
+def require_installed(room: str, wanted: str) -> None:
     """Raise a `UserError` that `wanted`, such as a setting, needs a room, where that is not there."""
     if room not in _doors():
         raise _lacking(wanted, room)

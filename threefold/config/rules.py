@@ -11,7 +11,7 @@ from threefold.config.model import FAMILIES, OWN
 from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, hyper_parameters
 from threefold.config.schema import Config, section_types
 from threefold.config.section import divisors, nearest_divisor, nearest_multiple
-from threefold.doors import added, imported, require_room
+from threefold.doors import added, imported, require_installed
 
 Broken = Iterator[tuple[str, str]]
 """Settings that break a rule, as `section.key`, with the rule, as it follows 'but' in the sentence about it."""
@@ -239,7 +239,7 @@ def require_rooms(config: Config) -> None:
         for section, name in (key.split(".") for key in keys.split()):
             value = getattr(getattr(config, section), name)
             if value and value != section_types()[section].model_fields[name].default:
-                require_room(room, f"{section}.{name}")
+                require_installed(room, f"{section}.{name}")
 
 
 def executed_micro_batches(config: Config) -> tuple[int, int]:
