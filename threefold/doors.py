@@ -60,7 +60,7 @@ def hook(name: str) -> Any:
 
 
 def call_hook(name: str, *arguments: Any) -> Any:
-    """Call a function that a room adds; None if the room is not there, as for a check that only explains a mistake."""
+    """Call a function that a room adds, and return its result; None if the room is not there."""
     found = hook(name)
     return None if found is None else found(*arguments)
 

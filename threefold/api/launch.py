@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from threefold.comm.layout import Layout
 from threefold.constants import STAGED_GLOO
-from threefold.doors import hook
+from threefold.doors import call_hook
 from threefold.errors import UserError, naming_arguments, require_whole
 from threefold.launch.device import choose_device, gpu_count
 from threefold.launch.environment import LaunchedRank, find_launched_rank, meet, missing_variables
@@ -275,8 +275,7 @@ def init_mesh(
     backend = dist.get_backend_config()
     on_gpu = ("nccl" in backend or STAGED_GLOO in backend) and torch.cuda.is_available()
     device_here = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    require_same_processes = hook("require_same_processes")
-    for each in require_same_processes(device_here) if require_same_processes else ():
+    for each in call_hook("require_same_processes", device_here) or ():
         if dist.get_rank() == 0:
             warnings.warn(f"{each}; the last digits of losses depend on it.", stacklevel=2)
     mesh = Mesh(layout, device_here)

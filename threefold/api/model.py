@@ -16,7 +16,7 @@ from threefold.api.launch import mesh_of_all_ranks
 from threefold.checkpoint.code import checksum_of_code
 from threefold.comm.mesh import Mesh
 from threefold.config import ParallelConfig, PrecisionConfig
-from threefold.doors import hook
+from threefold.doors import call_hook, hook
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError, naming_arguments, require_whole
 from threefold.models.custom_batch import joined
@@ -236,8 +236,7 @@ class DistributedModel(LoopModel):
         """Compare the batch of the first call with those of the other ranks of the replica."""
         if call not in self._compared:
             self._compared.add(call)
-            if require_one := hook("require_one_batch"):
-                require_one(batch, self.mesh, f"In the first {call}")
+            call_hook("require_one_batch", batch, self.mesh, f"In the first {call}")
 
     def publish(self) -> None:
         """Round the weights into the tensors that the model computes with, after a change of `parameters()`."""
@@ -362,9 +361,8 @@ def parallelize(
             files = ObjectSource(model).code_files()
             given = {**vars(plan), "frozen": sorted(plan.frozen)} if isinstance(plan, ModelPlan) else plan
             code = checksum_of_code(files) if files else None
-            if (require_same_arguments := hook("require_same_arguments")) is not None:
-                arguments = {**vars(settings.parallel), **vars(settings), "plan": given, "the code of model": code}
-                require_same_arguments("parallelize", arguments)
+            arguments = {**vars(settings.parallel), **vars(settings), "plan": given, "the code of model": code}
+            call_hook("require_same_arguments", "parallelize", arguments)
             scale = LossScale.of(PrecisionConfig(dtype="fp16")) if dtype == torch.float16 else None
             complete = _plan_of(model, plan, made)
             unsplit = tying(made, complete)

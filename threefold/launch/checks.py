@@ -13,7 +13,7 @@ from threefold.config.resolve import check_settings, on_device
 from threefold.config.rules import require_rooms
 from threefold.constants import PARITY_WIDE
 from threefold.data.dataset import open_dataset
-from threefold.doors import added, hook, imported
+from threefold.doors import added, call_hook, hook, imported
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.launch.device import choose_device, require_gpus
@@ -68,8 +68,8 @@ class CheckedConfig:
 
     def fitted(self) -> Config:
         """Return the config with the largest micro-batch size that fits into memory, unless settings determine it."""
-        fitting, device = hook("fitting_micro_batch"), self.resolved.train.device
-        largest = fitting and fitting(self.given, self.vocab_size, device, self.local_world_size)
+        device = self.resolved.train.device
+        largest = call_hook("fitting_micro_batch", self.given, self.vocab_size, device, self.local_world_size)
         if largest is None:
             return self.resolved
         return on_device(resolve(self.given, self.vocab_size, largest, self.samples), device)

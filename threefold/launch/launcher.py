@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.comm.heartbeat import Heartbeat, wait_code
-from threefold.doors import hook
+from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.launch import failure as failures
 from threefold.launch.device import require_gpus
@@ -75,9 +75,9 @@ def run(
     try:
         store = meet(launched, job.timeout)
         with ExitStack() as stack:
-            watch = hook("watch_launched") if job.timeout and launched.world_size > 1 else None
-            if watch is not None:
-                info = replace(info, heartbeat=stack.enter_context(watch(job, launched, store)))
+            watched = job.timeout and launched.world_size > 1
+            if watched and (watch := call_hook("watch_launched", job, launched, store)):
+                info = replace(info, heartbeat=stack.enter_context(watch))
             heartbeat = info.heartbeat or Heartbeat()
             with heartbeat.waiting(wait_code("gather", heartbeat.axis("world", range(launched.world_size)))):
                 refusal = _entered(stack, lock, launched.rank, shared)

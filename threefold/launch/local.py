@@ -21,7 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, Final, Literal, NamedTuple, NoReturn, cast
 
 from threefold.comm.heartbeat import Heartbeat, RunSection
-from threefold.doors import hook
+from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.foreign import open_own
 from threefold.launch.device import require_gpus
@@ -120,8 +120,7 @@ def collect_local(
     import torch.distributed as dist
 
     context: Any = multiprocessing.get_context(start_method)
-    watch_local = hook("watch_local") if job.timeout else None
-    watch = None if watch_local is None else watch_local(job, world_size, start_method)
+    watch = call_hook("watch_local", job, world_size, start_method) if job.timeout else None
 
     def ask_to_stop(number: int, again: bool) -> None:
         raise_on_second(number, again)

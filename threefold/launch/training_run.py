@@ -11,12 +11,12 @@ from threefold.checkpoint.resume import Resume, continues, copies_of, find_resum
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.data.dataset import open_dataset
-from threefold.doors import hook, needed
+from threefold.doors import call_hook, hook, needed
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
 from threefold.launch.checks import checked, naming_fallback
-from threefold.launch.environment import LaunchedRank, find_launched_rank
+from threefold.launch.environment import find_launched_rank
 from threefold.launch.failure import Failure
 from threefold.launch.launcher import joined_rank, run, run_in_process
 from threefold.launch.output import failure_file
@@ -62,8 +62,7 @@ def train_as_rank(
     if info.device == "cuda":
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())
         gpu = (properties.name, properties.total_memory)
-    find_peak = hook("peak_rate")
-    peak = find_peak and find_peak(config.precision.dtype, info.device, info.local_world_size, gpu)
+    peak = call_hook("peak_rate", config.precision.dtype, info.device, info.local_world_size, gpu)
     options = RunOptions(
         asked=info.asked,
         reads=info.local_rank == 0,
@@ -130,9 +129,9 @@ class TrainingRun:
             import_named(self.config)
             for name in ("peak_rate", "over_shared_memory", "share_mailbox", "check_model", "announce"):
                 hook(name)
-        _require_memory(self.config, find_launched_rank(), check_division(self.config))
-        if self.config.train.max_restarts and (import_writer := hook("import_writer")):
-            import_writer()
+        call_hook("require_memory", self.config, find_launched_rank(), check_division(self.config))
+        if self.config.train.max_restarts:
+            call_hook("import_writer")
         for name, config in self.fallbacks.items():
             with naming_fallback(self.config, name):
                 check_division(config)
@@ -168,7 +167,7 @@ class TrainingRun:
 
         source, options = source or ConfigSource(), self._options()
         joined, launched = joined_rank(), find_launched_rank()
-        _require_memory(self.config, joined or launched, check_division(self.config, source))
+        call_hook("require_memory", self.config, joined or launched, check_division(self.config, source))
         args = (*self._args(self.config), tuple(callbacks), source)
         if joined is None and launched is not None:
             ended = run(train_as_rank, args, lock=self._locked_folder, signals=signals, **options)
@@ -259,11 +258,6 @@ def prepare_training(
     say(f"Starting {ranks:,} ranks …" if ranks > 1 else "Starting 1 process …")
     fallbacks = {name: other.fitted() for name, other in found.fallbacks.items()}
     return TrainingRun(fitted, run_dir, resume, False, found.layout, fallbacks, began, profile_steps)
-
-
-def _require_memory(config: Config, launched: LaunchedRank | None, custom_parameters: tuple[int, int]) -> None:
-    if (require := hook("require_memory")) is not None:
-        require(config, launched, custom_parameters)
 
 
 def _launched_attempt(run_dir: Path, began: float, layout: str) -> Attempt:

@@ -14,7 +14,7 @@ from typing import Any, Final, NamedTuple
 from threefold.comm.heartbeat import Activity, RunSection
 from threefold.data.loader import Loader
 from threefold.data.samples import ConsumedSamples
-from threefold.doors import hook
+from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.files import describe_error
 from threefold.models.loss_terms import LossSums
@@ -58,8 +58,7 @@ class TrainingLoop:
         self.run, self.engine, self.loader, self.saving, self.callbacks = run, engine, loader, saving, callbacks
         self.config, self.heartbeat = run.config, run.mesh.heartbeat
         self.guards = [callback for callback in callbacks if isinstance(callback, Guard)]
-        make_meter = hook("performance_meter")
-        self.meter: Any = None if make_meter is None else make_meter(run)
+        self.meter: Any = call_hook("performance_meter", run)
         self._evaluation: EvaluationRecord | None = None
         self._save_due = False
         self._is_healthy = True  # whether the last step made an update, and the last loss was finite

@@ -23,7 +23,7 @@ from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.fingerprint import numbers_of_ranks
 from threefold.data.loader import BatchSlice, Loader
 from threefold.data.samples import ConsumedSamples, Samples
-from threefold.doors import hook, needed
+from threefold.doors import call_hook, hook, needed
 from threefold.errors import UserError
 from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
@@ -113,8 +113,7 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
     start_from = Start(run, resume, kept, copies)  # before any rank changes the folder
     _open_folder(run, options, checks)
 
-    make_saver = hook("background_saver") if config.checkpoint.async_save else None
-    background = make_saver and make_saver(mesh)
+    background = call_hook("background_saver", mesh) if config.checkpoint.async_save else None
     clock = RunClock(config, began, None if background is None else lambda: background.is_done)
     stop = Stop(options.asked, run_dir, clock if mesh.world.is_first else None)
 
@@ -128,8 +127,8 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
 
     with closing(open_loader(config, samples, mesh.dp, start.consumed)) as loader:
         if mesh.world.is_first:
-            if (announce := hook("announce")) and (not run.attempt.number or run.attempt.layout):
-                announce(run, loader, make_model, plan)
+            if not run.attempt.number or run.attempt.layout:
+                call_hook("announce", run, loader, make_model, plan)
             for line in (*notes, *start.lines):
                 say(line)
         attached = attachments(engine, loader, start, kept)

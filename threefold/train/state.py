@@ -16,7 +16,7 @@ from threefold.comm.axis import Axis
 from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.data.samples import ConsumedSamples
-from threefold.doors import hook
+from threefold.doors import call_hook
 from threefold.parallel.running_statistics import stored_buffers
 from threefold.random.rng import STREAMS, is_of_process, stored_as
 from threefold.train.callbacks.base import RunContext
@@ -60,8 +60,7 @@ class KeptStates(Protocol):
 
 def kept_states(files: Sequence[Path], config: Config) -> KeptStates | None:
     """Return the states that these files of this rank hold; None without files, or without a room that reads them."""
-    make = hook("kept_states") if files else None
-    kept: KeptStates | None = None if make is None else make(files, config)
+    kept: KeptStates | None = call_hook("kept_states", files, config) if files else None
     return kept
 
 
