@@ -20,7 +20,6 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.resolve import with_micro_batch
 from threefold.data.dataset import Dataset, open_dataset
-from threefold.data.fingerprint import numbers_of_ranks
 from threefold.data.loader import BatchSlice, Loader
 from threefold.data.samples import ConsumedSamples, Samples
 from threefold.doors import call_hook, hook, needed
@@ -161,7 +160,7 @@ def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
     """
     if "train.micro_batch_size" not in config.derived:
         return config
-    (smallest,) = min(numbers_of_ranks(mesh.world, mesh.device, config.train.micro_batch_size))
+    (smallest,) = min(mesh.world.gather_numbers(mesh.device, config.train.micro_batch_size))
     return config if smallest == config.train.micro_batch_size else with_micro_batch(config, smallest)
 
 
