@@ -22,7 +22,7 @@ from threefold.config.resolve import with_micro_batch
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import BatchSlice, Loader
 from threefold.data.samples import ConsumedSamples, Samples
-from threefold.doors import call_hook, hook, needed
+from threefold.doors import call_hook, hook
 from threefold.errors import UserError
 from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
@@ -197,8 +197,6 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> tupl
         parameters = check_source(source, config)
         if config.model.file:
             model_files(file_source(config.model).path)
-    if config.checkpoint.async_save:
-        needed("background_saver", "checkpoint.async_save", "resilience")
     train = config.train
     if train.watch_every and train.watch == "gradients" and train.device == "cuda":
         raise UserError(
