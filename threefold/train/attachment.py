@@ -88,7 +88,7 @@ class Attachment:
 
 
 _CALLED_BY_RANKS: Final = (
-    *("peak_rate", "checks", "over_shared_memory", "kept_states", "remote_copies", "background_saver", "check_model"),
+    *("peak_rate", "checks", "over_shared_memory", "kept_states", "remote_copies", "background_saver", "check_plan"),
     *("announce", "performance_meter", "share_mailbox"),
 )
 """Hooks of a run, in the order in which its ranks call them."""
