@@ -16,7 +16,7 @@ from tests.support import ready
 from tests.support.processes import CpuWaits, assert_gone, pids_of
 from tests.support.sweep import sweep
 from threefold.errors import UserError
-from threefold.launch.failure import RankFailed, cause, from_exception, from_exit_code
+from threefold.launch.failure import RankFailed, cause, from_exception, from_exit_code, of_lost_peer
 from threefold.launch.output import log_file
 
 HERE = Path(__file__).parent
@@ -193,6 +193,7 @@ def test_an_allocation_that_fails_is_a_sentence(allocate: object) -> None:
 def test_a_rank_that_lost_another_does_not_blame_itself() -> None:
     """Nor does it show a user the path of a class of torch."""
     from threefold.errors import PeerLostError
+
     def told(error: Exception) -> str:
         return of_lost_peer(from_exception(2, error), error).message(None)
 
