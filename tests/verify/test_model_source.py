@@ -10,7 +10,6 @@ from tests.verify.support import task, verify
 from threefold.config import load_config
 from threefold.errors import UserError
 from threefold.models.source import FileSource
-from threefold.parallel.layout_check import check_source
 from threefold.verify.verifier import DEPARTS, EQUAL, UNSPLIT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
@@ -111,17 +110,13 @@ def test_file_without_that_plan(pool, tmp_path: Path) -> None:
         verify(pool, example("plam", "dp2"), tmp_path, "dp2")
 
 
-def with_attention_of_the_guide(folder: Path) -> FileSource:
-    """The example with the variant of the guide."""
+@pytest.mark.slow
+def test_custom_attention_is_equal_but_no_ring(pool, tmp_path: Path) -> None:
+    """The variant of the guide, in the example."""
     guide = (EXAMPLE.parents[1] / "docs/guides/own_model.md").read_text()
     (variant,) = (block for block in guide.split("```") if "class CappedAttention(" in block)
     added = f"{variant.removeprefix('python')}\n\nclass Block("
-    return changed(folder, ("class Block(", added), ("CausalAttention()", "CappedAttention(0.05)"))
-
-
-@pytest.mark.slow
-def test_custom_attention_is_equal_but_no_ring(pool, tmp_path: Path) -> None:
-    source = with_attention_of_the_guide(tmp_path)
+    source = changed(tmp_path, ("class Block(", added), ("CausalAttention()", "CappedAttention(0.05)"))
     layouts = ("tp2", "pp2", "cp2", "cp2 ring")
     todo = task(*layouts, given=load_config(EXAMPLE / "own.yaml"), source=source)
     *equal, ring = verify(pool, todo, tmp_path, *layouts)
@@ -129,13 +124,34 @@ def test_custom_attention_is_equal_but_no_ring(pool, tmp_path: Path) -> None:
     assert "ring, which computes attention itself, without the forward of CappedAttention" in ring.message
 
 
-def test_a_ring_refuses_a_custom_attention_before_ranks_start(tmp_path: Path) -> None:
-    source = with_attention_of_the_guide(tmp_path)
-    for works in ({"parallel.cp": 2}, {"parallel.cp_method": "ring"}):  # a single rank makes no ring
-        check_source(source, load_config(EXAMPLE / "own.yaml", works))
-    with pytest.raises(UserError) as told:
-        check_source(source, load_config(EXAMPLE / "own.yaml", {"parallel.cp": 2, "parallel.cp_method": "ring"}))
-    assert str(told.value) == (
-        "model.py:plan: parallel.cp_method is ring, which computes attention itself, without the forward of "
-        "CappedAttention; use all-gather."
+HALVED = {
+    "forward": """def halved():
+    core = CausalAttention()
+    core.forward = lambda *values: 0.5 * CausalAttention.forward(core, *values)
+    return core""",
+    "hooks": """def halved():
+    core = CausalAttention()
+    core.register_forward_hook(lambda module, given, out: 0.5 * out)
+    return core""",
+    "call": """class Halved(CausalAttention):
+    def __call__(self, *values):
+        return 0.5 * super().__call__(*values)
+
+halved = Halved""",
+}
+"""Ways in which an attention computes something else with the `forward` of its class."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", HALVED)
+def test_an_attention_that_is_changed_without_a_forward_is_equal_but_no_ring(pool, tmp_path: Path, way: str) -> None:
+    source = changed(
+        tmp_path,
+        ("class Block(", f"{HALVED[way]}\n\n\nclass Block("),
+        ("self.core = CausalAttention()", "self.core = halved()"),
     )
+    layouts = ("cp2 ring",) if way != "hooks" else ("cp2", "cp2 ring")
+    todo = task(*layouts, given=load_config(EXAMPLE / "own.yaml"), source=source)
+    *equal, ring = verify(pool, todo, tmp_path, *layouts)
+    assert [each.verdict for each in equal] == [EQUAL] * (len(layouts) - 1)
+    assert f"attention itself, without the {'hooks' if way == 'hooks' else 'forward'} of" in ring.message

@@ -21,6 +21,7 @@ from threefold.ops.kernels import AttentionMask, serve_heads
 from threefold.ops.tiles import Tile, whole_tiles
 from threefold.random.dropout import drop
 from threefold.random.rng import Positions, Slice
+from threefold.torch_private.tensors import has_module_hooks
 
 _TILES: Final[Callable[..., Iterable[Tile]]] = hook("attention_tiles") or whole_tiles
 
@@ -191,11 +192,15 @@ def of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> Cau
 
 
 def require_standard(core: CausalAttention, replacing: str, instead: str) -> None:
-    """Raise a `UserError` if an attention has another `forward`, which `replacing` would leave out."""
-    if type(core).forward is not CausalAttention.forward:
-        raise UserError(
-            f"{replacing} computes attention itself, without the forward of {type(core).__name__}; use {instead}."
-        )
+    """Raise a `UserError` if an attention has another `forward` or hooks, which `replacing` would leave out."""
+    called = type(core).forward, type(core).__call__
+    if called != (CausalAttention.forward, CausalAttention.__call__) or "forward" in vars(core):
+        left_out = f"the forward of {type(core).__name__}"
+    elif has_module_hooks(core):
+        left_out = f"the hooks of {type(core).__name__}"
+    else:
+        return
+    raise UserError(f"{replacing} computes attention itself, without {left_out}; use {instead}.")
 
 
 def whole_sequence(x: Tensor, context: ShardingContext) -> Tensor:
@@ -251,13 +256,8 @@ class RingAttention(nn.Module):
 
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
         super().__init__()
-        self.check(core)
-        self.dropout, self.window, self.axis, self.heads = core.dropout, core.window, axis, heads
-
-    @staticmethod
-    def check(core: CausalAttention) -> None:
-        """Raise a `UserError` if an attention has another `forward`."""
         require_standard(core, "parallel.cp_method is ring, which", "all-gather")
+        self.dropout, self.window, self.axis, self.heads = core.dropout, core.window, axis, heads
 
     # A compiler cannot follow sends that overlap with matrix products.
     @torch.compiler.disable
