@@ -4,6 +4,7 @@ Reading it does not import torch, so that commands that list checkpoints start a
 """
 
 import json
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 INDEX: Final = "tensors.json"
 FORMAT: Final = "threefold-tensors"
 VERSION: Final = 1
+FINGERPRINT: Final = "[0-9a-f]{12}"
+"""Pattern of fingerprints."""
 _NAMES: Final = {
     1: ("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"),
     2: ("float16", "bfloat16", "int16"),
@@ -131,7 +134,7 @@ def read_fingerprint(folder: Path) -> str | None:
     """Return the fingerprint of a checkpoint's weights; None if it is not known or the index is damaged."""
     with suppress(DamagedCheckpoint):
         found = _document(FolderFiles(folder)).get("fingerprint")
-        return found if isinstance(found, str) else None
+        return found if isinstance(found, str) and re.fullmatch(FINGERPRINT, found) else None
     return None
 
 

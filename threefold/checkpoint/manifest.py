@@ -19,7 +19,7 @@ import yaml
 from pydantic import Field
 
 from threefold.checkpoint.errors import CHANGED, DamagedCheckpoint
-from threefold.checkpoint.index import read_data_files
+from threefold.checkpoint.index import FINGERPRINT, read_data_files
 from threefold.checksums import FileRecord, checksum, checksum_of_file, is_intact, seal_text
 from threefold.comm.layout import AXES, Layout
 from threefold.config.schema import ParallelConfig
@@ -75,7 +75,7 @@ class Facts:
     anomalies: AnomalyFacts | None = None
     evaluation_missed: bool = False  # the run ended before an evaluation that was due after these updates
     # Hash of all weights, the same in every layout (docs/exact.md), of an exact run.
-    fingerprint: Annotated[str, Field(pattern="^[0-9a-f]{12}$")] | None = None
+    fingerprint: Annotated[str, Field(pattern=f"^{FINGERPRINT}$")] | None = None
     __pydantic_config__: ClassVar[Any] = STRICT
 
     @property
