@@ -1,20 +1,25 @@
 """The core without attached rooms, and what rooms add to it."""
 
+import ast
 import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
 
 import pytest
 
+import threefold as package
 from tests.cli.runs import write_config
 from threefold.checkpoint.folder import complete
 from threefold.cli.main import COMMANDS
 from threefold.config import load_config
 from threefold.doors import ROOMS, added, hook, imported
 from threefold.launch.checks import resolve_run
+from threefold.train.run import UNCHECKED
 
 ALONE = """
 import sys
@@ -34,9 +39,9 @@ main()
 """
 
 
-def alone(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the core, with every attached room taken away."""
-    code = ALONE.format(rooms=ROOMS, arguments=arguments)
+def alone(folder: Path, *arguments: str, rooms: Sequence[str] = ROOMS) -> subprocess.CompletedProcess[str]:
+    """Run a command with attached rooms taken away, by default every one."""
+    code = ALONE.format(rooms=rooms, arguments=arguments)
     return subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=600)
 
 
@@ -96,6 +101,35 @@ def test_texts_are_prepared_without_a_room_and_conversations_need_one(tmp_path: 
     assert ended.returncode == 2
     assert ended.stderr.endswith(
         "A conversation needs threefold.huggingface, which is not installed; install it, or leave that out.\n"
+    )
+
+
+def rooms_imported(room: str) -> Iterator[str]:
+    """The attached rooms that modules of a room import when they are imported."""
+    for path in Path(package.__path__[0], room).rglob("*.py"):
+        for each in ast.parse(path.read_text()).body:
+            names = [each.module] if isinstance(each, ast.ImportFrom) else []
+            names += [name.name for name in each.names] if isinstance(each, ast.Import) else []
+            for name in names:
+                found = (name or "").removeprefix("threefold.").split(".")[0]
+                if found in ROOMS and found != room:
+                    yield found
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_door_names_the_rooms_that_its_room_needs(room: str) -> None:
+    assert set(rooms_imported(room)) == set(getattr(import_module(f"threefold.{room}.door"), "NEEDS", ()))
+
+
+@pytest.mark.slow
+def test_a_room_that_needs_another_adds_nothing_without_it(tmp_path: Path, tokens: Path) -> None:
+    """The planner imports the room verify."""
+    given = ("train", str(write_config(tmp_path, tokens)), "--run-dir", "run", "--set", "train.max_steps=1")
+    assert alone(tmp_path, *given, rooms=["verify"]).returncode == 0
+    ended = alone(tmp_path, *given, "--profile=2", rooms=["verify"])
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "Error: --profile needs threefold.verify, which is not installed; install it, or leave that out.\n"
     )
 
 
@@ -198,6 +232,7 @@ def test_a_custom_model_needs_no_room(tmp_path: Path, tokens: Path, threefold) -
     model.write_text(CUSTOM.replace("t3.Dropout(0.1", "t3.Dropout(0.0"))
     ended = alone(tmp_path, *given)
     assert ended.returncode == 0, ended.stderr
-    assert threefold("train", config, "--run-dir", str(tmp_path / "all"), *named)[0] == 0
+    status, output, _ = threefold("train", config, "--run-dir", str(tmp_path / "all"), *named)
+    assert (status, [UNCHECKED in each for each in (ended.stdout, output)]) == (0, [True, False])
     assert [*logged_losses(tmp_path / "alone")] == ["1", "2"]
     assert logged_losses(tmp_path / "alone") == pytest.approx(logged_losses(tmp_path / "all"), rel=1e-5)

@@ -1,14 +1,13 @@
 """Doors: what attached rooms add to the core, which never imports them.
 
 The core is what trains. An attached room is a subpackage that a run can do without, such as the planner; its module
-`door` declares what it adds, objects as import paths, so that nothing of a room is imported before it is used:
+`door` declares, as import paths, what it adds, so that nothing of a room is imported before it is used:
 
     COMMANDS = {"plan": ("Plan", "threefold.planner.commands.plan:command")}
     CALLBACKS = {"stragglers": "threefold.resilience.stragglers:StragglerReport"}  # of every run
     FIRST_CALLBACKS = {"live_line": "threefold.report.console:LiveLine"}  # of every run, before those of the core
     CHOSEN_CALLBACKS = {"csv_log": "threefold.report.callbacks:CSVLog"}  # of a run that names them
     TOKEN_FORMATS = {"megatron": "threefold.convert.megatron_tokens:MEGATRON"}
-    RUN_FILES = {"metrics": "metrics.jsonl"}  # that callbacks write into the folder of every run
     ATTACHMENTS = {"resilience": "threefold.resilience.attachment:FaultResponse"}  # `threefold.train.attachment`
     NAMES = {"verify_model": "threefold.verify.api:verify_model"}  # of `threefold`; TYPES, of `threefold.types`
     RULES = {"exact": "threefold.exact.rules:exact_rules"}  # of a resolved config, as `threefold.config.rules`
@@ -16,8 +15,10 @@ The core is what trains. An attached room is a subpackage that a run can do with
     SETTING_NAMES = {"other_systems": "threefold.convert.setting_names:SETTING_NAMES"}  # our setting → names elsewhere
     RUN_CHECKS = {"fault_policies": "threefold.resilience.rules:check_fault_policies"}  # of a config, before a run
     HOOKS = {"peak_rate": "threefold.planner.hardware:peak_rate"}  # functions that the core calls if the room is there
+    NEEDS = ("cpu", "report", "verify")  # rooms that its modules import
 
-A room that is not there adds nothing. Other packages add names through entry points (`plugins.Registry`).
+A room that is not there, or that needs one that is not there, adds nothing. Other packages add names through entry
+points (`plugins.Registry`).
 """
 
 from functools import cache
@@ -36,6 +37,20 @@ ROOMS: Final = (
 
 @cache
 def _doors() -> dict[str, ModuleType]:
+    """Return the doors of the rooms that can be used, in their order."""
+    return {room: door for room, door in _found().items() if _missing(room) is None}
+
+
+def _missing(room: str) -> str | None:
+    """Return the room, or one that it needs, that is not there; None if the room can be used."""
+    if room not in _found():
+        return room
+    needs: tuple[str, ...] = getattr(_found()[room], "NEEDS", ())
+    return next(filter(None, map(_missing, needs)), None)
+
+
+@cache
+def _found() -> dict[str, ModuleType]:
     """Import and return the doors of the rooms that are there, in their order."""
     found = {}
     for room in ROOMS:
@@ -80,7 +95,8 @@ def require_installed(room: str, wanted: str) -> None:
 
 
 def _lacking(wanted: str, room: str) -> UserError:
-    return UserError(f"{wanted} needs threefold.{room}, which is not installed; install it, or leave that out.")
+    absent = _missing(room) or room
+    return UserError(f"{wanted} needs threefold.{absent}, which is not installed; install it, or leave that out.")
 
 
 def imported(path: str) -> Any:

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+NEEDS: Final = ("resilience", "verify")
 HOOKS: Final = {
     "explaining_arguments": "threefold.compat.layer_arguments:explaining_arguments",
     "split_tensor": "threefold.compat.split_tensor:SplitTensor",

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+NEEDS: Final = ("huggingface", "report")
 COMMANDS: Final = {
     "config convert": ("", "threefold.convert.command:command"),
     "data sample": ("", "threefold.convert.python_text:sample"),

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+NEEDS: Final = ("cpu",)
 HOOKS: Final = {"exact_arithmetic": "threefold.exact.arithmetic:exact_arithmetic"}
 RULES: Final = {"exact": "threefold.exact.rules:exact_rules"}
 DEFAULTS: Final = {"grain": "threefold.exact.rules:default_grain"}

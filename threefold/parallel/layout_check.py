@@ -10,27 +10,19 @@ from threefold.config import Config
 from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.models import sharding
-from threefold.models.layers.attention import CausalAttention
 from threefold.models.source import ModelSource
 from threefold.parallel.arithmetic import arithmetic_of
-from threefold.parallel.context import RingAttention, check_whole_sequences
+from threefold.parallel.context import check_whole_sequences
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.random.dropout import Dropout
 
 
 def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
-    """Return the numbers of all and of trained parameters.
-
-    Raises a `UserError` if model and plan do not match, or if a ring would leave out the forward of an attention.
-    """
+    """Return the numbers of all and of trained parameters; raise a `UserError` if model and plan do not match."""
     make_model, plan = source.load(config)
     model = made_on_meta(make_model)
     try:
         call_hook("check_plan", model, plan)
-        if config.parallel.cp > 1 and config.parallel.cp_method == "ring":
-            for module in model.modules():
-                if isinstance(module, CausalAttention):
-                    RingAttention.check(module)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]

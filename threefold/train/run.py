@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -20,9 +20,10 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.resolve import with_micro_batch
 from threefold.data.dataset import Dataset, open_dataset
+from threefold.data.fingerprint import numbers_of_ranks
 from threefold.data.loader import BatchSlice, Loader
 from threefold.data.samples import ConsumedSamples, Samples
-from threefold.doors import call_hook, hook
+from threefold.doors import call_hook, hook, needed
 from threefold.errors import UserError
 from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
@@ -128,6 +129,8 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
         if mesh.world.is_first:
             if not run.attempt.number or run.attempt.layout:
                 call_hook("announce", run, loader, make_model, plan)
+            if config.model.architecture == OWN and hook("check_model") is None:
+                say(UNCHECKED)
             for line in (*notes, *start.lines):
                 say(line)
         attached = attachments(engine, loader, start, kept)
@@ -160,7 +163,7 @@ def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
     """
     if "train.micro_batch_size" not in config.derived:
         return config
-    (smallest,) = min(mesh.world.gather_numbers(mesh.device, config.train.micro_batch_size))
+    (smallest,) = min(numbers_of_ranks(mesh.world, mesh.device, config.train.micro_batch_size))
     return config if smallest == config.train.micro_batch_size else with_micro_batch(config, smallest)
 
 
@@ -197,6 +200,8 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> tupl
         parameters = check_source(source, config)
         if config.model.file:
             model_files(file_source(config.model).path)
+    if config.checkpoint.async_save:
+        needed("background_saver", "checkpoint.async_save", "resilience")
     train = config.train
     if train.watch_every and train.watch == "gradients" and train.device == "cuda":
         raise UserError(
@@ -219,6 +224,11 @@ def import_named(config: Config) -> None:
     import_always()
     import_attachments()
 
+
+UNCHECKED: Final = (
+    "Warning: threefold.verify is not installed, so nothing checks that the custom model and its plan compute in this "
+    "layout what one process does."
+)
 
 Parts = tuple[Samples, Samples | None]  # samples to train on, and those to evaluate on; None without evaluation
 

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+NEEDS: Final = ("cpu", "exact", "huggingface")
 COMMANDS: Final = {
     "inspect": ("Check", "threefold.verify.inspect_command:command"),
     "verify": ("Check", "threefold.verify.command:command"),
@@ -13,6 +14,7 @@ HOOKS: Final = {
     "check_patterns": "threefold.verify.plan_check:check_patterns",
     "explaining_passes": "threefold.verify.module_check:explaining_passes",
     "check_plan": "threefold.verify.plan_check:check_plan",
+    "check_model": "threefold.verify.plan_check:check_model",
     "check_cuts": "threefold.verify.plan_check:check_cuts",
     "check_forward": "threefold.verify.plan_check:check_forward",
     "dropout_parts": "threefold.verify.dropout_parts:dropout_parts",
