@@ -97,10 +97,10 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
         for shapes in ([{name: stored[name][0]}] if kind is None else [slab.source_shapes() for slab in slabs])
         for tensor, shape in shapes.items()
     }
-    total, by_bytes = sum(each.bytes for each in planned.values()), Counter[torch.dtype]()
+    total, by_bytes = sum(each.bytes for each in planned.values()), Counter[str]()
     for each in planned.values():
-        by_bytes[each.dtype] += each.bytes
-    dtype = str(max(by_bytes, key=lambda each: by_bytes[each])).removeprefix("torch.")
+        by_bytes[each.dtype_name] += each.bytes
+    dtype = max(by_bytes, key=lambda each: by_bytes[each])
     progress.phase("Exporting", total)
     with staged_directory(request.out, inputs=[request.run], overwrite=request.overwrite) as partial:
         if kind is None:

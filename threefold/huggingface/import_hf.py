@@ -13,6 +13,7 @@ from torch import Tensor
 
 from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import CONFIG, PREFIX, TOKENIZER, WITH_TOKENIZER, path_of
+from threefold.checkpoint.index import name_of
 from threefold.checkpoint.manifest import Facts, write_manifest
 from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
 from threefold.config import Config, resolve
@@ -119,7 +120,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
             if (stored := name if name == TOKENIZER else PREFIX + name) in texts:
                 write_durably(partial / name, texts[stored])
     parameters = sum(tensor.numel() for tensor in tensors.values())
-    names = tuple(str(dtype).removeprefix("torch.") for dtype, _ in dtypes.most_common())
+    names = tuple(name_of(dtype) for dtype, _ in dtypes.most_common())
     return Imported(kind.name, config, parameters, names, total, TOKENIZER in texts)
 
 

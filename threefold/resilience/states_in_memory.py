@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from threefold.checkpoint.folder import newest
+from threefold.checkpoint.index import name_of
 from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.checkpoint.resume import find_warm_start
 from threefold.checkpoint.tensors import ALIGNMENT
@@ -84,7 +85,7 @@ class StateInMemory:
         """Replace the state by `tensors` and `facts` (JSON) after `step` updates; raise an `OSError` without room."""
         places, end = {}, 0
         for name, tensor in tensors.items():
-            places[name] = (str(tensor.dtype).removeprefix("torch."), list(tensor.shape), end)
+            places[name] = (name_of(tensor.dtype), list(tensor.shape), end)
             end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
         index = json.dumps({"facts": dict(facts), "tensors": places}).encode()
         size = _START + end + len(index)
@@ -107,7 +108,7 @@ class StateInMemory:
         places = self._index["tensors"]
         for name, (dtype, shape, start) in places.items():
             target = tensors.get(name)
-            if target is None or list(target.shape) != shape or str(target.dtype) != f"torch.{dtype}":
+            if target is None or list(target.shape) != shape or name_of(target.dtype) != dtype:
                 raise ValueError(f"the state in memory has {name} of shape {shape}, which this rank does not")
             target.copy_(self._place(dtype, shape, start))
         return set(places)
