@@ -1,4 +1,4 @@
-"""Output of a run for people: the live line at the bottom of a terminal, and the summary after the last step."""
+"""Output of a run for people: lines of its steps, the live line of a terminal, and the summary after the last step."""
 
 import sys
 import time

@@ -1,6 +1,6 @@
 """Silent data corruption: detects bits that changed on one rank without an error, and names the rank.
 
-The watch compares a fast exact hash of each tensor's bits (`threefold.random.tensor_hash`), and with `GradientCheck`
+The watch compares a fast exact hash of each tensor's bits (`threefold.resilience.bit_hash`), and with `GradientCheck`
 also the gradients that two replicas compute from the same samples.
 """
 

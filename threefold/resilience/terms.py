@@ -105,7 +105,7 @@ def data_of(dataset: Dataset, parts: Iterable[Samples | None]) -> dict[str, str]
             found[name] = _content(corpus)
             found[f"{name}, its vocabulary,"] = f"{corpus.vocab_size:,} with end of document {corpus.eod}"
             found[f"{name}, its tokenizer,"] = (
-                f"{tokenizer[:12] if tokenizer else 'none'} with special tokens as {corpus.rule.special_tokens}"
+                f"{short(tokenizer) if tokenizer else 'none'} with special tokens as {corpus.rule.special_tokens}"
             )
     for name, part in zip(("training", "validation"), parts, strict=True):
         if part is not None and not any(isinstance(each.data, CustomData) for each in dataset.sources):

@@ -224,7 +224,7 @@ class CheckpointContents:
 
 
 class Checkpoints:
-    """Checkpoints of a run: saving, rollback, pruning and mirroring. Collective over the world.
+    """Checkpoints of a run: saving, rollback, pruning and copying. Collective over the world.
 
     Args:
         background: writes the checkpoints other than the last (`background_saver` of `HOOKS`); None to wait for each.
