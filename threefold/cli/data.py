@@ -7,7 +7,7 @@ import typer
 from typer import Argument, Option
 
 from threefold.command_line import CommandLine
-from threefold.doors import hook
+from threefold.doors import call_hook
 from threefold.host import usable_cores
 from threefold.terminal import Bars, print_table
 
@@ -51,8 +51,7 @@ def prepare(
     choices = (vocab_size, tokenizer, eod, key, workers, overwrite, special_tokens, chat_template)
     with Bars() as bars:
         files = prepare_files(inputs, out, *choices, bars)
-        describe = hook("token_facts")
-        facts = describe and describe(files, bars)
+        facts = call_hook("token_facts", files, bars)
     if facts is None:
         typer.echo(f"Wrote {files.document_count:,} documents, {len(files.tokens):,} tokens, to {out}.")
     else:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.doors import hook, needed
+from threefold.doors import call_hook, needed
 
 MESSAGES: Final = "messages"
 PROMPT: Final = "prompt"
@@ -85,5 +85,5 @@ class ChatTemplate:
 
 def template_of(path: Path | None, tokenizer_file: Path) -> ChatTemplate | None:
     """Read the chat template of a .jinja or .json file; with None for `path`, the one beside the tokenizer, if any."""
-    read = hook("chat_template")
-    return read and read(path, tokenizer_file)
+    found: ChatTemplate | None = call_hook("chat_template", path, tokenizer_file)
+    return found

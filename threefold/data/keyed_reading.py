@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from threefold.data.fingerprint import fingerprint_of
-from threefold.doors import hook
+from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.random.rng import generators_preserved, seed_generators, stream_key
 
@@ -70,8 +70,7 @@ class KeyedReader:
     def _unmoved(self) -> AbstractContextManager[Any]:
         """Return a context that refuses moves of generators that the data set keeps, if a room looks for these."""
         if self._kept is None:
-            make = hook("kept_generators")
-            self._kept = nullcontext() if make is None else make(self.dataset, self.named)
+            self._kept = call_hook("kept_generators", self.dataset, self.named) or nullcontext()
         return self._kept
 
     def _get(self, number: Any) -> Any:

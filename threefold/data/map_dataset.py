@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from threefold.data.keyed_reading import KeyedReader, pass_key, sentences_of_workers
 from threefold.data.loader import BatchSlice
-from threefold.doors import hook
+from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.random import KeyedPermutation
 
@@ -72,8 +72,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise UserError(f"dataset is a {kind} but must be of map style; give one with __len__ and __getitem__.")
-        if require_one := hook("require_one_data_set"):
-            require_one(dataset, mesh, f"dataset, a {kind},")
+        call_hook("require_one_data_set", dataset, mesh, f"dataset, a {kind},")
         if not len(dataset):
             raise UserError(f"dataset is a {kind} without a sample; give one with at least 1.")
         self.samples = len(dataset)

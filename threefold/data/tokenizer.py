@@ -16,7 +16,7 @@ from typing import Final, Literal, Self
 
 from tokenizers import Encoding, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from threefold.doors import hook
+from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.files import read_text, shown
 
@@ -118,8 +118,8 @@ def loaded(stored: str, named: str, remedy: str = "", is_tried: bool = False) ->
     What a child process has not tried before within limits, on this machine or, if `is_tried`, for this process, it
     tries first. Raises UserError, which begins with `named`, if the tokenizer is invalid or fails.
     """
-    if not is_tried and (try_out := hook("try_tokenizer")):
-        try_out(stored, named, remedy)
+    if not is_tried:
+        call_hook("try_tokenizer", stored, named, remedy)
     try:
         return opened(stored)
     except Unreadable as reason:

@@ -13,7 +13,7 @@ from threefold.config import Config
 from threefold.config.loading import config_of, problem
 from threefold.config.resolve import check_settings
 from threefold.config.rules import batch_sizes
-from threefold.doors import hook
+from threefold.doors import call_hook
 from threefold.files import how_often
 from threefold.launch.checks import naming_fallback
 from threefold.launch.failure import Failure, RankFailed
@@ -128,8 +128,7 @@ class Restarts:
 
     def _follow(self, failure: Failure, message: str) -> None:
         """Choose the next attempt's layout and record this failure; raise `RankFailed` if the next would fail too."""
-        goodput = hook("goodput")
-        known = goodput and goodput(self._run_dir)
+        known = call_hook("goodput", self._run_dir)
         step = known.step if known else 0
         seen, again, layout = (failure.rank, re.sub(r"\d+", "", failure.error), step), self._before, ""
         # The same rank failed twice in a row: its hardware may be broken.
