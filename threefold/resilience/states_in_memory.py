@@ -221,8 +221,8 @@ class StateKeeper(Callback):
             "layout": self._layout,
             "loss_scale": scale,
             "good_steps": good_steps,
-            "consumed_samples": checkpoints.record.loader.consumed.before(done),
-            "anomalies": asdict(found) if (found := checkpoints.record.anomalies()) else None,
+            "consumed_samples": checkpoints.contents.loader.consumed.before(done),
+            "anomalies": asdict(found) if (found := checkpoints.contents.anomalies()) else None,
             "passed": sorted(map(str, checkpoints.skipped)),
         }
         oldest = min(self._states, key=lambda state: -1 if state.step is None else state.step)

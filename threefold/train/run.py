@@ -136,13 +136,13 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
         attached = attachments(engine, loader, start, kept)
         first = checks.callbacks(mesh, loader, start.resumed)
 
-        def record() -> AnomalyFacts | None:
+        def anomalies() -> AnomalyFacts | None:
             return next((found for each in attached if (found := each.record())), None)
 
         if copies is not None:
             _claim(copies, bool(resume or run.attempt.number), dataset, mesh.world)
-        recorded = CheckpointContents(engine, loader, dataset, checks.contents, record)
-        checkpoints = Checkpoints(run_dir, recorded, start, clock, background, copies)
+        contents = CheckpointContents(engine, loader, dataset, checks.contents, anomalies)
+        checkpoints = Checkpoints(run_dir, contents, start, clock, background, copies)
         saving = SafeSaving(checkpoints, lambda step: all(each.is_proved(step) for each in attached))
         # In the order in which they are called at each moment.
         callbacks: list[Callback] = [

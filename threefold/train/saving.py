@@ -231,30 +231,30 @@ class Checkpoints:
         copies: copies of the checkpoints elsewhere, claimed on the first rank; None if there are none.
 
     Attributes:
-        record: facts and files of the run.
+        contents: facts and files of the run.
         skipped: folders of damaged checkpoints that were passed over on resuming.
     """
 
     def __init__(
         self,
         run_dir: Path,
-        record: CheckpointContents,
+        contents: CheckpointContents,
         start: StartingPoint,
         clock: RunClock,
         background: Any,
         copies: Any,
     ) -> None:
-        self.run_dir, self.engine, self.skipped = run_dir, record.engine, start.skipped
-        self.is_background = background is not None
-        self.record, self._settings = record, record.engine.config.checkpoint
-        self._background, self._clock, engine = background, clock, record.engine
+        engine = contents.engine
+        self.run_dir, self.engine, self.skipped = run_dir, engine, start.skipped
+        self.contents, self._settings = contents, engine.config.checkpoint
+        self._background, self._clock, self.is_background = background, clock, background is not None
         first, tries = engine.mesh.world.is_first, "training continues, and the next checkpoint that is due tries again"
         self._saving, self._pruning = FailureWarning(first, tries), FailureWarning(first, "training continues")
         self._waiting = FailureWarning(first, "save less often (checkpoint.every) to spare that")
         self._copies, self._copier, self._pruned = copies, None if copies is None else copies.copier, -1
         if self._copier is not None and start.resumed is not None:
             self._copier.add(start.resumed.step, start.resumed.path, if_missing=True)
-        self._texts = record.texts(start.carried) if first else {}
+        self._texts = contents.texts(start.carried) if first else {}
         held = sum(tensor.numel() * tensor.itemsize for tensor in engine_tensors(engine).values())
         clock.begin(held * engine.mesh.pp.size)  # of one stage, whole; the others hold about as much
 
@@ -269,10 +269,10 @@ class Checkpoints:
         tensors = checkpoint_tensors(self.engine)
         texts = self._texts | {WRITER: record_of(self.engine.config.parallel).text}
         if self._background is not None and not last:
-            facts = self.record.facts(step, evaluation_missed)
+            facts = self.contents.facts(step, evaluation_missed)
             return cast(Path, self._background.save(self.run_dir, facts, tensors, texts))
         try:
-            facts = self.record.facts(step, evaluation_missed)
+            facts = self.contents.facts(step, evaluation_missed)
             path = save_checkpoint(self.run_dir, facts, tensors, texts, self.engine.mesh.world)
         except UserError as error:
             if last:
