@@ -7,7 +7,7 @@ sequence, is computed tile by tile (`cpu.tiles`), or without that room with a ma
 """
 
 from collections.abc import Callable, Iterator
-from itertools import pairwise
+from itertools import pairwise, repeat
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -85,10 +85,12 @@ def varlen_lengths(q: Tensor, k: Tensor, mask: AttentionMask) -> Lengths | None:
 
 def document_bounds(rows: int, keys: int, documents: Tensor | None) -> Iterator[list[int] | None]:
     """Yield the starts of the documents among each sample's first `keys` positions, and `keys`; None for mixed ones."""
-    for row in range(rows):
-        ids = np.zeros(keys, np.int64) if documents is None else documents[row, :keys].numpy(force=True)
-        bounds = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist(), keys]
-        yield bounds if len(np.unique(ids)) == len(bounds) - 1 else None
+    if documents is None:
+        yield from repeat([0, keys], rows)
+        return
+    for ids in documents[:rows, :keys].numpy(force=True):
+        starts = [0, *(np.flatnonzero(np.diff(ids)) + 1).tolist()]
+        yield [*starts, keys] if len(np.unique(ids[starts])) == len(starts) else None
 
 
 def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
