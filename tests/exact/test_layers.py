@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from tests.exact.support import tree
 from tests.support.bits import THREADS, close, cuts, drawn, equal, same_in_threads, with_gradients
 from tests.support.sweep import sweep
+from threefold.errors import UserError
 from threefold.exact import functions as exact_functions
 from threefold.exact import layers, totals
 from threefold.exact import products as exact_products
@@ -384,6 +385,24 @@ def test_attention_of_a_sample_does_not_depend_on_others() -> None:
         found = exact_attention(q[of_row], k[of_row], v[of_row], AttentionMask(12, ids[of_row]))
         assert equal(found, whole[of_row])
     assert close(whole, attention(q.double(), k.double(), v.double(), AttentionMask(12, ids)))
+
+
+class RenamedAttention(CausalAttention):
+    """A subclass with the forward of its base."""
+
+
+class OtherAttention(CausalAttention):
+    def forward(self, *inputs: Any) -> Tensor:
+        return super().forward(*inputs)
+
+
+def test_an_attention_with_another_forward_is_refused() -> None:
+    assert ExactAttention.of(RenamedAttention(window=3)).window == 3
+    with pytest.raises(UserError) as told:
+        ExactAttention.of(OtherAttention())
+    assert str(told.value) == (
+        "train.exact is true, which computes attention itself, without the forward of OtherAttention; use false."
+    )
 
 
 def test_torchs_attention_depends_on_heads_or_threads() -> None:

@@ -2,11 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch import nn
 
 from tests.inference.support import Oracle
+from threefold.errors import UserError
 from threefold.inference.model import Cache, CachedAttention, Model, Trained, caching
+from threefold.models.layers.attention import CausalAttention
 
 CPU = torch.device("cpu")
 TOKENS = torch.randint(1, 300, (4, 30), generator=torch.Generator().manual_seed(1)).tolist()
@@ -74,3 +79,17 @@ def test_afterwards_the_model_is_as_it_was(trained: Trained) -> None:
         fill(model, cache, [0, 1, 2, 3], [tokens[:10] for tokens in TOKENS])
     assert repr(model.stage) == before[0]
     assert torch.equal(model.stage(torch.tensor(TOKENS)[:, :16]), before[1])
+
+
+class OtherAttention(CausalAttention):
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return super().forward(*inputs)
+
+
+def test_an_attention_with_another_forward_is_refused() -> None:
+    with pytest.raises(UserError) as told, caching(nn.ModuleList([OtherAttention()]), 1, SLOTS):
+        pass
+    assert str(told.value) == (
+        "the KV cache computes attention itself, without the forward of OtherAttention; use a model of --model, which "
+        "runs without a cache."
+    )

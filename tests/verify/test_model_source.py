@@ -10,6 +10,7 @@ from tests.verify.support import task, verify
 from threefold.config import load_config
 from threefold.errors import UserError
 from threefold.models.source import FileSource
+from threefold.parallel.layout_check import check_source
 from threefold.verify.verifier import DEPARTS, EQUAL, UNSPLIT
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "own_model"
@@ -110,13 +111,17 @@ def test_file_without_that_plan(pool, tmp_path: Path) -> None:
         verify(pool, example("plam", "dp2"), tmp_path, "dp2")
 
 
-@pytest.mark.slow
-def test_custom_attention_is_equal_but_no_ring(pool, tmp_path: Path) -> None:
-    """The variant of the guide, in the example."""
+def with_attention_of_the_guide(folder: Path) -> FileSource:
+    """The example with the variant of the guide."""
     guide = (EXAMPLE.parents[1] / "docs/guides/own_model.md").read_text()
     (variant,) = (block for block in guide.split("```") if "class CappedAttention(" in block)
     added = f"{variant.removeprefix('python')}\n\nclass Block("
-    source = changed(tmp_path, ("class Block(", added), ("CausalAttention()", "CappedAttention(0.05)"))
+    return changed(folder, ("class Block(", added), ("CausalAttention()", "CappedAttention(0.05)"))
+
+
+@pytest.mark.slow
+def test_custom_attention_is_equal_but_no_ring(pool, tmp_path: Path) -> None:
+    source = with_attention_of_the_guide(tmp_path)
     layouts = ("tp2", "pp2", "cp2", "cp2 ring")
     todo = task(*layouts, given=load_config(EXAMPLE / "own.yaml"), source=source)
     *equal, ring = verify(pool, todo, tmp_path, *layouts)
@@ -155,3 +160,15 @@ def test_an_attention_that_is_changed_without_a_forward_is_equal_but_no_ring(poo
     *equal, ring = verify(pool, todo, tmp_path, *layouts)
     assert [each.verdict for each in equal] == [EQUAL] * (len(layouts) - 1)
     assert f"attention itself, without the {'hooks' if way == 'hooks' else 'forward'} of" in ring.message
+
+
+def test_a_ring_refuses_a_custom_attention_before_ranks_start(tmp_path: Path) -> None:
+    source = with_attention_of_the_guide(tmp_path)
+    for works in ({"parallel.cp": 2}, {"parallel.cp_method": "ring"}):  # a single rank makes no ring
+        check_source(source, load_config(EXAMPLE / "own.yaml", works))
+    with pytest.raises(UserError) as told:
+        check_source(source, load_config(EXAMPLE / "own.yaml", {"parallel.cp": 2, "parallel.cp_method": "ring"}))
+    assert str(told.value) == (
+        "parallel.cp_method is ring, which computes attention itself, without the forward of CappedAttention; use "
+        "all-gather."
+    )

@@ -256,8 +256,13 @@ class RingAttention(nn.Module):
 
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
         super().__init__()
-        require_standard(core, "parallel.cp_method is ring, which", "all-gather")
+        self.check(core)
         self.dropout, self.window, self.axis, self.heads = core.dropout, core.window, axis, heads
+
+    @staticmethod
+    def check(core: CausalAttention) -> None:
+        """Raise a `UserError` if an attention has another `forward` or hooks."""
+        require_standard(core, "parallel.cp_method is ring, which", "all-gather")
 
     # A compiler cannot follow sends that overlap with matrix products.
     @torch.compiler.disable
