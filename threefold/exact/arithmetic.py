@@ -18,7 +18,7 @@ from threefold.errors import UserError
 from threefold.exact import custom_functions, layers
 from threefold.exact.custom import CustomFunctions, UnknownCalls
 from threefold.exact.experts import weighted_sum
-from threefold.exact.fingerprint import Fingerprints
+from threefold.exact.fingerprint import WeightHashes
 from threefold.exact.functions import ExactFunctions
 from threefold.exact.grain import Grain, Pieces
 from threefold.exact.layers import RowSum, last_dim_summed
@@ -35,6 +35,7 @@ from threefold.parallel.gradients import Gradients, MakePlace
 from threefold.parallel.parameter import Weight
 from threefold.parallel.shard_modules import feature_units
 from threefold.parallel.zero import ShardedGradients, ZeroSharding
+from threefold.random.tensor_hash import fingerprint_of
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,7 @@ class ExactOnRank(RankArithmetic):
     ) -> None:
         self._grain, self._mesh, self._order, self._calls = grain, mesh, order, calls
         self._widths: dict[Tensor, int] = {}
-        self._fingerprints: Fingerprints | None = None
+        self._hashes: WeightHashes | None = None
         self.layers, self.shardings = ExactLayers(pieces, grain.tensor), shardings(pieces, grain.context)
         functions: Callable[[], AbstractContextManager[Any]]
         if calls is None:
@@ -173,9 +174,9 @@ class ExactOnRank(RankArithmetic):
         return sum_exactly(values, counts, self._mesh.world, over_ranks)
 
     def fingerprint(self, weights: Sequence[Weight], turn: int) -> str:
-        if self._fingerprints is None:
-            self._fingerprints = Fingerprints(weights, self._mesh)
-        return self._fingerprints.take(turn).fingerprint
+        if self._hashes is None:
+            self._hashes = WeightHashes(weights, self._mesh)
+        return fingerprint_of(self._hashes.take(turn))
 
     def note(self, call: str) -> None:
         if self._calls is not None:

@@ -1,28 +1,15 @@
-"""Fingerprints of a model that is sharded over a mesh, by the hashes of `threefold.random.tensor_hash`."""
+"""Hashes of the weights of a model that is sharded over a mesh, which give its fingerprint (`random.tensor_hash`)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
 from threefold.comm.mesh import Mesh
 from threefold.parallel.parameter import Weight, offset
-from threefold.random.tensor_hash import PartHash, fingerprint_of
+from threefold.random.tensor_hash import PartHash
 
 
-@dataclass(frozen=True)
-class TensorHashes:
-    """Hashes of tensors, each of the whole tensor, by name."""
-
-    by_name: dict[str, int]
-
-    @property
-    def fingerprint(self) -> str:
-        """The fingerprint of all tensors together: 12 hexadecimal digits."""
-        return fingerprint_of(self.by_name)
-
-
-class Fingerprints:
+class WeightHashes:
     """Hashes of the weights of a model that is sharded over a mesh. All methods are collective over the world.
 
     Each element is hashed by one of the ranks that hold it. Each `turn` takes the next of these ranks, so that a rank
@@ -35,8 +22,11 @@ class Fingerprints:
         self._names: dict[str, int] = {}
         self._holders: dict[str, list[int]] = {}
 
-    def take(self, turn: int) -> TensorHashes:
-        """Hash the weights as they are now; equal on every rank. The first call finds out which ranks hold what."""
+    def take(self, turn: int) -> dict[str, int]:
+        """Return the hash of each whole weight as it is now, by name; equal on every rank.
+
+        The first call finds out which ranks hold what.
+        """
         if not self._names:
             held = {each.name: (offset(each.parameter), tuple(each.master.shape)) for each in self._weights}
             everywhere = self._mesh.world.gather_objects(held)
@@ -54,4 +44,4 @@ class Fingerprints:
             if holders[(place + turn) % len(holders)] == self._mesh.rank:
                 totals[place] = self._hashes[weight.name](weight.master)
         self._mesh.world.all_reduce_(totals)
-        return TensorHashes(dict(zip(self._names, totals.tolist(), strict=True)))
+        return dict(zip(self._names, totals.tolist(), strict=True))
