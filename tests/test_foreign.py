@@ -176,10 +176,10 @@ FUNCTIONS: Final = {
         report/commands/data.py::_show_conversations report/tokens.py::_audit_folder
         report/tokens.py::_audit_foreign report/tokens.py::_compare report/tokens.py::audit
         terminal.py::read_config terminal.py::require_page
-        inference/commands/eval.py::command inference/commands/eval.py::_is_earlier_output
+        inference/commands/eval.py::command
         inference/commands/eval.py::_write verify/inspect_command.py::command
         inference/inputs.py::read_prompts inference/inputs.py::require_texts
-        report/document.py::write_page report/figures.py::require_picture report/figures.py::save
+        report/document.py::write_page report/figures.py::save
         train/saving.py::CheckpointContents.texts
         huggingface/conversations.py::read_template data/tokenizer.py::load_tokenizer
     """,

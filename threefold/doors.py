@@ -1,13 +1,14 @@
 """Doors: what attached rooms add to the core, which never imports them.
 
 The core is what trains. An attached room is a subpackage that a run can do without, such as the planner; its module
-`door` declares, as import paths, what it adds, so that nothing of a room is imported before it is used:
+`door` declares what it adds, objects as import paths, so that nothing of a room is imported before it is used:
 
     COMMANDS = {"plan": ("Plan", "threefold.planner.commands.plan:command")}
     CALLBACKS = {"stragglers": "threefold.resilience.stragglers:StragglerReport"}  # of every run
     FIRST_CALLBACKS = {"live_line": "threefold.report.console:LiveLine"}  # of every run, before those of the core
     CHOSEN_CALLBACKS = {"csv_log": "threefold.report.callbacks:CSVLog"}  # of a run that names them
     TOKEN_FORMATS = {"megatron": "threefold.convert.megatron_tokens:MEGATRON"}
+    RUN_FILES = {"metrics": "metrics.jsonl"}  # that callbacks write into the folder of every run
     ATTACHMENTS = {"resilience": "threefold.resilience.attachment:FaultResponse"}  # `threefold.train.attachment`
     NAMES = {"verify_model": "threefold.verify.api:verify_model"}  # of `threefold`; TYPES, of `threefold.types`
     RULES = {"exact": "threefold.exact.rules:exact_rules"}  # of a resolved config, as `threefold.config.rules`

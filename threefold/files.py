@@ -124,6 +124,13 @@ def read_bytes(path: Path, called: str = "", limit: int = LARGEST_TEXT) -> bytes
         return content_of(file, path, called, limit)
 
 
+def first_bytes(path: Path, size: int) -> bytes:
+    """Return the first bytes of a regular file, by which its format is told; nothing if they cannot be read."""
+    with suppress(OSError), open_regular(path) as file:
+        return file.read(size)
+    return b""
+
+
 def content_of(file: io.FileIO, path: Path, called: str, limit: int) -> bytes:
     """Return what an open file holds; raise UserError, naming its path, if that is more than `limit` bytes."""
     if (size := os.fstat(file.fileno()).st_size) > limit:

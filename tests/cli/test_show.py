@@ -93,6 +93,32 @@ def test_a_model_of_ones_own(threefold) -> None:
     assert [kind["name"] for kind in document["tensors"] if kind["cuts"]]
 
 
+HALF_PLANNED = """\
+from torch import nn
+
+from threefold.models.sharding import Constant, ModelPlan, Replicated
+
+
+class Two(nn.Sequential):
+    plan = ModelPlan({"embed": Replicated()}, ("embed", "head"), (1.0, 1.0), lambda name: Constant(0.0))
+
+    def __init__(self, vocab_size: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab_size, 8)
+        self.head = nn.Linear(8, vocab_size)
+"""
+
+
+@pytest.mark.parametrize("command", [("show",), ("show", "--no-traffic"), ("config", "size")], ids=" ".join)
+def test_a_plan_without_a_rule_for_a_weight_is_refused(threefold, config: Path, command: tuple[str, ...]) -> None:
+    Path("two.py").write_text(HALF_PLANNED)
+    config.write_text("data: {path: none}\nmodel: {vocab_size: 64}\nparallel: {dp: 2}")
+    status, output, error = threefold(*command, config, "--model", "two.py:Two")
+    assert (status, output) == (2, "")
+    expected = "Error: split says nothing about the parameter 'head.weight'; give 'head' Replicated().\n"
+    assert error == expected
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [

@@ -44,7 +44,9 @@ def hashed_in_parts(whole: Tensor, counts: Sequence[int]) -> int:
     return total % MODULUS
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int64]
+)
 @pytest.mark.parametrize(
     ("shape", "counts"),
     [((), ()), ((37,), (5,)), ((24, 40), (1, 8)), ((24, 40), (7, 3)), ((3, 5, 8), (3, 2, 4)), ((2, 70_001), (1, 3))],

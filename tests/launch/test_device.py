@@ -9,7 +9,6 @@ from threefold.host import cpu_quota
 from threefold.launch import device, worker
 from threefold.launch.device import choose_device, gpu_count, require_gpus
 from threefold.launch.worker import threads_per_rank
-from threefold.planner import fitting
 
 
 def test_auto_takes_cuda_only_with_a_gpu_for_each_rank() -> None:
@@ -37,7 +36,6 @@ def test_ranks_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "gpu_count", lambda: 2)
-    monkeypatch.setattr(fitting, "gpu_count", lambda: 2)
     monkeypatch.setattr(worker, "gpu_count", lambda: 2)
     sizes = iter([80 << 30, 40 << 30] * 8)
     properties = type("Properties", (), {"total_memory": property(lambda _: next(sizes))})
@@ -59,15 +57,6 @@ def test_over_gloo_one_gpu_is_needed() -> None:
         pytest.skip("there is one")
     with pytest.raises(UserError, match=r"this machine has 0 GPUs for 8 ranks; set train.device to cpu\."):
         require_gpus(8, "gloo")
-
-
-@pytest.mark.usefixtures("two_gpus")
-def test_ranks_that_share_a_gpu_share_its_memory() -> None:
-    of_one, of_two, of_three, of_eight = (fitting.memory_per_rank("cuda", ranks) for ranks in (1, 2, 3, 8))
-    own = 1 << 30
-    assert of_one == of_two == int(0.7 * (40 << 30)) - own
-    assert of_three == int(0.7 * (40 << 30) / 2) - own, "two ranks share one of the GPUs"
-    assert of_eight == int(0.7 * (40 << 30) / 4) - own
 
 
 @pytest.mark.usefixtures("two_gpus")

@@ -1,19 +1,22 @@
 """Runs on local processes, with real kills."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.support import ready
 from tests.support.processes import CpuWaits, assert_gone, pids_of
 from tests.support.sweep import sweep
 from threefold.errors import UserError
-from threefold.launch.failure import RankFailed
+from threefold.launch.failure import RankFailed, cause, from_exception, from_exit_code, of_lost_peer
 from threefold.launch.output import log_file
 
 HERE = Path(__file__).parent
@@ -165,8 +168,6 @@ def test_terminal_stays_one_and_the_log_stays_text(tmp_path: Path) -> None:
 
 
 def test_exceptions_are_what_the_console_says() -> None:
-    from threefold.launch.failure import cause, from_exception, from_exit_code
-
     lost = from_exception(0, RuntimeError("Connection closed by peer"))
     aborted = from_exit_code(1, -signal.SIGABRT)
     killed = from_exit_code(2, -signal.SIGKILL)
@@ -176,10 +177,22 @@ def test_exceptions_are_what_the_console_says() -> None:
     assert isinstance(from_exception(0, UserError("x")).exception(None), UserError)
 
 
+@pytest.mark.parametrize("allocate", [lambda: torch.empty(1 << 58), lambda: np.empty(1 << 60, np.uint8)])
+def test_an_allocation_that_fails_is_a_sentence(allocate: object) -> None:
+    with pytest.raises((RuntimeError, MemoryError)) as caught:
+        allocate()  # type: ignore[operator]
+    assert re.fullmatch(
+        r"the memory of this machine, [0-9.,]+ GB for all its processes, is not enough: 1,152,921,504\.6 GB could not "
+        r"be allocated; use a smaller train\.micro_batch_size, train\.recompute, parallel\.zero, or more ranks of tp "
+        r"or pp on more machines",
+        from_exception(0, caught.value).error,
+    )
+    assert from_exception(0, RuntimeError("shapes do not match")).error == "RuntimeError: shapes do not match"
+
+
 def test_a_rank_that_lost_another_does_not_blame_itself() -> None:
     """Nor does it show a user the path of a class of torch."""
     from threefold.errors import PeerLostError
-    from threefold.launch.failure import from_exception, of_lost_peer
 
     def told(error: Exception) -> str:
         return of_lost_peer(from_exception(2, error), error).message(None)

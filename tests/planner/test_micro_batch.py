@@ -27,7 +27,6 @@ from threefold.planner.activations import (
     step_bytes,
 )
 from threefold.planner.block import block_shapes, describe_model
-from threefold.planner.fitting import memory_per_rank
 from threefold.planner.model_size import ModelSize, built_in_attention, rank_block
 from threefold.random.dropout import sample_keys
 from threefold.verify.worker_pool import WorkerPool
@@ -188,13 +187,6 @@ def test_what_makes_activations_smaller_leaves_room_for_larger_micro_batches() -
     assert activations(parallel={"cp": 2}) < plain
     assert activations(precision={"dtype": "bf16"}) < plain
     assert activations(model={"hidden_dropout": 0.1, "attention_dropout": 0.1, "vocab_size": 4096}) > plain
-
-
-def test_ranks_share_the_memory_of_a_host() -> None:
-    one, four = memory_per_rank("cpu", 1), memory_per_rank("cpu", 4)
-    assert 0 < four < one < memory()
-    assert memory_per_rank("cpu", 4) == four  # whatever is in use just now
-    assert memory_per_rank("cpu", 10**6) == 0
 
 
 def test_the_limits_of_control_groups_count(tmp_path: Path) -> None:

@@ -215,15 +215,15 @@ class Writer(_Storage, StorageWriter):
 
     def _write_file(
         self, path: Path, items: Sequence[WriteItem], planner: SavePlanner
-    ) -> tuple[list[TensorChunk], list[int], FileRecord]:
-        """Write parts one after another, freeing each before reading the next; return also the hashes of weights."""
+    ) -> tuple[list[TensorChunk], list[int | None], FileRecord]:
+        """Write parts one after another, freeing each before reading the next; the hashes are those of weights."""
         chunks: list[TensorChunk] = []
-        hashes: list[int] = []
+        hashes: list[int | None] = []
         whole, position, begun = xxhash.xxh3_128(), 0, 0
         with path.open("wb") as file:
             for item in items:
                 tensor = cast(Tensor, planner.resolve_data(item)).detach().cpu().contiguous()
-                hashes.append(_hash(item, tensor) if item.index.fqn.startswith(MODEL) else 0)
+                hashes.append(_hash(item, tensor) if item.index.fqn.startswith(MODEL) else None)
                 content = _bytes_of(tensor)
                 part = xxhash.xxh3_128()
                 for start in range(0, len(content), _BLOCK):
@@ -257,7 +257,7 @@ class Writer(_Storage, StorageWriter):
             chunk, found, file = result.storage_data
             files[chunk.file] = file
             chunks[result.index.fqn].append(chunk)
-            if result.index.fqn.startswith(MODEL):
+            if found is not None:
                 hashes[result.index.fqn.removeprefix(MODEL)] += found  # parts add up to the whole
         tensors = {
             name: StoredTensor(tuple(entry.size), name_of(entry.properties.dtype), tuple(chunks[name]))
@@ -366,8 +366,6 @@ def _fill(file: io.RawIOBase, folder: Path, chunk: TensorChunk, target: Tensor, 
 def _hash(item: WriteItem, tensor: Tensor) -> int:
     """Return the hash of a part of a weight; those of all parts add up to that of the weight (`PartHash`)."""
     box, whole = _box(item), cast(TensorWriteData, item.tensor_data).size
-    if tensor.is_floating_point() and tensor.element_size() == 1:  # float8, with which torch does not compute
-        tensor = tensor.view(torch.uint8)
     return int(PartHash(box.sizes, box.offsets, whole)(tensor))
 
 

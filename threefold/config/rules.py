@@ -226,7 +226,7 @@ OF_ROOMS: Final = {
     "exact": "train.exact train.grain_leaf train.grain_samples train.grain_tensor train.grain_context",
     "resilience": (
         "train.watch_every train.spike_factor train.on_nan train.max_restarts parallel.fallbacks data.skip_steps "
-        "checkpoint.remote checkpoint.memory_every"
+        "checkpoint.async_save checkpoint.remote checkpoint.memory_every"
     ),
 }
 """Attached room → settings that only it follows. They are declared in the schema, so that a config that a run has

@@ -1,4 +1,4 @@
-"""Fingerprints of samples and batches of any form, and an exchange of numbers, for comparisons of ranks."""
+"""Fingerprints of samples and batches of any form, for comparison."""
 
 import hashlib
 from collections.abc import Mapping
@@ -9,22 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from threefold.comm.axis import Axis
-
 
 def fingerprint_of(value: Any) -> int:
     """Return a 63-bit content hash (BLAKE2b) of a nesting of tensors, arrays, numbers and texts."""
     digest = hashlib.blake2b(digest_size=8)
     _add(value, digest)
     return int.from_bytes(digest.digest(), "little") >> 1
-
-
-def numbers_of_ranks(axis: Axis, device: torch.device, *numbers: int) -> list[list[int]]:
-    """Exchange numbers of each rank, by an all-reduce, which every backend supports and which is cheap on each."""
-    table = torch.zeros(axis.size, len(numbers), dtype=torch.int64, device=device)
-    table[axis.index] = torch.tensor(numbers, dtype=torch.int64)
-    found: list[list[int]] = axis.all_reduce_(table).tolist()
-    return found
 
 
 def _add(value: Any, digest: Any) -> None:

@@ -24,7 +24,7 @@ from threefold.checkpoint.folder import FOLDER, newest, remains, require_outside
 from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
 from threefold.checkpoint.resume import copies_of
 from threefold.config import Config
-from threefold.doors import hook
+from threefold.doors import added
 from threefold.errors import UserError
 from threefold.files import require_local, shown
 from threefold.foreign import FolderFiles, own_file, write_own
@@ -188,7 +188,7 @@ def require_no_foreign(run_dir: Path, config: Config) -> None:
     from threefold.train.callbacks.registry import files_of
     from threefold.train.callbacks.step_log import LOG_FILE
 
-    replaced = [CONFIG_FILE, *(hook("run_files") or ()), LOG_FILE, *files_of(config.train.callbacks or ())]
+    replaced = [CONFIG_FILE, *added("RUN_FILES").values(), LOG_FILE, *files_of(config.train.callbacks or ())]
     if (copies := copies_of(config, run_dir)) is not None:
         replaced += copies.new_files()
     found = [name for name in replaced if os.path.lexists(run_dir / name)]

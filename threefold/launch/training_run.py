@@ -127,8 +127,6 @@ class TrainingRun:
             from threefold.train.run import check_division, import_named
 
             import_named(self.config)
-            for name in ("peak_rate", "over_shared_memory", "share_mailbox", "check_model", "announce"):
-                hook(name)
         call_hook("require_memory", self.config, find_launched_rank(), check_division(self.config))
         if self.config.train.max_restarts:
             call_hook("import_writer")

@@ -243,8 +243,9 @@ def apply_parallelism(
     """
     settings, mesh = how.settings, how.mesh
     model = skeleton(make_model, settings.seed)
-    call_hook("check_model", model, plan, mesh.tp.size, 0 if how.zero is None else how.zero.stage)
+    call_hook("check_plan", model, plan)
     check_tensor_axis(plan, mesh.tp.size)
+    call_hook("check_cuts", model, plan, mesh.tp.size, 0 if how.zero is None else how.zero.stage)
     names = tuple(name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor))
     in_float8 = float8_layers(model, plan) if trains and settings.fp8 else []
     # Pipeline parallelism: this rank's stages.

@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from threefold.config.model import FAMILIES, OWN, ModelConfig
+from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.models import sharding
 from threefold.models.family import family_of, make_model, model_plan
@@ -56,6 +57,8 @@ class ModelDescription:
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         self.plan = model_plan(config, sequence_length)
         self.config, self._length = config, sequence_length
+        if config.architecture == OWN:
+            call_hook("check_plan", self.model, self.plan)
         self.weights = {layer: self._weights_of(layer) for layer in self.plan.layers}
 
     @cached_property

@@ -19,7 +19,7 @@ from threefold.config.model import OWN
 from threefold.config.rules import executed_micro_batches
 from threefold.errors import UserError
 from threefold.models.sharding import Constant
-from threefold.models.source import ConfigSource, ModelSource, error_line
+from threefold.models.source import ConfigSource, error_line
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner import dry_step
 from threefold.planner.block import UnknownBlock, block_shapes, describe_model
@@ -65,23 +65,18 @@ TellPass = Callable[[int, int], object]
 """Callback that takes the number of a rank's passes done and their total."""
 
 
-def dry_run(
-    config: Config, rank: int = 0, source: ModelSource | None = None, tell: TellPass | None = None
-) -> DryRunReport:
+def dry_run(config: Config, rank: int = 0, tell: TellPass | None = None) -> DryRunReport:
     """Run one training step of one rank on tensors without memory; the config's data need not exist.
 
-    The model is the one that the config names, unless there is a source; `tell` is called before each forward pass.
-    Raises a `UserError` if the layout has no such rank or does not suit the model, and a RuntimeError if there is a
-    process group already.
+    `tell` is called before each forward pass. Raises a `UserError` if the layout has no such rank or does not suit the
+    model, and a RuntimeError if there is a process group already.
     """
-    return run_step(config, rank, source, tell)[0]
+    return run_step(config, rank, tell)[0]
 
 
-def run_step(
-    config: Config, rank: int, source: ModelSource | None = None, tell: TellPass | None = None
-) -> tuple[DryRunReport, list[Event]]:
+def run_step(config: Config, rank: int, tell: TellPass | None = None) -> tuple[DryRunReport, list[Event]]:
     """Run `dry_run` and also return the collectives in order."""
-    layout, flops, source = Layout.from_config(config.parallel), dry_step.FlopCount(), source or ConfigSource()
+    layout, flops, source = Layout.from_config(config.parallel), dry_step.FlopCount(), ConfigSource()
     is_custom, (micro_batches, _) = config.model.architecture == OWN, executed_micro_batches(config)
     if is_custom and layout.pp > 1:
         raise UserError(

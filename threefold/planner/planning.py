@@ -3,7 +3,6 @@ none."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -16,7 +15,7 @@ from threefold.config.schema import Config, to_yaml
 from threefold.config.section import MOST_STEPS, divisors, nearest_multiple
 from threefold.data.dataset import resolve_without_data
 from threefold.errors import UserError
-from threefold.files import format_bytes, shown
+from threefold.files import first_bytes, format_bytes, shown
 from threefold.models.family import model_plan
 from threefold.planner.bounds import Evaluated, ModelCosts
 from threefold.planner.estimate import built_in_system
@@ -330,18 +329,13 @@ def config_text(
     return f"{_HEAD} {request}.\n{header}" + to_yaml({name: values for name, values in sections.items() if values})
 
 
-def require_writable(path: Path) -> None:
+def require_plan_file(path: Path) -> None:
     """Check, before the search, that a file can be written without overwriting one of the user's."""
     if path.is_dir():
         raise UserError(f"{shown(path)} is a folder; name a file in it, such as {shown(path / 'best.yaml')}.")
     if not path.parent.is_dir():
         raise UserError(f"{shown(path)} cannot be written as {shown(path.parent)} is not a folder; make it first.")
-    if not path.is_file():
-        return
-    begins = b""
-    with suppress(OSError), path.open("rb") as file:
-        begins = file.read(len(_HEAD))
-    if begins != _HEAD.encode():
+    if path.is_file() and first_bytes(path, len(_HEAD)) != _HEAD.encode():
         names = (path.with_name(f"{path.stem}-planned{number}{path.suffix}") for number in ("", *range(2, 10**6)))
         free = next(name for name in names if not name.exists())
         raise UserError(

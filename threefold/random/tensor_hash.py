@@ -63,7 +63,8 @@ def _block_factor(block: int) -> int:
 class PartHash:
     """Hash of a part of a tensor. The hashes of parts that make up the whole add up, modulo 2^64, to that of the whole.
 
-    The part has a `shape`, and a `start` per dim in a tensor of the shape `whole`. 0 and -0 count as equal.
+    The part has a `shape`, and a `start` per dim in a tensor of the shape `whole`. 0 and -0 count as equal, other than
+    in float8, with which torch does not compute.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class PartHash:
         products = torch.empty(rows, len(factors), dtype=torch.int64, device=columns.device)
         sums = []
         for part in columns.split(rows):
-            if part.is_floating_point():
+            if part.is_floating_point() and part.element_size() > 1:
                 part = torch.add(part, 0, out=plain[: len(part)])  # -0 becomes 0
             sums.append(products[: len(part)].copy_(part.view(word)).mul_(factors).sum(1))
         return torch.cat(sums)

@@ -6,8 +6,12 @@ METRICS_FILE: Final = "metrics.jsonl"
 CURVE_FILE: Final = "loss.png"
 REPORT_FILE: Final = "report.html"
 GOODPUT_FILE: Final = "goodput.json"
-RUN_FILES: Final = (METRICS_FILE, CURVE_FILE, REPORT_FILE, GOODPUT_FILE)
-"""Files of a run that its callbacks write here."""
+RUN_FILES: Final = {
+    "metrics": METRICS_FILE,
+    "loss_curve": CURVE_FILE,
+    "report": REPORT_FILE,
+    "goodput": GOODPUT_FILE,
+}
 
 COMMANDS: Final = {
     "watch": ("Train and use", "threefold.report.commands.watch:command"),
@@ -41,5 +45,4 @@ HOOKS: Final = {
     "announce": "threefold.report.announcement:announce",
     "running_lines": "threefold.report.console:RunningLines",
     "import_writer": "threefold.report.tensorboard:import_writer",
-    "run_files": "threefold.report.door:RUN_FILES",
 }

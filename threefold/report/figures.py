@@ -1,11 +1,10 @@
 """Figures of the package in one style, as wide as a page of documentation, and written as PNG or SVG."""
 
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import first_bytes, shown
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -86,10 +85,7 @@ _MARK: Final = "Threefold, with Matplotlib"
 def require_picture(path: Path) -> None:
     """Raise a `UserError` as `check_picture`, or for an existing file that is not a picture of this program."""
     check_picture(path)
-    begins = b""
-    if path.is_file():
-        with suppress(OSError), path.open("rb") as file:
-            begins = file.read(4096)
+    begins = first_bytes(path, 4096)
     if begins and _MARK.encode() not in begins:
         raise UserError(f"The picture {shown(path)} exists already and is not of this program; use another name.")
 

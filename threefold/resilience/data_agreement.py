@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
-from threefold.data.fingerprint import fingerprint_of, numbers_of_ranks
+from threefold.data.fingerprint import fingerprint_of
 from threefold.data.keyed_reading import KeyedReader, changing
 from threefold.errors import UserError
 
@@ -36,7 +36,7 @@ def require_one_data_set(dataset: Any, mesh: Mesh | None, named: str) -> None:
         if changes is not None:
             raise changes
         return
-    found = numbers_of_ranks(mesh.world, mesh.device, size, first, changes is not None)
+    found = mesh.world.gather_numbers(mesh.device, size, first, changes is not None)
     sizes, samples, changed = ([each[column] for each in found] for column in range(3))
     if any(changed):
         raise changes or changing(f"{begin}, whose sample 0")
@@ -60,7 +60,7 @@ def require_one_batch(batch: Any, mesh: Mesh, when: str, among: Axis | None = No
     if mesh.world.size == mesh.dp.size:
         return
     axis = mesh.world if among is None else among
-    table = numbers_of_ranks(axis, mesh.device, fingerprint_of(batch))
+    table = axis.gather_numbers(mesh.device, fingerprint_of(batch))
     found = dict(zip(axis.ranks, (number for (number,) in table), strict=True))
     for ranks in mesh.layout.groups("pp", "cp", "tp"):
         rank = next((rank for rank in ranks if found.get(rank) != found.get(ranks[0])), None)
@@ -78,7 +78,7 @@ def require_one_stream(first: int, mesh: Mesh) -> None:
 
     Collective over the world.
     """
-    found = [number for (number,) in numbers_of_ranks(mesh.world, mesh.device, first)]
+    found = [number for (number,) in mesh.world.gather_numbers(mesh.device, first)]
     if (rank := _other(found)) is not None:
         raise UserError(
             f"The data set of the DataLoader yields another first batch on rank {rank} than on rank 0 but must yield "

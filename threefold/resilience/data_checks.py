@@ -25,7 +25,7 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.data.corpus import Content, Corpus, TokenArray, damaged
 from threefold.data.dataset import Dataset
-from threefold.data.fingerprint import fingerprint_of, numbers_of_ranks
+from threefold.data.fingerprint import fingerprint_of
 from threefold.data.formats.custom_data import CustomData, named
 from threefold.data.loader import Batch, Loader
 from threefold.data.samples import Samples
@@ -125,7 +125,7 @@ class DataCheck(Callback):
     def before_step(self, step: int, batch: Any) -> None:
         self.step_interval = self.every
         mine = fingerprint_of(batch if isinstance(batch, Batch) else (batch, self.rows))
-        found = [number for (number,) in numbers_of_ranks(self.mesh.world, self.mesh.device, mine)]
+        found = [number for (number,) in self.mesh.world.gather_numbers(self.mesh.device, mine)]
         if problem := disagreement(found, self.mesh.layout):
             raise UserError(f"At step {step} {problem}.")
 
@@ -233,7 +233,7 @@ class TokenCheck(Callback):
         reading = self._reader is not None and self._reader.is_alive()
         mine = self._problem or (_READING if reading else _DONE)
         mesh = self.mesh
-        table = numbers_of_ranks(mesh.world, mesh.device, mine) if mesh.world.size > 1 else [[mine]]
+        table = mesh.world.gather_numbers(mesh.device, mine) if mesh.world.size > 1 else [[mine]]
         found = [number for (number,) in table]
         if max(found) >= _PROBLEMS:
             raise self._error(max(found))
@@ -246,7 +246,7 @@ class TokenCheck(Callback):
         if self.mesh.world.size == 1:
             return
         mine = 0 if self._reader is None else 1 + fingerprint_of(self._found) // 2  # zero for a rank that reads none
-        numbers = [each for (each,) in numbers_of_ranks(self.mesh.world, self.mesh.device, mine)]
+        numbers = [each for (each,) in self.mesh.world.gather_numbers(self.mesh.device, mine)]
         readers = [rank for rank, number in enumerate(numbers) if number]
         other = next((rank for rank in readers if numbers[rank] != numbers[readers[0]]), None)
         if other is not None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -86,9 +87,16 @@ class Attachment:
         return ()
 
 
+_CALLED_BY_RANKS: Final = (
+    *("peak_rate", "checks", "over_shared_memory", "kept_states", "remote_copies", "background_saver", "check_plan"),
+    *("announce", "performance_meter", "share_mailbox"),
+)
+"""Hooks of a run, in the order in which its ranks call them."""
+
+
 def import_attachments() -> None:
     """Import what attached rooms add to a run, before processes are forked."""
-    for name in ("performance_meter", "checks", "kept_states", "remote_copies", "background_saver"):
+    for name in _CALLED_BY_RANKS:
         hook(name)
     for path in added("ATTACHMENTS").values():
         imported(path)

@@ -20,10 +20,9 @@ from threefold.config import Config
 from threefold.config.model import OWN
 from threefold.config.resolve import with_micro_batch
 from threefold.data.dataset import Dataset, open_dataset
-from threefold.data.fingerprint import numbers_of_ranks
 from threefold.data.loader import BatchSlice, Loader
 from threefold.data.samples import ConsumedSamples, Samples
-from threefold.doors import call_hook, hook, needed
+from threefold.doors import call_hook, hook
 from threefold.errors import UserError
 from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
@@ -163,7 +162,7 @@ def agree_on_micro_batch(config: Config, mesh: Mesh) -> Config:
     """
     if "train.micro_batch_size" not in config.derived:
         return config
-    (smallest,) = min(numbers_of_ranks(mesh.world, mesh.device, config.train.micro_batch_size))
+    (smallest,) = min(mesh.world.gather_numbers(mesh.device, config.train.micro_batch_size))
     return config if smallest == config.train.micro_batch_size else with_micro_batch(config, smallest)
 
 
@@ -200,8 +199,6 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> tupl
         parameters = check_source(source, config)
         if config.model.file:
             model_files(file_source(config.model).path)
-    if config.checkpoint.async_save:
-        needed("background_saver", "checkpoint.async_save", "resilience")
     train = config.train
     if train.watch_every and train.watch == "gradients" and train.device == "cuda":
         raise UserError(

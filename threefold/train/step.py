@@ -92,11 +92,11 @@ class GradientStep(GradientUpdate):
             self.model.weights,
             partial_over_tensor_ranks(self.model),
             loss_scale,
-            self.buffers,
-            self.model.tied,
-            self.model.copies,
-            settings.chunks.norm_elements,
-            self.parallelism.arithmetic,
+            buffers=self.buffers,
+            tied=self.model.tied,
+            copies=self.model.copies,
+            at_once=settings.chunks.norm_elements,
+            arithmetic=self.parallelism.arithmetic,
         )
         self.generators = ProcessGenerators(mesh.coordinates, mesh.device)  # for user models that draw from them
         self.runner = self._make_runner(activation)

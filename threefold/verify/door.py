@@ -14,7 +14,6 @@ HOOKS: Final = {
     "check_patterns": "threefold.verify.plan_check:check_patterns",
     "explaining_passes": "threefold.verify.module_check:explaining_passes",
     "check_plan": "threefold.verify.plan_check:check_plan",
-    "check_model": "threefold.verify.plan_check:check_model",
     "check_cuts": "threefold.verify.plan_check:check_cuts",
     "check_forward": "threefold.verify.plan_check:check_forward",
     "dropout_parts": "threefold.verify.dropout_parts:dropout_parts",

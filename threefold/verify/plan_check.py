@@ -109,13 +109,6 @@ def _refuse_split_layers(modules: Mapping[str, nn.Module]) -> None:
             )
 
 
-def check_model(model: nn.Module, plan: sharding.ModelPlan, tp: int, zero: int) -> None:
-    """Raise a `UserError` unless a plan suits a model, and a tensor axis of `tp` ranks and a ZeRO stage suit both."""
-    check_plan(model, plan)
-    sharding.check_tensor_axis(plan, tp)
-    check_cuts(model, plan, tp, zero)
-
-
 def check_cuts(model: nn.Module, plan: sharding.ModelPlan, tp: int, zero: int) -> None:
     """Raise a `UserError` if a module that the tensor axis replaces has a hook, or ZeRO cannot shard a parameter."""
     for name, module in model.named_modules() if tp > 1 else ():

@@ -197,6 +197,23 @@ def run(script: Script, model: Any, optimizer: PreparedOptimizer, loader: Any) -
     return found
 
 
+def first_half(script: Script) -> dict[str, Any]:
+    """Half of the epochs; the states as one process has them."""
+    torch.set_num_threads(1)
+    model, optimizer, loader = t3.prepare(*script.make(), **dict(script.options))
+    run(script, model, optimizer, loader)
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def continued(script: Script, states: dict[str, Any]) -> Updates:
+    """The other half, with torch's way to load."""
+    torch.set_num_threads(1)
+    model, optimizer, loader = t3.prepare(*script.make(), **dict(script.options))
+    model.load_state_dict(states["model"])
+    optimizer.load_state_dict(states["optimizer"])
+    return run(script, model, optimizer, loader)
+
+
 def gradient(parameter: nn.Parameter) -> Tensor | None:
     held = stored(parameter)
     return None if parameter.grad is None else whole(like(held, local(held).grad)).clone()  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import threefold as t3
-from tests.compat.prepared.scripts import Script, Updates, run, worst
+from tests.compat.prepared.scripts import Script, Updates, continued, run, worst
 from tests.support.sweep import sweep
 
 
@@ -30,15 +30,6 @@ def loaded(script: Script, folder: Path) -> tuple[int, Updates]:
     return step, run(script, model, optimizer, loader)
 
 
-def from_states(script: Script, states: dict[str, Any]) -> Updates:
-    """The other half on one process, with torch's way to load."""
-    torch.set_num_threads(1)
-    model, optimizer, loader = t3.prepare(*script.make())
-    model.load_state_dict(states["model"])
-    optimizer.load_state_dict(states["optimizer"])
-    return run(script, model, optimizer, loader)
-
-
 @sweep(
     ("ranks", "script", "into"),
     [
@@ -54,7 +45,7 @@ def test_a_checkpoint_continues_in_another_layout(
     pool, tmp_path: Path, ranks: int, script: Script, into: tuple[int, Any]
 ) -> None:
     states = pool.run(ranks, saved, script, tmp_path)[0]
-    alone = pool.run(1, from_states, replace(script, options=()), states)[0]
+    alone = pool.run(1, continued, replace(script, options=()), states)[0]
     for step, found in pool.run(into[0], loaded, replace(script, options=into[1]), tmp_path):
         assert step == 7
         assert worst(found, alone) < 1e-10

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import threefold as t3
-from tests.compat.prepared.scripts import Script, Updates, plain, prepared, run, worst
+from tests.compat.prepared.scripts import Script, Updates, continued, first_half, plain, prepared, worst
 from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
@@ -121,18 +121,6 @@ def test_a_norm_below_the_limit_clips_nothing(pool) -> None:
     assert worst(found, expected) < 1e-10
 
 
-def resumed(script: Script, first: dict[str, Any] | None) -> Any:
-    """Half of the epochs, or, from what they gave, the other half."""
-    torch.set_num_threads(1)
-    model, optimizer, loader = t3.prepare(*script.make(), **dict(script.options))
-    if first is None:
-        run(script, model, optimizer, loader)
-        return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-    model.load_state_dict(first["model"])
-    optimizer.load_state_dict(first["optimizer"])
-    return run(script, model, optimizer, loader)
-
-
 @sweep(
     ("ranks", "script", "into"),
     [
@@ -145,9 +133,9 @@ def resumed(script: Script, first: dict[str, Any] | None) -> Any:
     ids=str,
 )
 def test_the_state_of_one_layout_goes_on_in_another(pool, ranks: int, script: Script, into: tuple[int, Any]) -> None:
-    first = pool.run(ranks, resumed, script, None)[0]
-    alone = pool.run(1, resumed, replace(script, options=()), first)[0]
-    for found in pool.run(into[0], resumed, replace(script, options=into[1]), first):
+    first = pool.run(ranks, first_half, script)[0]
+    alone = pool.run(1, continued, replace(script, options=()), first)[0]
+    for found in pool.run(into[0], continued, replace(script, options=into[1]), first):
         assert worst(found, alone) < 1e-10
 
 

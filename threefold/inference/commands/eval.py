@@ -4,7 +4,6 @@ import json
 import os
 import secrets
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -12,7 +11,7 @@ from typer import Option
 
 from threefold import terminal
 from threefold.errors import UserError
-from threefold.files import shown
+from threefold.files import first_bytes, shown
 from threefold.inference.commands import options
 
 if TYPE_CHECKING:
@@ -145,9 +144,7 @@ def measure(
 
 def _is_earlier_output(path: Path) -> bool:
     """Return whether a file is empty or begins as those that `_write` writes."""
-    begins = b""
-    with suppress(OSError), path.open("rb") as file:
-        begins = file.read(20)
+    begins = first_bytes(path, 20)
     return not begins or begins.startswith(b'{\n  "run": ')
 
 

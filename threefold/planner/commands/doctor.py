@@ -1,7 +1,6 @@
 """`threefold doctor`: hardware and software of this machine, its measured speed, and problems found."""
 
 import json
-from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -11,7 +10,7 @@ import typer
 from typer import Option
 
 from threefold.errors import UserError
-from threefold.files import format_bytes, shown
+from threefold.files import first_bytes, format_bytes, shown
 from threefold.terminal import Steps, print_table
 
 if TYPE_CHECKING:
@@ -43,16 +42,13 @@ def command(
     from threefold.planner.hardware import THIS_MACHINE, save_hardware
 
     if save is not None:
-        said, begins = f"--save is {shown(save)} but", b""
+        said = f"--save is {shown(save)} but"
         if save.suffix.lower() not in (".yaml", ".yml"):
             raise UserError(f"{said} must end in .yaml; use {shown(save.with_suffix('.yaml'))}.")
         if not save.parent.is_dir() or save.is_dir():
             raise UserError(f"{said} no file can be written there; name one in a folder that exists.")
-        if save.is_file():
-            with suppress(OSError), save.open("rb") as file:
-                begins = file.readline().strip()
-            if begins != f"{THIS_MACHINE}:".encode():
-                raise UserError(f"{said} doctor has not written that file; name one that does not exist yet.")
+        if save.is_file() and first_bytes(save, 100).partition(b"\n")[0].strip() != f"{THIS_MACHINE}:".encode():
+            raise UserError(f"{said} doctor has not written that file; name one that does not exist yet.")
     if not folder.is_dir():
         raise UserError(f"--folder is {shown(folder)} but there is no such folder; name one that exists, such as `.`.")
 

@@ -62,13 +62,13 @@ def command(
     """
     began = perf_counter()
     from threefold.config.section import MOST_RANKS
-    from threefold.planner.planning import config_text, plan_layouts, read_request, require_no_layout, require_writable
+    from threefold.planner.planning import config_text, plan_layouts, read_request, require_no_layout, require_plan_file
 
     if gpus is None:
         raise UserError("--gpus is missing; say how many there are, such as --gpus 8.")
     entry, count = chosen_hardware(hardware), whole_number(gpus, "--gpus", most=MOST_RANKS)
     if write is not None:
-        require_writable(write)
+        require_plan_file(write)
     if png is not None:
         require_picture(png)
     require_no_layout(overrides or ())

@@ -1,10 +1,10 @@
-"""A model that is too large for this machine is refused before it starts, or told in a sentence."""
+"""Memory of a rank of this machine, and a model that is too large for it, which is refused before it starts."""
 
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -12,10 +12,10 @@ from tests.support import own_token_model, ready
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.errors import UserError
+from threefold.host import memory
 from threefold.launch.environment import LaunchedRank
-from threefold.launch.failure import from_exception
-from threefold.planner import fitting as memory
-from threefold.planner.fitting import require_memory
+from threefold.planner import fitting
+from threefold.planner.fitting import memory_per_rank, require_memory
 from threefold.planner.model_size import ModelSize
 
 ADAMW = 16
@@ -34,8 +34,8 @@ def config(model: dict[str, object] | None = None, **parallel: int) -> Config:
 
 
 def refusal(monkeypatch: pytest.MonkeyPatch, has: int, *arguments: object) -> str:
-    monkeypatch.setattr(memory, "memory", lambda: has - has // 3)
-    monkeypatch.setattr(memory, "swap", lambda: has // 3)
+    monkeypatch.setattr(fitting, "memory", lambda: has - has // 3)
+    monkeypatch.setattr(fitting, "swap", lambda: has // 3)
     try:
         require_memory(*arguments)  # type: ignore[arg-type]
     except UserError as error:
@@ -100,14 +100,19 @@ def test_a_run_is_refused_before_it_starts(tokens: Path, tmp_path: Path) -> None
     assert not run.exists()
 
 
-@pytest.mark.parametrize("allocate", [lambda: torch.empty(1 << 58), lambda: np.empty(1 << 60, np.uint8)])
-def test_an_allocation_that_fails_is_a_sentence(allocate: object) -> None:
-    with pytest.raises((RuntimeError, MemoryError)) as caught:
-        allocate()  # type: ignore[operator]
-    assert re.fullmatch(
-        r"the memory of this machine, [0-9.,]+ GB for all its processes, is not enough: 1,152,921,504\.6 GB could not "
-        r"be allocated; use a smaller train\.micro_batch_size, train\.recompute, parallel\.zero, or more ranks of tp "
-        r"or pp on more machines",
-        from_exception(0, caught.value).error,
-    )
-    assert from_exception(0, RuntimeError("shapes do not match")).error == "RuntimeError: shapes do not match"
+def test_ranks_share_the_memory_of_a_host() -> None:
+    one, four = memory_per_rank("cpu", 1), memory_per_rank("cpu", 4)
+    assert 0 < four < one < memory()
+    assert memory_per_rank("cpu", 4) == four  # whatever is in use just now
+    assert memory_per_rank("cpu", 10**6) == 0
+
+
+def test_ranks_that_share_a_gpu_share_its_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = iter([80 << 30, 40 << 30] * 4)
+    monkeypatch.setattr(fitting, "gpu_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=next(sizes)))
+    of_one, of_two, of_three, of_eight = (memory_per_rank("cuda", ranks) for ranks in (1, 2, 3, 8))
+    own = 1 << 30
+    assert of_one == of_two == int(0.7 * (40 << 30)) - own
+    assert of_three == int(0.7 * (40 << 30) / 2) - own, "two ranks share one of the GPUs"
+    assert of_eight == int(0.7 * (40 << 30) / 4) - own
