@@ -250,6 +250,20 @@ def test_cleared_gradients_drop_the_passes_before(pool, dtype: torch.dtype, set_
             torch.testing.assert_close(got, wanted, rtol=bound, atol=bound)
 
 
+def small_gradients_of_several_passes() -> float:
+    """A gradient of 1, and 16 that are too small for a bf16 sum of 1 to change."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), backward_passes_per_step=17)
+    for number in range(17):
+        (model(torch.ones(1, 1, dtype=torch.bfloat16)) * (2.0**-9 if number else 1.0)).sum().backward()
+    optimizer.step()
+    return float(model.weight.grad)
+
+
+def test_narrow_gradients_of_several_passes_are_added_in_fp32(pool) -> None:
+    assert pool.run(2, small_gradients_of_several_passes) == [1 + 2.0**-5] * 2
+
+
 def with_sum() -> Tensor:
     model = nn.Linear(4, 3, bias=False).double()
     nn.init.constant_(model.weight, 0.1)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.optim import Optimizer
 
 from threefold.compat.horovod.collectives import (
@@ -165,7 +166,8 @@ class DistributedOptimizer(WrappedOptimizer):
                 "model.named_parameters() of the optimizer's model."
             )
         self._pass = -1
-        self._hooked: set[Tensor] = set()
+        self._hooked: dict[Tensor, Node] = {}
+        """Parameter → node of autograd that adds to its `.grad`, whose hook lasts only as long as the node is held."""
         self._parameters: list[Tensor] = []
         self._gradients: Gradients | None = None
         """Sums over the ranks, of several ranks."""
@@ -223,6 +225,13 @@ class DistributedOptimizer(WrappedOptimizer):
         """Load a state into the original optimizer."""
         self.optimizer.load_state_dict(dict(state_dict))
 
+    def begin_pass(self) -> None:
+        """Begin a backward pass, unless its first gradient has; call it before autograd adds one to a `.grad`."""
+        if backward_pass() != self._pass:
+            self._pass = backward_pass()
+            at_end_of_backward_pass(partial(_ended, weakref.ref(self)))
+            self._take_back()
+
     def note(self, parameter: Tensor) -> None:
         """Count a parameter's gradient from autograd; raise a `UserError` if it is one too many for a step."""
         self._passes[parameter] += 1
@@ -240,14 +249,6 @@ class DistributedOptimizer(WrappedOptimizer):
             )
         if not self._is_summing:
             self._begin_sums()
-        if backward_pass() != self._pass:
-            self._pass = backward_pass()
-            at_end_of_backward_pass(partial(_ended, weakref.ref(self)))
-            self._drop_cleared(parameter)
-        if self._gradients is not None and parameter in self._arrived:
-            view = self._gradients[parameter]
-            if parameter.grad is not view:  # a new one, which has all that counts so far
-                view.zero_()
         self._arrived.add(parameter)
         if parameter.grad is not None and parameter.grad.is_sparse:
             self._sparse.add(parameter)
@@ -258,7 +259,7 @@ class DistributedOptimizer(WrappedOptimizer):
         if self._calls % self.backward_passes_per_step == 0:
             self._sum()
         elif self._gradients is not None:
-            for parameter in self._arrived:  # the sums have taken those of narrow parameters
+            for parameter in self._arrived:  # the sums have taken those of narrow parameters, which are rounded here
                 parameter.grad = self._gradients[parameter].to(parameter.dtype)
 
     def _held(self) -> list[Tensor]:
@@ -271,7 +272,8 @@ class DistributedOptimizer(WrappedOptimizer):
             self._parameters = held
             for parameter in held:  # before the hooks of the sums, which take the gradients
                 if parameter not in self._hooked:
-                    self._hooked.add(parameter)
+                    self._hooked[parameter] = node = get_gradient_edge(parameter).node
+                    node.register_prehook(partial(_arrives, weakref.ref(self), parameter))
                     parameter.register_post_accumulate_grad_hook(partial(_arrived, weakref.ref(self)))
             if self._size > 1:
                 before = [each.grad for each in held]
@@ -295,7 +297,7 @@ class DistributedOptimizer(WrappedOptimizer):
     def _complete(self) -> None:
         """Make the gradients complete if passes have been made since the last sum, or none at all."""
         if self._are_incomplete():
-            self._drop_cleared()
+            self._take_back()
             self._sum()
 
     def _begin_sums(self) -> None:
@@ -308,12 +310,18 @@ class DistributedOptimizer(WrappedOptimizer):
         for parameter, grad in kept.items():
             parameter.grad = grad
 
-    def _drop_cleared(self, just_arrived: Tensor | None = None) -> None:
-        """Drop the gradients of earlier passes that `model.zero_grad()` has removed since."""
-        for parameter in [each for each in self._arrived if each.grad is None and each is not just_arrived]:
-            self._arrived.discard(parameter)
-            if self._gradients is not None:
-                self._gradients[parameter].zero_()
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """Take over what the caller has done to the gradients that the last pass left, such as `model.zero_grad()`."""
+        for parameter in [*self._arrived]:
+            if parameter.grad is None:
+                self._arrived.discard(parameter)
+                if self._gradients is not None:
+                    self._gradients[parameter].zero_()
+            elif self._gradients is not None and parameter.grad is not self._gradients[parameter]:
+                if not torch.equal(parameter.grad, self._gradients[parameter].to(parameter.dtype)):
+                    self._gradients[parameter].copy_(parameter.grad)
+                parameter.grad = None  # of a narrow parameter, whose further gradients are added without rounding
 
     @torch.no_grad()
     def _sum(self) -> None:
@@ -326,9 +334,6 @@ class DistributedOptimizer(WrappedOptimizer):
         rows = [held, *([each in found for each in self._parameters] for found in (self._arrived, self._sparse))]
         flags = torch.tensor(rows, dtype=torch.float32)
         if self._gradients is not None:
-            for parameter in self._arrived:  # narrow ones that the last pass did not use still have theirs
-                if parameter.grad is not None and parameter.grad is not self._gradients[parameter]:
-                    self._gradients[parameter].copy_(parameter.grad)
             if self._op is Average:  # a mean of what is already the mean is itself; a sum takes only what is new
                 for parameter, grad in kept.items():
                     self._gradients.add_(parameter, grad)
@@ -364,6 +369,11 @@ def _names(named_parameters: Iterable[tuple[str, nn.Parameter]] | None) -> dict[
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UserError(f"named_parameters has the name {twice[0]!r} twice; use model.named_parameters() of one model.")
     return {parameter: name for name, parameter in pairs}
+
+
+def _arrives(owner: "weakref.ref[DistributedOptimizer]", parameter: Tensor, _grads: tuple[Tensor, ...]) -> None:
+    if (optimizer := owner()) is not None and parameter.requires_grad:
+        optimizer.begin_pass()
 
 
 def _arrived(owner: "weakref.ref[DistributedOptimizer]", parameter: Tensor) -> None:
