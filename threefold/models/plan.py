@@ -94,7 +94,7 @@ class Plan:
         Raises:
             UserError: a pattern matches nothing, or a parameter has no rule.
         """
-        call_hook("check_planned", model)
+        call_hook("check_model", model)
         modules = dict(model.named_modules(remove_duplicate=False))
         parameters = dict(model.named_parameters(remove_duplicate=False))
         layers, stacked = self._expanded(modules)

@@ -9,7 +9,7 @@ COMMANDS: Final = {
 }
 HOOKS: Final = {
     "verify_run": "threefold.verify.run_verification:verify_run",
-    "check_planned": "threefold.verify.module_check:check_planned",
+    "check_model": "threefold.verify.module_check:check_model",
     "check_undecided": "threefold.verify.plan_check:check_undecided",
     "check_patterns": "threefold.verify.plan_check:check_patterns",
     "explaining_passes": "threefold.verify.module_check:explaining_passes",

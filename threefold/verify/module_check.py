@@ -45,8 +45,8 @@ def check_modules(model: nn.Module) -> None:
     _check_memory(parameters, dict(model.named_buffers()))
 
 
-def check_planned(model: nn.Module) -> None:
-    """Check an unsharded model for which a `Plan` is completed."""
+def check_model(model: nn.Module) -> None:
+    """Check an unsharded model by itself, before its `Plan` is completed."""
     check_modules(model)
     for name, module in model.named_modules(remove_duplicate=False):
         if getattr(module, "track_running_stats", False):  # BatchNorm, InstanceNorm
