@@ -175,11 +175,11 @@ def _pipeline(
 ) -> Pipeline:
     parallel, micro_batches = config.parallel, config.train.gradient_accumulation_steps
     send = send_time(config, hardware, system)
-    is_own = parallel.pp > 1 and is_custom_schedule(parallel.schedule)
+    is_custom = parallel.pp > 1 and is_custom_schedule(parallel.schedule)
     # The seconds of all forward passes, of the backward passes for inputs, and of those for weights.
-    passes = zip(*(stages if is_own else ranks), strict=True)
+    passes = zip(*(stages if is_custom else ranks), strict=True)
     forward, backward, weight = (tuple(part.total for part in parts) for parts in passes)
-    if not is_own:
+    if not is_custom:
         step = parallel.schedule, parallel.stage_chunks, micro_batches
         return cost.pipeline_seconds(forward, backward, weight, *step, send, system.overlap_sends)
     from threefold.planner.schedule import StageTimes, program_of, simulate
