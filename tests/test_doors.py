@@ -123,14 +123,20 @@ def test_a_door_names_the_rooms_that_its_room_needs(room: str) -> None:
 
 @pytest.mark.slow
 def test_a_room_that_needs_another_adds_nothing_without_it(tmp_path: Path, tokens: Path) -> None:
-    """The planner imports the room verify."""
+    """The planner imports the room report, and verify only to compare layouts."""
     given = ("train", str(write_config(tmp_path, tokens)), "--run-dir", "run", "--set", "train.max_steps=1")
-    assert alone(tmp_path, *given, rooms=["verify"]).returncode == 0
-    ended = alone(tmp_path, *given, "--profile=2", rooms=["verify"])
+    assert alone(tmp_path, *given, rooms=["report"]).returncode == 0
+    ended = alone(tmp_path, *given, "--profile=2", rooms=["report"])
     assert ended.returncode == 2
     assert ended.stderr == (
-        "Error: --profile needs threefold.verify, which is not installed; install it, or leave that out.\n"
+        "Error: --profile needs threefold.report, which is not installed; install it, or leave that out.\n"
     )
+    ended = alone(tmp_path, "show", given[1], "--compare", "dp2", rooms=["verify"])
+    assert ended.returncode == 2
+    assert ended.stderr == (
+        "Error: --compare needs threefold.verify, which is not installed; install it, or leave that out.\n"
+    )
+    assert alone(tmp_path, "show", given[1], "--no-traffic", rooms=["verify"]).returncode == 0
 
 
 def logged_losses(run: Path) -> dict[str, float]:

@@ -16,7 +16,7 @@ The core is what trains. An attached room is a subpackage that a run can do with
     SETTING_NAMES = {"other_systems": "threefold.convert.setting_names:SETTING_NAMES"}  # our setting → names elsewhere
     RUN_CHECKS = {"fault_policies": "threefold.resilience.rules:check_fault_policies"}  # of a config, before a run
     HOOKS = {"peak_rate": "threefold.planner.hardware:peak_rate"}  # functions that the core calls if the room is there
-    NEEDS = ("cpu", "report", "verify")  # rooms that its modules import
+    NEEDS = ("cpu", "report")  # rooms that its modules import
 
 A room that is not there, or that needs one that is not there, adds nothing. Other packages add names through entry
 points (`plugins.Registry`).

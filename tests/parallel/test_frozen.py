@@ -14,8 +14,7 @@ from threefold.config import Config
 from threefold.config.loading import config_of
 from threefold.config.resolve import resolve
 from threefold.planner.dry_run import dry_run
-from threefold.planner.model_size import ModelSize
-from threefold.verify.shard_shapes import shard_coordinates
+from threefold.planner.model_size import ModelSize, shard_coordinates
 
 ALONE: dict[tuple[str, str, str], Trace] = {}
 

@@ -13,7 +13,7 @@ from threefold.config import Config
 from threefold.parallel.gradients import in_buckets
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.planner.block import WeightShape, describe_model
-from threefold.verify.shard_shapes import ShardCoordinates, ShardIndex, local_shape
+from threefold.planner.model_size import ShardCoordinates, ShardIndex, local_shape
 
 _ITEMSIZE = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 _COUNT = 2 * 8  # bytes of the number of valid tokens, and of padding tokens

@@ -13,8 +13,7 @@ from threefold.config import Config
 from threefold.data.dataset import resolve_without_data
 from threefold.errors import UserError
 from threefold.models.family import make_model
-from threefold.planner.model_size import ModelSize
-from threefold.verify.shard_shapes import ShardCoordinates, ShardIndex, shard_coordinates
+from threefold.planner.model_size import ModelSize, ShardCoordinates, ShardIndex, shard_coordinates
 from threefold.verify.worker_pool import WorkerPool
 
 

@@ -195,8 +195,7 @@ def test_groups_of_ranks_have_as_many_in_a_node_as_the_mesh(axes: dict[str, int]
 
 
 def test_elements_are_those_of_the_shards() -> None:
-    from threefold.planner.model_size import ModelSize
-    from threefold.verify.shard_shapes import ShardCoordinates
+    from threefold.planner.model_size import ModelSize, ShardCoordinates
 
     for model, layout in ((GPT, {"tp": 2}), (LLAMA, {"tp": 2, "dp": 2}), (MIXTURE, {"dp": 2, "ep": 2})):
         given = config(model, **layout)

@@ -31,11 +31,18 @@ from threefold.planner.estimate import (
     waiting_share,
 )
 from threefold.planner.hardware import Hardware
-from threefold.planner.model_size import ZERO_STATE, ZERO_WEIGHTS, RankSize, model_weights, optimizer_states
+from threefold.planner.model_size import (
+    ZERO_STATE,
+    ZERO_WEIGHTS,
+    RankSize,
+    ShardCoordinates,
+    model_weights,
+    optimizer_states,
+    shard_coordinates,
+)
 from threefold.planner.space import LayoutChoice, MeshSizes, Options, Settings, in_layout
 from threefold.planner.stage_memory import standing_states
 from threefold.planner.systems import Keeps, System, keeps_of
-from threefold.verify.shard_shapes import ShardCoordinates, shard_coordinates
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]

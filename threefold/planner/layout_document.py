@@ -22,10 +22,9 @@ from threefold.planner.block import WeightShape, describe_model
 from threefold.planner.dry_run import Tell, run_stages
 from threefold.planner.estimate import Estimate, estimate, send_time, stage_passes
 from threefold.planner.hardware import Hardware
-from threefold.planner.model_size import described_blocks
+from threefold.planner.model_size import described_blocks, local_bounds, shard_coordinates
 from threefold.planner.schedule import simulated
 from threefold.planner.stage_memory import StageMemory, as_executed, stage_memory
-from threefold.verify.shard_shapes import local_bounds, shard_coordinates
 
 FORMAT: Final = "threefold layout"
 VERSION: Final = 1

@@ -12,12 +12,12 @@ from rich.table import Table
 from torch import nn
 
 from threefold.api.model import with_arguments
+from threefold.comm.layout import shard_length
 from threefold.errors import UserError
 from threefold.models.plan import Plan, tie_
 from threefold.models.sharding import ModelPlan, Split, check_tensor_axis
 from threefold.verify.plan_check import check_plan
 from threefold.verify.proposal import as_pattern, propose
-from threefold.verify.shard_shapes import ShardCoordinates, ShardIndex, local_shape
 
 _WIDTH = 160
 
@@ -166,10 +166,11 @@ def inspect_made(model: nn.Module, plan: Plan | ModelPlan | None, tp: int) -> In
             rule, is_bare = complete.split_of(name), complete.is_bare(name)
             pattern = as_pattern(name if is_bare else owner)
         assert rule is not None  # ensured by `check_plan`
-        held = prod(local_shape(tuple(parameter.shape), rule, last, ShardCoordinates(tp=ShardIndex(0, tp))))
+        dim = rule.cut_dim(last, "tp")
+        lengths = (shard_length(size, tp, 0) if axis == dim else size for axis, size in enumerate(parameter.shape))
         kind = "Parameter" if is_bare else type(model.get_submodule(owner)).__name__
         parts = found.setdefault((pattern, kind, _told(rule)), [])
-        parts.append((name if is_bare else owner, parameter.numel(), held))
+        parts.append((name if is_bare else owner, parameter.numel(), prod(lengths)))
     undecided = {} if proposal is None else proposal.undecided
     modules = tuple(
         InspectedModule(

@@ -10,6 +10,7 @@ import typer
 from typer import Option
 
 from threefold import terminal
+from threefold.doors import require_installed
 from threefold.errors import UserError
 from threefold.files import counted, fill_page, format_bytes, json_in_script, read_json, shown
 from threefold.planner.commands.estimate import HardwareName
@@ -64,6 +65,7 @@ def command(
     if compare is not None and (compare.lower().endswith((".yaml", ".yml")) or Path(compare).exists()):
         other = terminal.read_without_data(Path(compare), None, model, trust_code)
     elif compare is not None:
+        require_installed("verify", "--compare")
         from threefold.comm.layout import parse
         from threefold.models.source import ConfigSource
         from threefold.parallel.layout_check import check_layout
