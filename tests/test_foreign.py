@@ -223,9 +223,10 @@ FUNCTIONS: Final = {
         terminal.py::guard_streams launch/device.py::gpu_count launch/environment.py::_environment_of
         launch/environment.py::chosen_threads launch/output.py::_append launch/output.py::logged_and_shown
         launch/process.py::StopSignals.noted.end_on_second resilience/processes.py::_fields
-        launch/process.py::_tasks_of_user resilience/processes.py::identify_process
+        resilience/limits.py::_tasks_of_user resilience/processes.py::identify_process
         resilience/processes.py::process_state resilience/processes.py::worked_seconds
-        resilience/states_in_memory.py::StateInMemory.__init__ huggingface/limited.py::_reachable
+        resilience/limits.py::_task_limits resilience/states_in_memory.py::StateInMemory.__init__
+        huggingface/limited.py::_reachable
     """,
     "the user's cache": "huggingface/tokenizer_check.py::try_tokenizer",
     "a picture in a new file of `own_file`": "report/loss_curve.py::draw",

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from threefold import host
-from threefold.host import _cores_of, _group_limits, usable_cores
+from threefold.host import _cores_of, group_limits, usable_cores
 
 
 def write(folder: Path, **files: str) -> None:
@@ -25,14 +25,14 @@ def test_the_smallest_quota_of_all_parents_counts(tmp_path: Path) -> None:
     write(tmp_path / "cpu,cpuacct" / "a" / "b", cpu__cfs_quota_us="800000", cpu__cfs_period_us="100000")
     groups = tmp_path / "cgroup"
     groups.write_text("4:memory:/x\n3:cpu,cpuacct:/a/b\n0::/job/step\n")
-    assert sorted(_group_limits("cpu", _cores_of, groups, tmp_path)) == [1.5, 3.5, 5.0, 8.0]
+    assert sorted(group_limits("cpu", _cores_of, groups, tmp_path)) == [1.5, 3.5, 5.0, 8.0]
     groups.write_text("2:cpuset:/a\n1:cpu:/a/b\n")
     (tmp_path / "cpu,cpuacct").rename(tmp_path / "cpu")
-    assert sorted(_group_limits("cpu", _cores_of, groups, tmp_path)) == [3.5, 8.0]
+    assert sorted(group_limits("cpu", _cores_of, groups, tmp_path)) == [3.5, 8.0]
 
 
 @pytest.mark.parametrize(("quota", "cores"), [(math.inf, 8), (1.5, 2), (0.25, 1), (8.0, 8), (100.0, 8)])
 def test_cores_of_a_quota(monkeypatch: pytest.MonkeyPatch, quota: float, cores: int) -> None:
     monkeypatch.setattr(host.os, "sched_getaffinity", lambda pid: range(8), raising=False)
-    monkeypatch.setattr(host, "_group_limits", lambda controller, read: [quota] if controller == "cpu" else [])
+    monkeypatch.setattr(host, "group_limits", lambda controller, read: [quota] if controller == "cpu" else [])
     assert usable_cores() == cores

@@ -5,7 +5,6 @@ import errno
 import fcntl
 import math
 import os
-import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -80,23 +79,7 @@ def cpu_quota() -> float:
 
     Threads beyond it are stopped together for the rest of each period, so a rank that has them waits for itself.
     """
-    return min(_group_limits("cpu", _cores_of), default=math.inf)
-
-
-def task_limits() -> dict[str, int]:
-    """Return the numbers of processes and threads that this user and this control group may have, by the limits' names.
-
-    Without those that do not apply: the kernel exempts root from RLIMIT_NPROC.
-    """
-    limits = {}
-    if sys.platform != "win32" and os.getuid():
-        import resource
-
-        limits["RLIMIT_NPROC (ulimit -u)"] = resource.getrlimit(resource.RLIMIT_NPROC)[0]
-        if limits["RLIMIT_NPROC (ulimit -u)"] == resource.RLIM_INFINITY:
-            limits.clear()
-    groups = _group_limits("pids", lambda group: int((group / "pids.max").read_text()))
-    return limits | ({"pids.max of the control group": int(min(groups))} if groups else {})
+    return min(group_limits("cpu", _cores_of), default=math.inf)
 
 
 def processor_vendor() -> str:
@@ -139,10 +122,10 @@ def memory(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/
     Memory used by other programs is not subtracted, so a restarted run sees the same limit.
     """
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([physical, *map(int, _group_limits("memory", _bytes_of, groups, root))])
+    return min([physical, *map(int, group_limits("memory", _bytes_of, groups, root))])
 
 
-def _group_limits(
+def group_limits(
     controller: str,
     read: Callable[[Path], float],
     groups: Path = Path("/proc/self/cgroup"),

@@ -14,7 +14,7 @@ from tests.support.saved_tensors import recording_saved
 from tests.support.sweep import sweep
 from tests.train.support import Run
 from threefold.config import Config, resolve
-from threefold.host import _bytes_of, _group_limits, memory
+from threefold.host import _bytes_of, group_limits, memory
 from threefold.launch.checks import resolve_run
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.parallel.leaf import local
@@ -197,8 +197,8 @@ def test_the_limits_of_control_groups_count(tmp_path: Path) -> None:
     (tmp_path / "memory" / "other" / "memory.limit_in_bytes").write_text("2000000000\n")
     groups = tmp_path / "cgroup"
     groups.write_text("5:cpu,memory:/other\n2:freezer:/x\n0::/job/step\n")
-    assert sorted(_group_limits("memory", _bytes_of, groups, tmp_path)) == [2_000_000_000, 3_000_000_000]
-    assert _group_limits("memory", _bytes_of, tmp_path / "nowhere", tmp_path) == []
+    assert sorted(group_limits("memory", _bytes_of, groups, tmp_path)) == [2_000_000_000, 3_000_000_000]
+    assert group_limits("memory", _bytes_of, tmp_path / "nowhere", tmp_path) == []
     assert memory(groups, tmp_path) == 2_000_000_000  # less than any machine that runs this has
     assert memory(tmp_path / "nowhere", tmp_path) > 3_000_000_000
 

@@ -14,7 +14,7 @@ from threefold.launch.environment import LaunchedRank, find_launched_rank, meet,
 from threefold.launch.failure import RankFailed, cause
 from threefold.launch.launcher import run_in_process
 from threefold.launch.local import StartMethod, collect_local
-from threefold.launch.process import group_error, lasting_imports, prepare_fork, require_room
+from threefold.launch.process import group_error, lasting_imports, prepare_fork
 from threefold.launch.worker import Device, Job, RankInfo, join, stay_on_loopback
 
 if TYPE_CHECKING:
@@ -124,7 +124,7 @@ def spawn(
         [0.0, 0.5, 1.0, 1.5]
     """
     _check(fn, ranks, args)
-    require_room(ranks)
+    call_hook("require_room", ranks)
     chosen = device_of(device, ranks)
     one_thread = False
     if start_method == "fork":

@@ -17,7 +17,7 @@ from typer import Option
 
 from threefold import __version__
 from threefold.command_line import CommandLine, CommandTable, group_of
-from threefold.doors import added
+from threefold.doors import added, call_hook
 from threefold.errors import CLOSED_OUTPUT, UserError
 from threefold.files import on_one_line, shown
 from threefold.terminal import forget_narrow_terminal, guard_streams
@@ -71,9 +71,7 @@ def main() -> None:
     forget_narrow_terminal()
     _let_threads_sleep()
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
-        from threefold.launch.failure import refuse_torch_without_space
-
-        refuse_torch_without_space()
+        call_hook("refuse_torch_without_space")
     # Otherwise garbage collection at exit goes through everything imported, which takes half a second with torch.
     atexit.register(gc.freeze)
     try:
@@ -110,7 +108,7 @@ def _let_threads_sleep() -> None:
 def _tell(error: Exception) -> int:
     """Print an expected error on one line, and return the exit status."""
     from threefold.launch.environment import leave_to_first_rank, tell_waiting_ranks
-    from threefold.launch.failure import RankFailed, explain_limit, formatted
+    from threefold.launch.failure import RankFailed, formatted
 
     told = str(error)
     if isinstance(error, RankFailed):
@@ -123,7 +121,7 @@ def _tell(error: Exception) -> int:
     elif variable := _refused_variable(error):
         leave_to_first_rank()
         status, told = MISUSED, variable
-    elif limited := explain_limit(error):
+    elif limited := call_hook("explain_limit", error):
         leave_to_first_rank()
         status, told = FAILED, limited[0].upper() + limited[1:]
     else:

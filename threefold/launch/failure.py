@@ -2,22 +2,19 @@
 
 import pickle
 import re
-import resource
 import signal
-import sys
 import time
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any, Final
 
+from threefold.doors import call_hook
 from threefold.errors import HardwareFault, PeerLostError, ProcessFault, UserError
 from threefold.files import hide_secrets
-from threefold.host import memory, task_limits
 from threefold.launch.output import failure_file, log_file
-from threefold.launch.process import no_more_tasks, signal_name
+from threefold.launch.process import signal_name
 
 
 class RankFailed(RuntimeError):
@@ -88,7 +85,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         kind = {"hardware": isinstance(error, HardwareFault), "of_process": isinstance(error, ProcessFault)}
         return Failure(rank, str(error), now, user_error=True, **kind, raised=raised, traceback=text)
     error = _first_of_chain(error)
-    lines = (explain_limit(error) or traceback.format_exception_only(error)[-1]).split("\n")
+    lines = (call_hook("explain_limit", error) or traceback.format_exception_only(error)[-1]).split("\n")
     message = hide_secrets(" ".join(line.strip() for line in lines if line.strip()))
     return Failure(rank, message, now, raised=raised, traceback=text)
 
@@ -96,87 +93,6 @@ def from_exception(rank: int, error: BaseException) -> Failure:
 def formatted(error: BaseException) -> str:
     """Return the traceback of an exception, without the secrets that its messages quote."""
     return hide_secrets("".join(traceback.format_exception(error)))
-
-
-def explain_limit(error: BaseException) -> str:
-    """Return a clause on an error by a limit of this host on memory, processes or threads; empty for another error."""
-    if explained := _explain_allocation(error):
-        return explained
-    if not _is_task_limit(error):
-        return ""
-    # A thread needs address space for its stack.
-    return small_address_space() if _space() is not None and not task_limits() else no_more_tasks()
-
-
-def _is_task_limit(error: BaseException) -> bool:
-    """Return whether an error came from starting a process or a thread beyond a limit."""
-    if isinstance(error, RuntimeError):  # of threading and of native code
-        return re.search(r"can't start new thread|^Resource temporarily unavailable", str(error)) is not None
-    if not isinstance(error, BlockingIOError):  # which reading a pipe may raise too
-        return False
-    frames = [frame.f_code.co_names for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return any("fork" in name for name in (frames[-1] if frames else ()))
-
-
-LEAST_SPACE: Final = 1.3e9
-"""Address space in bytes that a rank of the smallest model needs on two cores, measured; more cores need more."""
-
-
-def _space() -> int | None:
-    """Return the limit on the address space of this process in bytes; None without one."""
-    found = resource.getrlimit(resource.RLIMIT_AS)[0]
-    return None if found == resource.RLIM_INFINITY else found
-
-
-def small_address_space(what: str = "none is left") -> str:
-    """Return a clause on the limit on this process's address space."""
-    return (
-        f"the address space of a process, which RLIMIT_AS (ulimit -v) limits to {(_space() or 0) / 1e9:,.2f} GB here, "
-        f"is not enough: {what}; a rank of a small model takes {LEAST_SPACE / 1e9:g} to 2 GB, so raise the limit, as "
-        "with `ulimit -v unlimited`"
-    )
-
-
-def refuse_torch_without_space() -> None:
-    """Make the import of torch raise a `UserError` where the address space is too small for it.
-
-    Otherwise the C library may end the process in the middle of it, without an error that could be explained.
-    """
-    if (space := _space()) is not None and space < LEAST_SPACE:
-        sys.meta_path.insert(0, _NoSpaceForTorch())
-
-
-class _NoSpaceForTorch(MetaPathFinder):
-    def find_spec(self, name: str, path: object, target: object = None) -> None:
-        if name == "torch":
-            told = small_address_space("torch cannot be used in it")
-            raise UserError(f"{told[0].upper()}{told[1:]}.")
-
-
-_NO_MEMORY: Final = re.compile(r"(?i)DefaultCPUAllocator|can't allocate memory|out of memory|Unable to allocate")
-_TRIED: Final = re.compile(r"(?:tried to allocate|allocate) ([0-9.]+) ?(bytes|[KMGTPE]iB)", re.IGNORECASE)
-
-
-def _explain_allocation(error: BaseException) -> str:
-    """Return an explanation of a failed allocation; empty if the error is of another kind."""
-    text, what, where = str(error), "none is left", "the GPU's memory"
-    # Libraries are mapped into memory on import, where CPython and torch raise all sorts of errors.
-    limited = _space() is not None and "CUDA" not in text
-    mapping = limited and (isinstance(error, SystemError) or "failed to map segment" in text)
-    if not (mapping or isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and _NO_MEMORY.search(text))):
-        return ""
-    if tried := _TRIED.search(text):
-        units = ("bytes", "kib", "mib", "gib", "tib", "pib", "eib")
-        size = float(tried[1]) * 1024 ** units.index(tried[2].lower()) / 1e9
-        what = f"{size:,.1f} GB could not be allocated"
-    if limited:
-        return small_address_space(what)
-    if "CUDA" not in text:
-        where = f"the memory of this machine, {memory() / 1e9:,.1f} GB for all its processes,"
-    return (
-        f"{where} is not enough: {what}; use a smaller train.micro_batch_size, train.recompute, parallel.zero, or "
-        "more ranks of tp or pp on more machines"
-    )
 
 
 def _first_of_chain(error: BaseException) -> BaseException:
@@ -243,13 +159,7 @@ def from_exit_code(rank: int, code: int) -> Failure:
     now = time.monotonic()
     if code >= 0:
         return Failure(rank, f"its process ended with exit status {code}", now, silent=True)
-    hints = {
-        -signal.SIGKILL: ", as when memory runs out",
-        -signal.SIGBUS: ", as when a file that it reads is cut short (`threefold data verify` finds it)",
-    }
-    if _space() is not None:  # where native code cannot allocate memory for a thread, it aborts
-        hints[-signal.SIGABRT] = f", as where {small_address_space()}"
-    hint = hints.get(code, "")
+    hint = call_hook("explain_exit", code) or ""
     return Failure(rank, f"its process was killed by {signal_name(-code)}{hint}", now, silent=-code != signal.SIGABRT)
 
 

@@ -33,7 +33,6 @@ from threefold.launch.process import (
     die_with_parent,
     note_signals,
     raise_on_second,
-    require_room,
     shared_objects,
     signals_blocked,
 )
@@ -84,7 +83,7 @@ def spawn(
         StopRequested: a second signal came; all ranks have been killed.
     """
     job = Job(worker, args, **options)
-    require_room(world_size)
+    call_hook("require_room", world_size)
     if job.device == "cuda":
         require_gpus(world_size, job.backend)
     start_method = start_method or ("spawn" if job.device == "cuda" else "fork")

@@ -1,26 +1,18 @@
-"""Processes of a run: forking, ending with the parent, limits, and stop signals."""
+"""Processes of a run: forking, ending with the parent, and stop signals."""
 
 import ctypes
 import gc
 import os
-import resource
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final, Self
 
 from threefold.errors import UserError
-from threefold.files import counted
-from threefold.host import task_limits
-
-_LEAST_MEMORY: Final = 64 << 20  # bytes of a rank's process without a model
-# Processes and threads of a rank: those without which a rank alone, and each of several, cannot train (measured: with
-# fewer, native code that cannot start a thread waits without end, or aborts), and those of a usual run.
-_LEAST_ALONE, _LEAST_TASKS, _USUAL_TASKS = 8, 11, 16
 
 
 def die_with_parent(parent: int) -> None:
@@ -71,54 +63,6 @@ def signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
-
-
-def require_room(ranks: int) -> None:
-    """Raise `UserError` unless there is room for `ranks` processes without a model.
-
-    They need memory, open files, and processes and threads of this user.
-    """
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    # 26 for libraries, data and logs; connections and pipes to each other rank, measured for the first eight, a lower
-    # bound for each further one.
-    least = 26 + 7 * min(ranks, 8) + 3 * max(ranks - 8, 0)
-    if files != resource.RLIM_INFINITY and files < least:
-        raise UserError(
-            f"A process may have {files:,} files open here (ulimit -n), too few for {counted(ranks, 'rank')} that are "
-            f"connected to each other; set it to {2 * least:,} or more with `ulimit -n {2 * least}`."
-        )
-    most = max(1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _LEAST_MEMORY)
-    if ranks > most:
-        raise UserError(
-            f"The layout has {ranks} ranks, more than the memory of this machine has room for; use at most {most} "
-            "here, or start them on several machines with torchrun or srun."
-        )
-    limit = min(task_limits().values(), default=None)
-    # Counting takes milliseconds, so a limit that is far away is left to the error of who reaches it.
-    least = _LEAST_TASKS * ranks if ranks > 1 else _LEAST_ALONE
-    if limit is not None and limit < 1000 + 10 * least and limit < (have := _tasks_of_user()) + least:
-        raise UserError(f"N{no_more_tasks(ranks, have)[1:]}.")
-
-
-def no_more_tasks(ranks: int = 1, have: int = 0) -> str:
-    """Return a clause on a process or thread that cannot be started: the limits, and what `ranks` ranks need."""
-    limits = " and ".join(f"{name} allows {limit:,}" for name, limit in task_limits().items())
-    need, there = _USUAL_TASKS * ranks, f" besides the {have:,} that this user has" if have else ""
-    return (
-        f"no more processes or threads can be started here ({limits or 'the system gives no limit'}), and "
-        f"{counted(ranks, 'rank')} of a run {'need' if ranks > 1 else 'needs'} about {need:,}{there}; raise the limit, "
-        f"as with `ulimit -u {max(4096, 2 * (need + have))}`, or use fewer ranks"
-    )
-
-
-def _tasks_of_user() -> int:
-    """Return the number of processes and threads of this user, as far as /proc shows them."""
-    found = 0
-    for pid in filter(str.isdigit, os.listdir("/proc") if os.path.isdir("/proc") else ()):
-        with suppress(OSError):
-            if os.stat(f"/proc/{pid}").st_uid == os.getuid():
-                found += len(os.listdir(f"/proc/{pid}/task"))
-    return found
 
 
 def group_error() -> UserError:

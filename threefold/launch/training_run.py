@@ -20,7 +20,7 @@ from threefold.launch.environment import find_launched_rank
 from threefold.launch.failure import Failure
 from threefold.launch.launcher import joined_rank, run, run_in_process
 from threefold.launch.output import failure_file
-from threefold.launch.process import StopSignals, lasting_imports, require_room
+from threefold.launch.process import StopSignals, lasting_imports
 from threefold.launch.run_folder import (
     locked_folder,
     require_free,
@@ -227,7 +227,7 @@ def prepare_training(
         require_no_foreign(run_dir, config)
         require_free(run_dir)
     if launched is None:
-        require_room(Layout.from_config(config.parallel).world_size)
+        call_hook("require_room", Layout.from_config(config.parallel).world_size)
     found = checked(config, progress)
     resolved = found.resolved
     if is_first:

@@ -7,6 +7,10 @@ ATTACHMENTS: Final = {"resilience": "threefold.resilience.attachment:FaultRespon
 RULES: Final = {"skipped_steps": "threefold.resilience.rules:skipped_steps_rules"}
 RUN_CHECKS: Final = {"fault_policies": "threefold.resilience.rules:check_fault_policies"}
 HOOKS: Final = {
+    "require_room": "threefold.resilience.limits:require_room",
+    "refuse_torch_without_space": "threefold.resilience.limits:refuse_torch_without_space",
+    "explain_limit": "threefold.resilience.limits:explain_limit",
+    "explain_exit": "threefold.resilience.limits:explain_exit",
     "require_same_processes": "threefold.resilience.agreement:require_same_processes",
     "require_same_arguments": "threefold.resilience.agreement:require_same_arguments",
     "address": "threefold.resilience.rules:require_address",

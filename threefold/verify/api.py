@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, Literal
 from threefold.api.trainer import AnyConfig, custom_run
 from threefold.comm.layout import parse_layouts
 from threefold.data.dataset import vocabulary
+from threefold.doors import call_hook
 from threefold.errors import UserError, require_whole
 from threefold.files import shown
-from threefold.launch.process import prepare_fork, require_room
+from threefold.launch.process import prepare_fork
 from threefold.models.loss_terms import LossFunction
 from threefold.parallel.layout_check import layout_check
 from threefold.verify.layouts import UNKNOWN_VOCABULARY, asked_for, covering, possible, prepare, shrink
@@ -105,7 +106,7 @@ def verify_model(
             f"({' '.join(str(error).split())}); define them at the top of a module or of the script."
         ) from None
     specs = parse_layouts([layouts] if isinstance(layouts, str) else list(layouts or ()))
-    require_room(max((spec.world_size for spec in specs), default=ranks))
+    call_hook("require_room", max((spec.world_size for spec in specs), default=ranks))
     base = prepare(given, dtype, vocabulary(given) or UNKNOWN_VOCABULARY)
     rows = choose_batches(given, source.loss(base))
     wanted = specs or possible(ranks, given.model.num_experts)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Self
 import typer
 from typer import Argument, Option
 
+from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.files import counted, first_of, format_bytes, shown
 from threefold.terminal import OWN_MODEL, ConfigFile, Overrides, Steps, TrustCode, read_config
@@ -85,7 +86,6 @@ def command(
     from threefold.comm.layout import parse_layouts
     from threefold.config.model import OWN, split_model_file
     from threefold.data.dataset import names_nested_data, vocabulary
-    from threefold.launch.process import require_room
     from threefold.verify import layouts as choices
 
     from_section = model is not None and _is_made_from_section(*split_model_file(model))
@@ -107,7 +107,7 @@ def command(
     if threads is not None:
         raise UserError("--threads goes only with --exact; give both, or leave --threads out.")
     dtype, steps = dtype or "fp64", steps or 3
-    require_room(max((spec.world_size for spec in specs), default=ranks))
+    call_hook("require_room", max((spec.world_size for spec in specs), default=ranks))
     base = choices.prepare(given, dtype, vocabulary(given) or choices.UNKNOWN_VOCABULARY)
     wanted = specs or choices.possible(ranks, given.model.num_experts)
     small = base if full else choices.shrink(base, wanted, batch_alone=nested)
@@ -398,11 +398,10 @@ def _verify_exact(
 
     from threefold.config.model import OWN
     from threefold.data.dataset import vocabulary
-    from threefold.launch.process import require_room
     from threefold.verify import layouts
 
     most = max((spec.world_size for spec in specs), default=ranks)
-    require_room(most)
+    call_hook("require_room", most)
     base = layouts.prepare_exact(given, dtype, vocabulary(given) or layouts.UNKNOWN_EXACT_VOCABULARY)
     wanted = specs or layouts.possible(ranks, given.model.num_experts)
     small = layouts.with_context_pieces(base, wanted) if full else layouts.shrink_exact(base, wanted)
