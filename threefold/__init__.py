@@ -24,7 +24,6 @@ _NAMES: Final = {
     "api.trainer": "Trainer",
     "comm.mesh": "Mesh",
     "config": "Config load_config",
-    "data.map_dataset": "DistributedDataLoader GlobalBatchSampler",
     "errors": "UserError",
     "launch.failure": "RankFailed",
     "models.loss_terms": "CountedLoss LossTerm",

@@ -14,6 +14,8 @@ from threefold.api.model_optimizer import distributed_optimizer as distributed_o
 from threefold.api.pipeline import PipelineLayers as PipelineLayers
 from threefold.api.trainer import Trainer as Trainer
 from threefold.comm.mesh import Mesh as Mesh
+from threefold.compat.map_dataset import DistributedDataLoader as DistributedDataLoader
+from threefold.compat.map_dataset import GlobalBatchSampler as GlobalBatchSampler
 from threefold.compat.paddle import split as split
 from threefold.compat.prepared.launcher import notebook_launcher as notebook_launcher
 from threefold.compat.prepared.loader import gather_for_metrics as gather_for_metrics
@@ -22,7 +24,6 @@ from threefold.compat.prepared.prepare import clip_grad_norm_ as clip_grad_norm_
 from threefold.compat.prepared.prepare import prepare as prepare
 from threefold.config import Config as Config
 from threefold.config import load_config as load_config
-from threefold.data.map_dataset import DistributedDataLoader as DistributedDataLoader
 from threefold.errors import UserError as UserError
 from threefold.launch.failure import RankFailed as RankFailed
 from threefold.models.loss_terms import CountedLoss as CountedLoss

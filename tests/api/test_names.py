@@ -88,7 +88,12 @@ PARTS = {
         "Performance",
     ),
     *("Attempt", "Heartbeat"),  # of a run and of a mesh, which the launcher makes
-    *("LoopModel", "LoopOptimizer", "LoopState"),  # of save and load, which take the models and optimizers made here
+    *(
+        "LoopLoader",
+        "LoopModel",
+        "LoopOptimizer",
+        "LoopState",
+    ),  # of save and load, which take the models and optimizers made here
     "Batch",  # of tokens, which `before_step` gets
 }
 """Types of the package in signatures of public names that no caller has to write."""

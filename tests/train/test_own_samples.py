@@ -13,11 +13,11 @@ import torch.distributed as dist
 from tests.train.support import Run, losses_of, same, steps_of, train_rank
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.compat.map_dataset import DistributedDataLoader
 from threefold.config.loading import config_of
 from threefold.data.dataset import open_dataset
 from threefold.data.formats.custom_data import NestedSamples
 from threefold.data.loader import BatchSlice, Loader
-from threefold.data.map_dataset import DistributedDataLoader
 from threefold.errors import UserError
 from threefold.plugins import import_file
 from threefold.resilience.data_checks import DataCheck

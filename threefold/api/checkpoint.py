@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -20,9 +20,6 @@ from threefold.files import parse_json
 from threefold.foreign import FolderFiles
 from threefold.parallel.leaf import like
 from threefold.train.gradient_update import LossScale
-
-if TYPE_CHECKING:
-    from threefold.data.map_dataset import DistributedDataLoader
 
 _NUMBERS = {"bool": bool, "int": int, "float": float}
 
@@ -89,13 +86,24 @@ class LoopOptimizer:
         raise NotImplementedError
 
 
+class LoopLoader(Protocol):
+    """Loader whose position `save` and `load` take, such as `threefold.DistributedDataLoader`."""
+
+    @property
+    def consumed_samples(self) -> int: ...
+
+    def state_dict(self) -> dict[str, int]: ...
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None: ...
+
+
 def save(
     folder: str | Path,
     step: int,
     *,
     model: LoopModel,
     optimizer: LoopOptimizer | None = None,
-    loader: "DistributedDataLoader | None" = None,
+    loader: LoopLoader | None = None,
 ) -> Path:
     """Write a checkpoint atomically to `FOLDER/checkpoints/step_00000100`.
 
@@ -150,7 +158,7 @@ def load(
     *,
     model: LoopModel,
     optimizer: LoopOptimizer | None = None,
-    loader: "DistributedDataLoader | None" = None,
+    loader: LoopLoader | None = None,
 ) -> int:
     """Load the newest complete checkpoint of a folder and return its step; any layout may have saved it.
 

@@ -8,6 +8,8 @@ HOOKS: Final = {
     "split_tensor": "threefold.compat.split_tensor:SplitTensor",
 }
 NAMES: Final = {
+    "DistributedDataLoader": "threefold.compat.map_dataset:DistributedDataLoader",
+    "GlobalBatchSampler": "threefold.compat.map_dataset:GlobalBatchSampler",
     "backward": "threefold.compat.prepared.model:backward",
     "clip_grad_norm_": "threefold.compat.prepared.prepare:clip_grad_norm_",
     "gather_for_metrics": "threefold.compat.prepared.loader:gather_for_metrics",

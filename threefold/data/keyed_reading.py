@@ -6,8 +6,8 @@ the data set's own, and any other state that reading changes, cannot be keyed, a
 """
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final
 
 import numpy as np
@@ -118,17 +118,6 @@ def changing(begin: str) -> UserError:
         f"{begin} changes with what has been read, as with a counter or a generator that the data set keeps, so "
         f"that a run would depend on its layout; {REMEDY}."
     )
-
-
-@contextmanager
-def sentences_of_workers() -> Iterator[None]:
-    """Raise a `UserError` of a worker process of torch's `DataLoader`, which adds its traceback, as it was raised."""
-    try:
-        yield
-    except UserError as error:
-        if "Original Traceback" not in str(error):
-            raise
-        raise UserError(str(error).strip().splitlines()[-1].partition(": ")[2]) from None
 
 
 def positions() -> tuple[Any, ...]:

@@ -21,7 +21,6 @@ HOOKS: Final = {
     "restarts": "threefold.resilience.restarts:Restarts",
     "watch_local": "threefold.resilience.rank_watch:LocalWatch",
     "watch_launched": "threefold.resilience.rank_watch:watch_launched",
-    "require_one_data_set": "threefold.resilience.data_agreement:require_one_data_set",
     "require_one_batch": "threefold.resilience.data_agreement:require_one_batch",
     "kept_generators": "threefold.resilience.kept_generators:KeptGenerators",
     "checks": "threefold.resilience.data_checks:RankChecks",

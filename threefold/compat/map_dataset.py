@@ -5,17 +5,18 @@ takes a contiguous block of its rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
-from threefold.data.keyed_reading import KeyedReader, pass_key, sentences_of_workers
+from threefold.data.keyed_reading import KeyedReader, pass_key
 from threefold.data.loader import BatchSlice
-from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.random import KeyedPermutation
+from threefold.resilience.data_agreement import require_one_data_set
 
 if TYPE_CHECKING:
     from threefold.comm.mesh import Mesh
@@ -72,7 +73,7 @@ class GlobalBatchSampler(Sampler[list[int]]):
             )
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
             raise UserError(f"dataset is a {kind} but must be of map style; give one with __len__ and __getitem__.")
-        call_hook("require_one_data_set", dataset, mesh, f"dataset, a {kind},")
+        require_one_data_set(dataset, mesh, f"dataset, a {kind},")
         if not len(dataset):
             raise UserError(f"dataset is a {kind} without a sample; give one with at least 1.")
         self.samples = len(dataset)
@@ -261,6 +262,17 @@ class DistributedDataLoader:
             UserError: as in `GlobalBatchSampler.load_state_dict`.
         """
         self.sampler.load_state_dict(state)
+
+
+@contextmanager
+def sentences_of_workers() -> Iterator[None]:
+    """Raise a `UserError` of a worker process of torch's `DataLoader`, which adds its traceback, as it was raised."""
+    try:
+        yield
+    except UserError as error:
+        if "Original Traceback" not in str(error):
+            raise
+        raise UserError(str(error).strip().splitlines()[-1].partition(": ")[2]) from None
 
 
 class _KeyedBatches(Sampler[list[tuple[int, int]]]):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils.data import Dataset, IterableDataset
 
 import threefold
-from threefold.data.map_dataset import GlobalBatchSampler
+from threefold.compat.map_dataset import GlobalBatchSampler
 from threefold.errors import UserError
 
 
