@@ -17,13 +17,13 @@ from threefold.checkpoint.tensors import (
     save_tensors_alone,
     stored_tensors,
 )
-from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
 from threefold.models.gpt.model import GPT
 from threefold.parallel.leaf import local
 from threefold.parallel.parameter import split_parameter
+from threefold.resilience.heartbeat import PageHeartbeat
 from threefold.verify.worker_pool import WorkerPool
 
 
@@ -104,7 +104,7 @@ def test_a_rank_may_hold_nothing(pool: WorkerPool, tmp_path: Path) -> None:
 
 def test_what_is_written_and_read_is_progress_block_by_block(tmp_path: Path) -> None:
     """So that a rank with a slow disk, for which the others wait, is not taken to hang."""
-    heartbeat, blocks = Heartbeat(), 9
+    heartbeat, blocks = PageHeartbeat(), 9
     tensor = torch.arange(blocks << 20, dtype=torch.float32)  # 36 MiB: nine blocks, and two parts to wait for
     save_tensors_alone({"a": tensor}, tmp_path, Writer(tmp_path, heartbeat))
     assert heartbeat.progressed >= blocks + 2

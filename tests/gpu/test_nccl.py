@@ -60,7 +60,7 @@ def axes(device: str) -> list[str]:
     mesh = Mesh(Layout(), device_of(device))
     axis = Axis("new", (0,), 0, dist.new_group([0]), mesh.recorder)
     assert axis.all_reduce_values(torch.tensor([1.0, 2.0], device=mesh.device)) == [1, 2]
-    assert background_axis(mesh.world).gather_objects("x") == ["x"]
+    assert background_axis(mesh.world, mesh.heartbeat).gather_objects("x") == ["x"]
     assert mesh.check_group is mesh.world
     mesh.world.barrier()
     return [mesh.device.type, mesh.device_mesh.device_type]

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from threefold.comm.heartbeat import Activity, Heartbeat, RunSection
+from threefold.comm.heartbeat import Activity, RunSection
+from threefold.resilience.heartbeat import PageHeartbeat
 from threefold.resilience.rank_state import read
 from threefold.train.callbacks.base import Callback, RunContext
 
@@ -57,7 +58,7 @@ class StopAt(OfRank):
         elif self.here:
             threading.Thread(target=self._watch, args=(run.mesh.heartbeat,), daemon=True).start()
 
-    def _watch(self, heartbeat: Heartbeat) -> None:
+    def _watch(self, heartbeat: PageHeartbeat) -> None:
         sys.setswitchinterval(100.0)
         while True:
             time.sleep(0)

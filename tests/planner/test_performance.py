@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 
 from tests.train.support import Run, record, train_rank
-from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, wait_code
+from threefold.comm.heartbeat import wait_code
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.planner.block import model_flops_per_token
 from threefold.planner.performance import PerformanceMeter
 from threefold.report.console import Summary
 from threefold.report.tensorboard import step_values
+from threefold.resilience.heartbeat import PAGE_BYTES, PageHeartbeat
 from threefold.resilience.rank_state import read
 from threefold.train.callbacks.base import RunContext
 from threefold.train.callbacks.records import MeanRates, Performance
@@ -22,14 +23,14 @@ from threefold.verify.worker_pool import WorkerPool
 USED = Performance(2e12, 0.25, 3_000_000_000, 5_000_000_000, 6, 0.125, 61.25)
 
 
-def meter_of(run: Run, heartbeat: Heartbeat, ranks: int, peak: float | None) -> PerformanceMeter:
+def meter_of(run: Run, heartbeat: PageHeartbeat, ranks: int, peak: float | None) -> PerformanceMeter:
     mesh = Mesh.alone()
     mesh.layout, mesh.heartbeat = Layout(dp=ranks), heartbeat
     return PerformanceMeter(RunContext(run.config, Path(), mesh, peak_rate=peak))
 
 
 def test_rates_are_the_model_flops_over_time_and_ranks(small_run: Run) -> None:
-    meter = meter_of(small_run, Heartbeat(), 4, 1e6)
+    meter = meter_of(small_run, PageHeartbeat(), 4, 1e6)
     meter.before_step()
     found, config = meter.after_step(0.5), small_run.config
     length = config.data.sequence_length
@@ -37,13 +38,13 @@ def test_rates_are_the_model_flops_over_time_and_ranks(small_run: Run) -> None:
     assert flops is not None
     assert found.flops_per_second == pytest.approx(flops * length * config.train.global_batch_size / 4 / 0.5)
     assert found.mfu == pytest.approx(found.flops_per_second / 1e6)
-    assert meter_of(small_run, Heartbeat(), 4, None).after_step(0.5).mfu is None
+    assert meter_of(small_run, PageHeartbeat(), 4, None).after_step(0.5).mfu is None
 
 
 def test_the_rank_that_takes_most_memory_and_the_time_waited(small_run: Run) -> None:
     pages = [memoryview(bytearray(PAGE_BYTES)) for _ in range(3)]
-    Heartbeat(pages[2]).memory(1 << 50)
-    heartbeat = Heartbeat(pages[0], lambda: [read(page) for page in pages])
+    PageHeartbeat(pages[2]).memory(1 << 50)
+    heartbeat = PageHeartbeat(pages[0], lambda: [read(page) for page in pages])
     meter = meter_of(small_run, heartbeat, 3, None)
     before = heartbeat.waited
     with heartbeat.waiting(wait_code("barrier", 0)):

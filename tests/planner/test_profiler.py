@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from tests.train.support import Run, losses_of, train, train_rank
-from threefold.comm.heartbeat import PAGE_BYTES, Activity, Heartbeat, RunSection, Wait, wait_code
+from threefold.comm.heartbeat import Activity, RunSection, wait_code
 from threefold.planner.pictures import draw_run_timeline, measured_steps
 from threefold.planner.profiling import ObservedHeartbeat, SpanRecorder, StepProfiler
+from threefold.resilience.heartbeat import PAGE_BYTES, PageHeartbeat, Wait
 from threefold.resilience.rank_state import WatchedHeartbeat, read
 from threefold.verify.worker_pool import WorkerPool
 
@@ -102,7 +103,7 @@ def test_the_measured_bubble_is_that_of_the_longest_stage() -> None:
 
 def test_spans_of_a_step() -> None:
     recorder = SpanRecorder(torch.device("cpu"))
-    heartbeat = ObservedHeartbeat(Heartbeat(), recorder)
+    heartbeat = ObservedHeartbeat(PageHeartbeat(), recorder)
     heartbeat.section(RunSection.STEP, 3)
     heartbeat.activity(Activity.FORWARD, 1, 0)  # before the recording
     recorder.start(3)
@@ -130,7 +131,7 @@ def test_spans_of_a_step() -> None:
 
 def test_waits_are_ranges_of_the_trace_within_their_action() -> None:
     recorder = SpanRecorder(torch.device("cpu"))
-    heartbeat = ObservedHeartbeat(Heartbeat(), recorder)
+    heartbeat = ObservedHeartbeat(PageHeartbeat(), recorder)
     code = wait_code("all_gather", heartbeat.axis("cp", (0, 1)))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiled:
         recorder.start(0)

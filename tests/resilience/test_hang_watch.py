@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from threefold.comm.heartbeat import Activity, RunSection, Wait
+from threefold.comm.heartbeat import Activity, RunSection
 from threefold.resilience import hang_watch
 from threefold.resilience.hang_watch import Hang, HangWatch, LostStore, Stopwatch
+from threefold.resilience.heartbeat import Wait
 from threefold.resilience.processes import ProcessState
 from threefold.resilience.rank_state import RankState
 

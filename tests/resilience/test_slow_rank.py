@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.launch.callback_faults import Slow
 from tests.train.support import Run, train
-from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat
+from threefold.resilience.heartbeat import PAGE_BYTES, PageHeartbeat
 from threefold.resilience.rank_state import read
 from threefold.verify.worker_pool import WorkerPool
 
@@ -28,7 +28,7 @@ def named(run: Run, folder: Path, pages: Path, slow: int, seconds: float) -> set
     with pages.open("r+b") as file:
         memory = memoryview(mmap.mmap(file.fileno(), size * PAGE_BYTES))
     parts = [memory[at * PAGE_BYTES : (at + 1) * PAGE_BYTES] for at in range(size)]
-    heartbeat = Heartbeat(parts[rank], lambda: [read(part) for part in parts])
+    heartbeat = PageHeartbeat(parts[rank], lambda: [read(part) for part in parts])
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         train(run.config, folder, False, callbacks=[Slow(slow, seconds)], heartbeat=heartbeat)

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, Literal, NamedTuple, NoReturn, cast
 
-from threefold.comm.heartbeat import Heartbeat, RunSection
+from threefold.comm.heartbeat import RunSection
 from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.foreign import open_own
@@ -168,9 +168,10 @@ def _main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets Ctrl-C too, and ends all ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     asked = note_signals() if stops else never
-    heartbeat = Heartbeat() if watch is None else watch.heartbeat(info.rank)
+    heartbeat = None if watch is None else watch.heartbeat(info.rank)
     beats = nullcontext() if watch is None else watch.beating(info.rank, heartbeat)
-    heartbeat.section(RunSection.START)
+    if heartbeat is not None:
+        heartbeat.section(RunSection.START)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)  # blocked since before this process was started
     set_debugger(job.debug_rank, info.rank, named="--debug-rank" if job.run_dir else "")
     try:

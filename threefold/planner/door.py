@@ -2,7 +2,7 @@
 
 from typing import Final
 
-NEEDS: Final = ("cpu", "report")
+NEEDS: Final = ("cpu", "report", "resilience")
 COMMANDS: Final = {
     "init": ("Train and use", "threefold.planner.commands.init:command"),
     "doctor": ("Check", "threefold.planner.commands.doctor:command"),

@@ -3,11 +3,12 @@
 import sys
 import time
 from operator import itemgetter
-from typing import Final
+from typing import Final, cast
 
 import torch
 
 from threefold.planner.block import model_flops_per_token
+from threefold.resilience.heartbeat import PageHeartbeat
 from threefold.train.callbacks.base import RunContext
 from threefold.train.callbacks.records import Performance
 
@@ -23,7 +24,7 @@ class PerformanceMeter:
 
     def __init__(self, run: RunContext) -> None:
         mesh, config, self._peak, self._began = run.mesh, run.config, run.peak_rate, run.attempt.began
-        self._mesh, self._heartbeat = mesh, mesh.heartbeat
+        self._mesh, self._heartbeat = mesh, cast(PageHeartbeat, mesh.heartbeat)
         self._ranks, length = mesh.layout.world_size, config.data.sequence_length
         of_token = model_flops_per_token(config.model, length)
         tokens = config.train.global_batch_size * length

@@ -6,15 +6,16 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, NamedTuple
+from typing import Any, ClassVar, Final, Literal, NamedTuple, cast
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from threefold.comm.heartbeat import Activity, Heartbeat, RunSection, Wait, wait_of
+from threefold.comm.heartbeat import Activity, Heartbeat, RunSection
 from threefold.errors import UserError
 from threefold.foreign import own_file, own_folder, write_own
 from threefold.planner.pictures import draw_run_timeline
+from threefold.resilience.heartbeat import PageHeartbeat, Wait, wait_of
 from threefold.torch_private.runtime import quieten_kineto
 from threefold.train.attachment import Profiler
 from threefold.train.callbacks.base import RunContext, reason_of, say
@@ -142,7 +143,7 @@ WARM_UP: Final = 2  # steps before the profiled ones, as the first steps allocat
 _COMPRESSED_FROM: Final = 64  # number of ranks at and above which traces are compressed, as they may take gigabytes
 
 
-class ObservedHeartbeat(Heartbeat):
+class ObservedHeartbeat(PageHeartbeat):
     """Heartbeat that replaces another one, writes to its page, and notifies an observer in the writing thread.
 
     A separate class, so that heartbeats without an observer are not slowed down. The observer has the methods
@@ -150,7 +151,7 @@ class ObservedHeartbeat(Heartbeat):
     each of the first three ends what the last call of it began, and a section ends the current activity.
     """
 
-    def __init__(self, heartbeat: Heartbeat, observer: SpanRecorder) -> None:
+    def __init__(self, heartbeat: PageHeartbeat, observer: SpanRecorder) -> None:
         vars(self).update(vars(heartbeat))
         self._observer, self._waits = observer, False
         self._known: dict[int, Wait] = {}
@@ -197,7 +198,7 @@ class StepProfiler(Profiler):
 
     def observing(self, heartbeat: Heartbeat, device: torch.device) -> Heartbeat:
         self._recorder = SpanRecorder(device)
-        return ObservedHeartbeat(heartbeat, self._recorder)
+        return ObservedHeartbeat(cast(PageHeartbeat, heartbeat), self._recorder)
 
     def setup(self, run: RunContext) -> None:
         self._mesh, self._model, self._end = run.mesh, run.config.model.title, run.config.train.max_steps

@@ -22,18 +22,19 @@ from threefold.comm.axis import Axis, EventRecorder
 from threefold.comm.heartbeat import Heartbeat
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError
+from threefold.resilience.heartbeat import PageHeartbeat
 from threefold.resilience.work_thread import WorkThread
 from threefold.torch_private.tensors import foreach_copy_
 
 
-def background_axis(world: Axis) -> Axis:
+def background_axis(world: Axis, heartbeat: Heartbeat) -> Axis:
     """Create an axis of all ranks with its own process group, for a thread that runs beside training.
 
     Its collectives take CPU tensors, may wait for a day without using a processor, and are not recorded. Collective
     over the world.
     """
     group = dist.new_group(backend="gloo", timeout=timedelta(days=1)) if world.size > 1 else None
-    return Axis("background", world.ranks, world.index, group, EventRecorder())
+    return Axis("background", world.ranks, world.index, group, EventRecorder(), heartbeat=heartbeat)
 
 
 class BackgroundSaver:
@@ -46,6 +47,7 @@ class BackgroundSaver:
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self._world: Axis | None = None
+        self._beats = PageHeartbeat()  # of the thread
         self._thread = WorkThread("threefold-saving")
         self._written: Written | None = None
         self._planned: tuple[SavePlan, Metadata] | None = None
@@ -55,7 +57,7 @@ class BackgroundSaver:
     def save(self, run_dir: Path, facts: Facts, tensors: Mapping[str, Tensor], texts: Mapping[str, str]) -> Path:
         """Copy the tensors, start writing and return the future folder; `wait` must have returned the previous save."""
         if self._world is None:
-            self._world = background_axis(self._mesh.world)
+            self._world = background_axis(self._mesh.world, self._beats)
         world, path, held = self._world, path_of(run_dir, facts.step), detached(tensors)
         plan, metadata = self._plan(held)
         copies = self._copied(plan, held)
@@ -124,7 +126,7 @@ class BackgroundSaver:
             with self._mesh.world.waiting("gather"):  # for any rank's thread
                 seen = -1
                 while not self._thread.wait(0.5):
-                    if (done := self._world.heartbeat.progressed) != seen:
+                    if (done := self._beats.progressed) != seen:
                         seen = done
                         self._mesh.heartbeat.progress()
         written, self._written = self._written, None

@@ -7,6 +7,7 @@ ATTACHMENTS: Final = {"resilience": "threefold.resilience.attachment:FaultRespon
 RULES: Final = {"skipped_steps": "threefold.resilience.rules:skipped_steps_rules"}
 RUN_CHECKS: Final = {"fault_policies": "threefold.resilience.rules:check_fault_policies"}
 HOOKS: Final = {
+    "heartbeat": "threefold.resilience.heartbeat:PageHeartbeat",
     "require_room": "threefold.resilience.limits:require_room",
     "refuse_torch_without_space": "threefold.resilience.limits:refuse_torch_without_space",
     "explain_limit": "threefold.resilience.limits:explain_limit",

@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
-from threefold.comm.heartbeat import RunSection, Wait
+from threefold.comm.heartbeat import RunSection
 from threefold.launch.environment import PATIENCE, named_ranks
+from threefold.resilience.heartbeat import Wait
 from threefold.resilience.processes import ProcessState
 from threefold.resilience.rank_state import RankState
 

@@ -1,17 +1,16 @@
-"""State of a rank, as read from the page of its heartbeat (`comm.heartbeat`), and how its watch writes there."""
+"""State of a rank, as read from the page of its heartbeat (`resilience.heartbeat`), and how its watch writes there."""
 
 import json
 from dataclasses import dataclass
 from typing import Final
 
-from threefold.comm.heartbeat import (
+from threefold.comm.heartbeat import Activity, RunSection
+from threefold.resilience.heartbeat import (
     HEADER_BYTES,
     MICRO_BATCH_BITS,
     STAGE_BITS,
-    Activity,
-    Heartbeat,
     Page,
-    RunSection,
+    PageHeartbeat,
     Slot,
     Wait,
     wait_of,
@@ -103,7 +102,7 @@ def read(page: Page | bytes) -> RankState:
     )
 
 
-class WatchedHeartbeat(Heartbeat):
+class WatchedHeartbeat(PageHeartbeat):
     """Heartbeat of a rank that is watched; a thread beside training calls what this class adds."""
 
     def identify(self, process: str) -> None:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
-from threefold.comm.heartbeat import PAGE_BYTES, Heartbeat, Page, RunSection
+from threefold.comm.heartbeat import Heartbeat, RunSection
 from threefold.errors import UserError
 from threefold.foreign import own_file, write_own
 from threefold.launch.environment import LaunchedRank
@@ -26,6 +26,7 @@ from threefold.launch.local import LOOK, StartMethod
 from threefold.launch.output import log_file
 from threefold.launch.worker import Job
 from threefold.resilience.hang_watch import HangWatch, LostStore, Stopwatch
+from threefold.resilience.heartbeat import PAGE_BYTES, Page
 from threefold.resilience.processes import ProcessState, identify_process, pid_if_here, process_state, worked_seconds
 from threefold.resilience.rank_state import RankState, WatchedHeartbeat, ask, read
 

@@ -5,9 +5,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median_low
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 from threefold.comm.mesh import Mesh
+from threefold.resilience.heartbeat import PageHeartbeat
 from threefold.resilience.rank_state import read
 from threefold.train.callbacks.base import Callback, RunContext, on_terminal, say
 from threefold.train.callbacks.records import StepRecord
@@ -103,7 +104,7 @@ class StragglerReport(Callback):
         return cls(run.mesh, run.config.log.every) if is_comparable else None
 
     def __init__(self, mesh: Mesh, every: int) -> None:
-        self._heartbeat, self._every = mesh.heartbeat, every
+        self._heartbeat, self._every = cast(PageHeartbeat, mesh.heartbeat), every
         self._groups = mesh.layout.groups("dp", "cp", "tp")  # ranks with the same work
         self._first: _Look | None = None
         self._before: _Look | None = None

@@ -55,7 +55,7 @@ class RunOptions:
         callbacks: further callbacks, called after the built-in ones and those of `train.callbacks`.
         source: where the model comes from, by default the config.
         began: start of the run in `time.time` seconds; None for now.
-        heartbeat: where this rank reports its activity; None if nobody reads it.
+        heartbeat: where this rank notes its activity; None if no other process reads it.
         attempt: start of the ranks that this is, see `Attempt`.
         peak_rate: peak FLOP/s of a rank, see `RunContext`.
         profiler: callback of `--profile`; None without it.
@@ -91,7 +91,7 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
     keep_freed_memory()
     on_gpu = config.train.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    heartbeat = options.heartbeat or Heartbeat()
+    heartbeat = options.heartbeat or call_hook("heartbeat") or Heartbeat()
     if options.profiler is not None:
         heartbeat = options.profiler.observing(heartbeat, device)
     heartbeat.activity(Activity.DATA)

@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from threefold.comm.axis import Axis, EventRecorder
-from threefold.comm.heartbeat import OPERATIONS, PAGE_BYTES, Activity, Heartbeat, RunSection, Wait, wait_code
+from threefold.comm.heartbeat import OPERATIONS, Activity, RunSection, wait_code
+from threefold.resilience.heartbeat import PAGE_BYTES, PageHeartbeat, Wait
 from threefold.resilience.rank_state import RankState, WatchedHeartbeat, ask, read
 
 
 def test_the_place_of_a_rank_in_words() -> None:
-    heartbeat = Heartbeat()
+    heartbeat = PageHeartbeat()
     assert str(read(heartbeat.content())) == "before its start-up"
     heartbeat.section(RunSection.STEP, 7)
     heartbeat.activity(Activity.FORWARD, stage=1, micro_batch=300)
@@ -23,7 +24,7 @@ def test_the_place_of_a_rank_in_words() -> None:
 
 @pytest.mark.parametrize("ranks", [(0, 1), (3, 7, 11), (5,), (0, 1, 4, 5), (7, 3), tuple(range(100_000))])
 def test_the_ranks_of_an_axis(ranks: tuple[int, ...]) -> None:
-    heartbeat = Heartbeat()
+    heartbeat = PageHeartbeat()
     code = wait_code("gather", heartbeat.axis("dp", ranks))
     heartbeat.wait(code)
     assert read(heartbeat.content()).wait == Wait("gather", "dp", ranks)
@@ -32,7 +33,7 @@ def test_the_ranks_of_an_axis(ranks: tuple[int, ...]) -> None:
 
 
 def test_more_axes_than_a_page_has_room_for() -> None:
-    heartbeat = Heartbeat()
+    heartbeat = PageHeartbeat()
     numbers = [heartbeat.axis(f"axis {number}", range(number, number + 8)) for number in range(400)]
     assert len(heartbeat.content()) <= PAGE_BYTES
     for operation in OPERATIONS:
@@ -58,7 +59,7 @@ def test_a_page_of_another_process_memory() -> None:
 
 def test_work_within_a_wait() -> None:
     """As a checkpoint is written within the collective call of torch, and a mesh makes groups within another."""
-    heartbeat = Heartbeat()
+    heartbeat = PageHeartbeat()
     outer, inner = (
         wait_code("gather", heartbeat.axis("world", range(4))),
         wait_code("send", heartbeat.axis("pp", (0, 2))),
@@ -79,7 +80,7 @@ def test_work_within_a_wait() -> None:
 
 
 def test_every_step_is_progress_and_ends_a_wait() -> None:
-    heartbeat = Heartbeat()
+    heartbeat = PageHeartbeat()
     seen = [read(heartbeat.content()).progress]
     heartbeat.wait(wait_code("barrier", heartbeat.axis("world", (0, 1))))
     for go_on in (
@@ -96,7 +97,7 @@ def test_every_step_is_progress_and_ends_a_wait() -> None:
 
 
 def test_a_collective_that_fails_is_no_wait_any_more() -> None:
-    heartbeat = Heartbeat()
+    heartbeat = PageHeartbeat()
     axis = Axis("tp", (0, 1), 0, None, EventRecorder(), heartbeat=heartbeat)
     with pytest.raises(ValueError, match="does not divide"):
         axis.reduce_scatter(torch.ones(3), 0)
