@@ -63,6 +63,13 @@ NEEDED = {
     "train.grain_leaf": ("exact", "--set", "train.grain_leaf=1"),
     "--profile": ("planner", "--profile=2"),
     "parallel.schedule own.csv": ("planner", "--set", "parallel.schedule=own.csv"),
+    "data.path texts.jsonl, a file of text,": (
+        "convert",
+        "--set",
+        "data.path=texts.jsonl",
+        "--set",
+        "data.tokenizer=t",
+    ),
 }
 """Setting or option → the room that follows it, and how it is given."""
 
@@ -71,6 +78,7 @@ NEEDED = {
     "named", ["data.skip_steps", *(pytest.param(each, marks=pytest.mark.slow) for each in [*NEEDED][1:])]
 )
 def test_settings_that_a_room_follows_need_the_room(tmp_path: Path, tokens: Path, named: str) -> None:
+    (tmp_path / "texts.jsonl").touch()
     room, *given = NEEDED[named]
     ended = alone(tmp_path, "train", str(write_config(tmp_path, tokens)), *given)
     assert ended.returncode == 2

@@ -174,7 +174,7 @@ FUNCTIONS: Final = {
         api/trainer.py::read_config checkpoint/resume.py::find_warm_start
         cli/config.py::show cli/config.py::diff report/commands/data.py::show
         report/commands/data.py::_show_conversations report/tokens.py::_audit_folder
-        report/tokens.py::_audit_foreign report/tokens.py::_compare report/tokens.py::audit
+        report/tokens.py::_audit_foreign report/tokens.py::compare
         terminal.py::read_config terminal.py::require_page
         inference/commands/eval.py::command
         inference/commands/eval.py::_write verify/inspect_command.py::command

@@ -11,9 +11,9 @@ import pytest
 from tests.support.damage import flip
 from tests.support.other_systems import write_fleet, write_megatron
 from tests.support.words import words
+from threefold.convert.json_lines import JsonLines
 from threefold.convert.tokens import to_threefold
 from threefold.data.corpus import DOCUMENTS_FILE, META_FILE, TOKENS_FILE
-from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.threefold_folder import CHECKED, TokenFiles
 from threefold.errors import UserError
 from threefold.output import SILENT

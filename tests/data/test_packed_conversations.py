@@ -10,12 +10,12 @@ import pytest
 from tests.support.chats import CONVERSATIONS, write_tokenizer
 from tests.support.command import Silent
 from threefold.config import Config
+from threefold.convert.json_lines import JsonLines, PaddedSamples
 from threefold.data.corpus import Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.encoding import DocumentEncoder
-from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.packed import PackedSamples, PaddedSamples
+from threefold.data.packed import PackedSamples
 from threefold.data.preparation import prepare
 from threefold.data.sources import SourceReader
 from threefold.data.tokenizer import SpecialTokens, TextEncoder, load_tokenizer

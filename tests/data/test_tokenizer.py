@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 
 import threefold
 from tests.support.other_systems import write_megatron
-from threefold.data.formats.jsonl import JsonLines
+from threefold.convert.json_lines import JsonLines
 from threefold.data.formats.registry import open_corpus
 from threefold.data.preparation import prepare
 from threefold.data.tokenizer import TextEncoder, TextRule, beginning_of, load_tokenizer

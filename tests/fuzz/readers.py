@@ -15,10 +15,10 @@ from tests.support.command import Silent
 from threefold.checkpoint.folder import select_checkpoint
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import load_config, resolve
+from threefold.convert.json_lines import JsonLines, PaddedSamples
 from threefold.data.corpus import Corpus
-from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.registry import open_corpus
-from threefold.data.packed import PackedSamples, PaddedSamples
+from threefold.data.packed import PackedSamples
 from threefold.errors import UserError
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.output import SILENT

@@ -19,8 +19,8 @@ from tests.support.chats import CONVERSATIONS, write_tokenizer
 from tests.support.command import Silent
 from tests.support.other_systems import write_fleet, write_fleet_npz, write_megatron
 from tests.support.words import words
+from threefold.convert.json_lines import JsonLines
 from threefold.convert.tokens import to_threefold
-from threefold.data.formats.jsonl import JsonLines
 from threefold.data.preparation import prepare
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.output import SILENT

@@ -9,7 +9,11 @@ COMMANDS: Final = {
     "data convert": ("", "threefold.convert.tokens_command:convert"),
     "checkpoint convert": ("", "threefold.convert.checkpoint_command:convert"),
 }
-HOOKS: Final = {"parquet_texts": "threefold.convert.parquet:parquet_texts"}
+HOOKS: Final = {
+    "parquet_texts": "threefold.convert.parquet:parquet_texts",
+    "json_lines": "threefold.convert.json_lines:JsonLines",
+    "audit_cache": "threefold.convert.token_cache:audit_cache",
+}
 TOKEN_FORMATS: Final = {
     "megatron": "threefold.convert.megatron_tokens:MEGATRON",
     "paddlefleetx": "threefold.convert.paddlefleetx_tokens:PADDLEFLEETX",

@@ -4,7 +4,7 @@ import os
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
@@ -15,9 +15,8 @@ from threefold.constants import IGNORE_INDEX
 from threefold.data.conversations import ChatTemplate
 from threefold.data.corpus import Corpus
 from threefold.data.formats.custom_data import CustomData, is_custom_data, is_nested
-from threefold.data.formats.jsonl import JsonLines
 from threefold.data.formats.registry import holds_tokens, open_corpus
-from threefold.data.packed import PackedSamples, PaddedSamples
+from threefold.data.packed import PackedSamples
 from threefold.data.samples import MixedSamples, MixturePart, Samples
 from threefold.data.sources import is_json_lines
 from threefold.data.tokenizer import TextRule
@@ -26,6 +25,9 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.output import SILENT, Progress
 
+Source = Any
+"""`Corpus`, `CustomData`, or a file of text that an attached room encodes (`json_lines` of its `HOOKS`)."""
+
 
 @dataclass(frozen=True, eq=False)
 class NamedCorpus:
@@ -33,7 +35,7 @@ class NamedCorpus:
 
     name: str
     weight: float
-    data: Corpus | JsonLines | CustomData
+    data: Source
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,9 +127,14 @@ class Dataset:
         return tuple(stored_corpus(data, length) for data in found if not isinstance(data, CustomData))
 
 
-def stored_corpus(data: Corpus | JsonLines, sequence_length: int, progress: Progress = SILENT) -> Corpus:
-    """Return the tokens of a source, which for JSON lines are those in their cache."""
-    return data if isinstance(data, Corpus) else data.corpus(sequence_length, progress)
+def stored_corpus(data: Source, sequence_length: int, progress: Progress = SILENT) -> Corpus:
+    """Return the tokens of a source, which for a file of text are those in its cache."""
+    corpus: Corpus = data if isinstance(data, Corpus) else data.corpus(sequence_length, progress)
+    return corpus
+
+
+def _is_text(data: Source) -> bool:
+    return not isinstance(data, Corpus | CustomData)
 
 
 def open_dataset(config: Config) -> Dataset:
@@ -163,7 +170,7 @@ def missing_data(name: str, config: Config) -> str:
     return f"{setting} {shown(name)}, which does not exist{where}"
 
 
-def _open(name: str, config: Config) -> Corpus | JsonLines | CustomData:
+def _open(name: str, config: Config) -> Source:
     settings, path = config.data, Path(name)
     if is_custom_data(name) and not holds_tokens(path):
         return CustomData.open(name, config.model.vocab_size, config.model.architecture == OWN)
@@ -186,7 +193,8 @@ def _open(name: str, config: Config) -> Corpus | JsonLines | CustomData:
             f"with `threefold data prepare {path} --out FOLDER`."
         )
     cache, template = (Path(each) if each else None for each in (settings.cache, settings.chat_template))
-    return JsonLines(path, tokenizer, settings.key, settings.eod, cache, settings.special_tokens or "parse", template)
+    text = needed("json_lines", f"data.path {shown(name)}, a file of text,", "convert")
+    return text(path, tokenizer, settings.key, settings.eod, cache, settings.special_tokens or "parse", template)
 
 
 def _check_shared(one: NamedCorpus, other: NamedCorpus) -> None:
@@ -204,8 +212,8 @@ def _check_shared(one: NamedCorpus, other: NamedCorpus) -> None:
     assumed = first.rule.is_assumed or second.rule.is_assumed
     if first.rule.special_tokens != second.rule.special_tokens and not assumed:
         remedy = "prepare one of them again with the other's --special-tokens"
-        if isinstance(first, JsonLines) or isinstance(second, JsonLines):
-            made = (second if isinstance(first, JsonLines) else first).rule.special_tokens
+        if _is_text(first) or _is_text(second):
+            made = (second if _is_text(first) else first).rule.special_tokens
             remedy = f"set data.special_tokens to {made}, which JSON lines follow"
         raise UserError(
             f"data.mixture names {one.name}, made with special_tokens {first.rule.special_tokens}, and "
@@ -213,7 +221,7 @@ def _check_shared(one: NamedCorpus, other: NamedCorpus) -> None:
         )
 
 
-def _samples(data: Corpus | JsonLines | CustomData, name: str, settings: DataConfig, progress: Progress) -> Samples:
+def _samples(data: Source, name: str, settings: DataConfig, progress: Progress) -> Samples:
     length = settings.sequence_length
     if isinstance(data, CustomData):
         return data.samples(name, settings.split, length)
@@ -222,7 +230,9 @@ def _samples(data: Corpus | JsonLines | CustomData, name: str, settings: DataCon
         packed = needed("packed_conversations", "Data of conversations", "huggingface")
         samples: Samples = packed.open(corpus, name, settings.split, length, settings.loss_tokens == "all")
         return samples
-    return (PackedSamples if corpus is data else PaddedSamples).open(corpus, name, settings.split, length)
+    opened = data.samples if _is_text(data) else PackedSamples.open
+    texts: Samples = opened(corpus, name, settings.split, length)
+    return texts
 
 
 USUAL_VOCABULARY: Final = 50257  # GPT-2's

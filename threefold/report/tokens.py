@@ -1,7 +1,6 @@
 """Verification and statistics of token files, for `threefold data verify` and `threefold data show`."""
 
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +10,11 @@ import numpy as np
 
 from threefold.checksums import checksum
 from threefold.data.corpus import META_FILE, Corpus, StoredTokens, damaged
-from threefold.data.formats.jsonl import CACHE_ENDING, FACTS, entry_checksums, read_stamp
 from threefold.data.formats.registry import holds_tokens, is_prepared, read_stored
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.samples import SPLITS, document_runs
-from threefold.data.sources import is_json_lines
 from threefold.data.tokenizer import id_count, load_tokenizer
+from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.files import require_file, shown
 from threefold.output import Progress
@@ -101,29 +99,9 @@ def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]
     vocabulary, that of `tokenizer`. `path` may also be a file of JSON lines, whose cached tokens are checked, or a
     cache folder.
     """
-    cache = path
-    if is_json_lines(path) and os.path.isfile(path):
-        cache = path.with_name(path.name + CACHE_ENDING)
-        if not os.path.isdir(cache):
-            raise UserError(f"{shown(cache)} does not exist, as no run has encoded these JSON lines yet.")
-    inside = sorted(cache.iterdir()) if os.path.isdir(cache) else []
-    found: list[Audit] = []
-    for folder in [cache] if is_entry(cache) else filter(is_entry, inside):
-        known, facts = entry_checksums(folder), folder / FACTS
-        remedy = "delete that folder, which is a cache"
-        if known is None:
-            found.append(Audit(facts, None, "", f"{shown(facts)} or a size in it is wrong; {remedy}"))
-            continue
-        how = "as written" if known else "no checksums; the sizes are right"
-        found += [Audit(facts, require_file(facts), how), *_compare(folder, known, remedy, progress)]
-    for file in filter(is_stamp, inside):
-        try:
-            damage = "" if read_stamp(file) is not None else damaged(file, "delete it, a part of a cache")
-            found.append(Audit(file, require_file(file), "as written", damage))
-        except UserError as error:
-            found.append(Audit(file, None, "", str(error)))
-    if found:
-        return found
+    if found := call_hook("audit_cache", path, progress):
+        audited: list[Audit] = found
+        return audited
     if is_prepared(path) and os.path.isdir(path):
         return list(_audit_folder(path, progress))
     return _audit_foreign(path, tokenizer, progress)
@@ -139,10 +117,11 @@ def _audit_folder(folder: Path, progress: Progress) -> Iterator[Audit]:
         yield Audit(folder, None, "", str(error))
         return
     yield Audit(meta_file, require_file(meta_file), "as written")
-    yield from _compare(folder, files.meta.checksums, "prepare the data again with `threefold data prepare`", progress)
+    yield from compare(folder, files.meta.checksums, "prepare the data again with `threefold data prepare`", progress)
 
 
-def _compare(folder: Path, known: dict[str, str], remedy: str, progress: Progress) -> Iterator[Audit]:
+def compare(folder: Path, known: dict[str, str], remedy: str, progress: Progress) -> Iterator[Audit]:
+    """Read the files of a folder and compare them with the checksums known of them."""
     for name, written in sorted(known.items()):
         path = folder / name
         try:
@@ -172,13 +151,3 @@ def _audit_foreign(path: Path, tokenizer: Path | None, progress: Progress) -> li
     tokens, *index = stored.files
     found = [Audit(tokens, require_file(tokens), f"{stored.format} has no checksums; {ids}")]
     return found + [Audit(file, require_file(file), "no checksum; fits the tokens") for file in index]
-
-
-def is_entry(folder: Path) -> bool:
-    """Return whether a folder is named as a cache entry, damaged or not."""
-    return re.fullmatch("[0-9a-f]{32}", folder.name) is not None and os.path.isdir(folder)
-
-
-def is_stamp(path: Path) -> bool:
-    """Return whether a file of a cache is named as the stored hash of an encoded file, damaged or not."""
-    return re.fullmatch("[0-9a-f]{32}[.]hash", path.name) is not None

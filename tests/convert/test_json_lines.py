@@ -14,11 +14,10 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from threefold.config import Config
+from threefold.convert import json_lines
+from threefold.convert.json_lines import JsonLines, PaddedSamples
 from threefold.data.corpus import TOKENS_FILE
 from threefold.data.dataset import open_dataset
-from threefold.data.formats import jsonl
-from threefold.data.formats.jsonl import JsonLines
-from threefold.data.packed import PaddedSamples
 from threefold.data.samples import document_runs
 from threefold.errors import UserError
 from threefold.output import SILENT
@@ -114,8 +113,8 @@ def test_a_config_names_lines_also_in_a_mixture(tmp_path: Path, lines: JsonLines
 def count_encodings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """A list that grows by one for every time that text is encoded."""
     calls: list[int] = []
-    real = jsonl.encode_documents
-    monkeypatch.setattr(jsonl, "encode_documents", lambda *given: calls.append(1) or real(*given))
+    real = json_lines.encode_documents
+    monkeypatch.setattr(json_lines, "encode_documents", lambda *given: calls.append(1) or real(*given))
     return calls
 
 
@@ -238,7 +237,7 @@ def test_a_tokenizer_that_does_not_fit(tmp_path: Path, lines: JsonLines) -> None
 
 
 def _open_slowly(lines: JsonLines, written: Path, seconds: float, barrier: Any) -> None:
-    real = jsonl.encode_documents
+    real = json_lines.encode_documents
 
     def slow(*given):
         with written.open("a") as file:
@@ -247,7 +246,7 @@ def _open_slowly(lines: JsonLines, written: Path, seconds: float, barrier: Any) 
             time.sleep(seconds)
             yield encoded
 
-    jsonl.encode_documents = slow
+    json_lines.encode_documents = slow
     barrier.wait(60)
     assert len(opened(lines)) == len(FILLED)
 

@@ -1,12 +1,7 @@
-"""JSON lines (JSONL), encoded once, into a cache whose entries are named by a hash of their inputs."""
+"""JSON lines (JSONL) as data of a run, encoded once, into a cache whose entries are named by a hash of their inputs."""
 
-import fcntl
 import hashlib
 import json
-import os
-import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -16,7 +11,9 @@ import numpy as np
 from platformdirs import user_cache_path
 from tokenizers import Tokenizer
 
-from threefold.checksums import checksum, checksum_of, checksums, seal, unseal
+from threefold.checksums import checksum_of
+from threefold.constants import IGNORE_INDEX
+from threefold.convert.token_cache import CACHE_ENDING, cached, content_hash, entry_checksums
 from threefold.data.conversations import ChatTemplate, template_of
 from threefold.data.corpus import (
     DOCUMENT_DTYPE,
@@ -31,12 +28,15 @@ from threefold.data.corpus import (
     load_column,
 )
 from threefold.data.encoding import EncodingSpec, encode_documents
+from threefold.data.packed import Runs, ends_document
+from threefold.data.samples import Samples, document_runs
 from threefold.data.sources import SourceReader, holds_chat
 from threefold.data.tokenizer import SpecialTokens, TextRule, find_end, id_count, load_tokenizer
 from threefold.errors import UserError
-from threefold.files import of_user, read_json, require_file, shown
+from threefold.files import of_user, require_file, shown
 from threefold.host import usable_cores
-from threefold.output import Progress, staged_directory
+from threefold.output import Progress
+from threefold.random import Int64Array
 
 LINES_FILE: Final = "lines.bin"
 
@@ -109,6 +109,10 @@ class JsonLines:
         """Return texts, each cut to one token more than a sample holds; see `corpus`."""
         folder = self._cached({"sequence_length": sequence_length}, sequence_length + 1, progress)
         return EncodedLines(**self._stored(folder), remedy="delete that folder, which is a cache")
+
+    def samples(self, corpus: Corpus, name: str, split: str, sequence_length: int) -> Samples:
+        """Return the samples of a split of `encoded` texts."""
+        return PaddedSamples.open(corpus, name, split, sequence_length)
 
     def _stored(self, folder: Path) -> dict[str, Any]:
         """Return the content of a cache folder for a `Corpus`. Raises UserError if its files do not fit each other."""
@@ -190,98 +194,47 @@ class EncodedLines(Corpus):
         return Content(dtype, checksum_of(rest.encode()) if known else "", tokens)
 
 
-CACHE_ENDING: Final = ".cache"  # suffix of a file's name for the folder with its cache
-FACTS: Final = "meta.json"
-"""File written last, with the size and checksum of every other file of the folder, and its own checksum."""
+@dataclass(frozen=True, eq=False)
+class PaddedSamples(Samples):
+    """Samples of one split, one per line, in file order.
 
-
-def cached(roots: list[Path], name: str, write: Callable[[Path], None]) -> Path:
-    """Return the complete folder `name` in one of `roots`; create it with `write` if there is none.
-
-    The first writable root gets a new entry. If several processes need it at once, one writes and the others wait. If
-    the writer is killed, its partial output is discarded and the next one starts again.
+    A sample is the line's tokens and the end-of-document token, cut to S + 1; a shorter one is padded with
+    end-of-document tokens whose labels are ignored. Attention is causal, so padding does not affect the tokens before
+    it. The corpus must be encoded for this length.
     """
-    for root in roots:
-        if _is_whole(root / name):
-            return root / name
-    refusals = []
-    for root in roots:
-        try:
-            root.mkdir(parents=True, exist_ok=True)
-            lock = (root / f"{name}.lock").open("a")
-            fcntl.flock(lock, fcntl.LOCK_EX)  # released when the process ends, however it ends
-        except OSError as error:
-            refusals.append(f"{root} ({error.strerror})")
-            continue
-        with lock:
-            if not _is_whole(root / name):
-                # All files count as ours: a folder with such a name is an entry of the cache, damaged or not.
-                with staged_directory(root / name, place="data.cache", listing=os.listdir, marked=False) as partial:
-                    write(partial)
-                    paths = sorted(partial.iterdir())
-                    sums = dict(zip((path.name for path in paths), checksums(paths), strict=True))
-                    facts = {"files": {path.name: path.stat().st_size for path in paths}, "checksums": sums}
-                    (partial / FACTS).write_text(json.dumps(seal(facts)) + "\n", encoding="utf-8")
-            return root / name
-    raise UserError(f"no cache can be written in {' or '.join(refusals)}; set data.cache to a folder that can.")
 
+    encoded: Corpus
+    sequence_length: int
+    lines: Runs
+    name: str
 
-def entry_checksums(folder: Path) -> dict[str, str] | None:
-    """Return an entry's checksums by file, if the sizes are right; empty in old entries, None if damaged."""
-    try:
-        facts = read_json(folder / FACTS)
-        files = facts.get("files") if isinstance(facts, dict) else None
-        if not files or not isinstance(files, dict):
-            return None
-        if any(require_file(folder / name) != size for name, size in files.items()):
-            return None
-    except UserError:
-        return None
-    if facts.keys() == {"files"}:
-        return {}
-    known = (unseal(facts) or {}).get("checksums")
-    return known if isinstance(known, dict) and known.keys() == files.keys() else None
+    @classmethod
+    def open(cls, encoded: Corpus, name: str, split: str, sequence_length: int) -> "PaddedSamples":
+        """Open the samples of a split, as in `PackedSamples.open`."""
+        runs = document_runs(encoded.document_count, split, name)
+        if not len(runs):
+            raise UserError(f'data.split "{split}" gives the {name} split no lines; give it a weight above 0')
+        return cls(encoded, sequence_length, Runs(runs), name)
 
+    def __len__(self) -> int:
+        return self.lines.length
 
-def read_stamp(path: Path) -> dict[str, Any] | None:
-    """Return the stored hash of an encoded file, with the file's state at that time; None if missing or damaged."""
-    try:
-        known = read_json(path)
-    except UserError:
-        return None
-    return unseal(known) if isinstance(known, dict) else None
+    def labelled(self, indices: Int64Array, keys: Int64Array | None = None) -> tuple[Int64Array, Int64Array]:
+        lines = self.lines(indices)
+        starts, ends = self.encoded.documents[lines], self.encoded.documents[lines + 1]
+        places = starts[:, None] + np.arange(self.sequence_length + 1)
+        held = places < ends[:, None]
+        windows = np.full(places.shape, self.encoded.eod, dtype=np.int64)
+        windows[held] = self.encoded.tokens[places[held]]
+        self.encoded.check_samples(windows, places, indices, self.name)
+        tokens = windows[:, :-1]
+        has_label = held[:, 1:] & ~ends_document(tokens, self.encoded.eod)
+        return tokens, np.where(has_label, windows[:, 1:], IGNORE_INDEX)
 
+    def documents(self, indices: Int64Array) -> Int64Array:
+        return np.repeat(self.lines(indices)[:, None], self.sequence_length, axis=1)
 
-def _is_whole(folder: Path) -> bool:
-    """Return whether an entry is complete by a quick check; large files are verified in the background of a run."""
-    known = entry_checksums(folder)
-    if known is None:
-        return False
-    small = {name for name in known if (folder / name).stat().st_size <= 1 << 30}
-    return all(checksum(folder / name) == known[name] for name in small - {TOKENS_FILE})
-
-
-def content_hash(path: Path, roots: list[Path]) -> str:
-    """Return the SHA-256 of a file, which is stored in one of `roots` and read again only if it may have changed."""
-    require_file(path)  # first, as a loop of links would not resolve
-    stamp = f"{hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]}.hash"
-    try:
-        stat = path.stat()
-        state = [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns]
-        for root in roots:
-            if (known := read_stamp(root / stamp)) is not None and known.get("state") == state:
-                return str(known.get("sha256"))
-        started = time.time()
-        with path.open("rb") as file:
-            sha256 = hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}).") from None
-    # After two seconds, a change of a file shows in its timestamp on any file system.
-    for root in roots if started - stat.st_mtime > 2 else ():
-        with suppress(OSError):
-            root.mkdir(parents=True, exist_ok=True)
-            fresh = root / f"{stamp}.{os.getpid()}"
-            fresh.write_text(json.dumps(seal({"state": state, "sha256": sha256})), encoding="utf-8")
-            fresh.replace(root / stamp)
-            break
-    return sha256
+    def padding(self, indices: Int64Array) -> Int64Array:
+        lines = self.lines(indices)
+        held = self.encoded.documents[lines + 1] - self.encoded.documents[lines]
+        return np.maximum(0, self.sequence_length - held)
