@@ -10,7 +10,15 @@ import pytest
 
 import threefold
 from threefold.errors import UserError
-from threefold.foreign import MANIFEST, FolderFiles, lines_of, open_own, own_file, own_folder, write_own
+from threefold.foreign import (
+    MANIFEST,
+    FolderFiles,
+    lines_of,
+    nofollow_file,
+    nofollow_folder,
+    open_nofollow,
+    write_nofollow,
+)
 
 PACKAGE: Final = Path(threefold.__file__).parent
 
@@ -107,23 +115,23 @@ def test_nothing_is_written_through_a_link_or_into_a_pipe(tmp_path: Path) -> Non
     target = put(tmp_path / "target")
     for name in ("file", "nowhere"):
         (tmp_path / name).symlink_to(target if name == "file" else tmp_path / "missing")
-        write_own(tmp_path / name, "ours")
+        write_nofollow(tmp_path / name, "ours")
         assert (tmp_path / name).read_text() == "ours"
     (tmp_path / "appended").symlink_to(target)
-    with open(open_own(tmp_path / "appended", os.O_APPEND), "a") as file:
+    with open(open_nofollow(tmp_path / "appended", os.O_APPEND), "a") as file:
         file.write("more")
     (tmp_path / "folder").symlink_to(tmp_path)
-    put(own_folder(tmp_path / "folder") / "inside")
+    put(nofollow_folder(tmp_path / "folder") / "inside")
     assert (target.read_text(), (tmp_path / "appended").read_text()) == ("text", "more")
     assert not (tmp_path / "inside").exists()
     assert not (tmp_path / "missing").exists()
     os.mkfifo(tmp_path / "fifo")
     (tmp_path / "zero").symlink_to("/dev/zero")
     for name, said in (("fifo", "it is no regular file (a pipe, socket or device)"), ("folder", "Is a directory")):
-        assert problem(own_file, tmp_path / name) == said
-    assert not own_file(tmp_path / "zero").is_symlink()
+        assert problem(nofollow_file, tmp_path / name) == said
+    assert not nofollow_file(tmp_path / "zero").is_symlink()
     (tmp_path / "null").symlink_to("/dev/null")  # as of a user who wants no such file
-    write_own(own_file(tmp_path / "null"), "ours")
+    write_nofollow(nofollow_file(tmp_path / "null"), "ours")
     assert (tmp_path / "null").is_symlink()
     assert not FolderFiles(tmp_path).holds("null")
 
@@ -156,8 +164,8 @@ OPENING: Final = {
     *("put_file", "np.load", "np.save", "torch.load", "torch.save", "shutil.copy"),
 }
 """Functions and methods that open a file by its path, or ask about one."""
-DOOR: Final = {"FolderFiles", "path", "own_file", "open_own"}
-"""Names in `threefold.foreign`: an opener of `own_file(...)`, say, opens what that has allowed."""
+DOOR: Final = {"FolderFiles", "path", "nofollow_file", "open_nofollow"}
+"""Names in `threefold.foreign`: an opener of `nofollow_file(...)`, say, opens what that has allowed."""
 
 ROOMS: Final = {
     "files.py foreign.py checksums.py": "they are the one place, and what it is made of",
@@ -229,7 +237,7 @@ FUNCTIONS: Final = {
         huggingface/limited.py::_reachable
     """,
     "the user's cache": "huggingface/tokenizer_check.py::try_tokenizer",
-    "a picture in a new file of `own_file`": "report/loss_curve.py::draw",
+    "a picture in a new file of `nofollow_file`": "report/loss_curve.py::draw",
 }
 """Other functions that call such a function or method, by what they open."""
 
@@ -269,7 +277,7 @@ class Reader:
         safe_open(FolderFiles(folder).path(name))
 def copy():
     shutil.copyfile(a, b)
-    with open(open_own(path), "w"):
+    with open(open_nofollow(path), "w"):
         pass
 def held():
     return FolderFiles(folder).holds(name) and files.text(name)

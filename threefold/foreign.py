@@ -138,7 +138,7 @@ def lines_of(file: io.BufferedReader) -> Iterator[bytes]:
         yield line
 
 
-def own_file(path: Path) -> Path:
+def nofollow_file(path: Path) -> Path:
     """Return the path of a file to write, after removing a link that has its name.
 
     Raises OSError if a folder, a pipe or a device has its name, for which a writer might wait forever.
@@ -163,22 +163,22 @@ def _is_sink(path: Path) -> bool:
     return False
 
 
-def open_own(path: Path, flags: int = os.O_TRUNC) -> int:
-    """Open an `own_file` to write, with flags such as O_APPEND, and return its descriptor."""
+def open_nofollow(path: Path, flags: int = os.O_TRUNC) -> int:
+    """Open an `nofollow_file` to write, with flags such as O_APPEND, and return its descriptor."""
     flags |= os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC
-    return os.open(own_file(path), flags if _is_sink(path) else flags | os.O_NOFOLLOW, 0o666)
+    return os.open(nofollow_file(path), flags if _is_sink(path) else flags | os.O_NOFOLLOW, 0o666)
 
 
-def write_own(path: Path, content: str | bytes, *, durable: bool = False) -> None:
+def write_nofollow(path: Path, content: str | bytes, *, durable: bool = False) -> None:
     """Write a file, in place of a link of its name; `durable` flushes it to disk."""
-    with open(open_own(path), "wb") as file:
+    with open(open_nofollow(path), "wb") as file:
         file.write(content.encode() if isinstance(content, str) else content)
         if durable:
             file.flush()
             os.fsync(file.fileno())
 
 
-def own_folder(path: Path) -> Path:
+def nofollow_folder(path: Path) -> Path:
     """Make a folder in the folder of a run, in place of a link of its name; return its path."""
     if path.is_symlink():
         with suppress(FileNotFoundError, IsADirectoryError):  # another rank has made it meanwhile

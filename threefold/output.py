@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.foreign import FolderFiles, write_own
+from threefold.foreign import FolderFiles, write_nofollow
 from threefold.host import exchange_paths
 
 
@@ -29,7 +29,7 @@ def sync(path: Path) -> None:
 
 def write_durably(path: Path, text: str) -> None:
     """Write a text file and flush it to disk."""
-    write_own(path, text, durable=True)
+    write_nofollow(path, text, durable=True)
 
 
 MARKER: Final = ".threefold-output.json"
@@ -54,7 +54,7 @@ def marker_of(prefix: Path) -> Path:
 def _write_marker(path: Path, files: Collection[str]) -> None:
     """Write a marker: the paths of a folder's files, or the names of files with one prefix and their sizes in bytes."""
     facts = {"format": _FORMAT, "version": 1, "files": files}
-    write_own(path, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
+    write_nofollow(path, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 
 def _read_marker(path: Path) -> Any:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 ConfigFile = Annotated[Path, Argument(metavar="CONFIG", help="YAML file; docs/config.md lists the settings.")]
 _NARROWEST: Final = 20  # columns
-OWN_MODEL: Final = "Your own model"
+CUSTOM_MODEL: Final = "Your own model"
 """Group of options in help texts."""
 Overrides = Annotated[
     list[str] | None, Option("--set", metavar="SECTION.KEY=VALUE", help="Override one setting; may be repeated.")
@@ -35,7 +35,7 @@ Overrides = Annotated[
 ModelFile = Annotated[
     str | None,
     Option(
-        "--model", metavar="FILE.py[:NAME]", help="Python file with a model of your own.", rich_help_panel=OWN_MODEL
+        "--model", metavar="FILE.py[:NAME]", help="Python file with a model of your own.", rich_help_panel=CUSTOM_MODEL
     ),
 ]
 TrustCode = Annotated[
@@ -43,7 +43,7 @@ TrustCode = Annotated[
     Option(
         "--trust-code",
         help="Run the code that is stored in a checkpoint or named by a stored config.",
-        rich_help_panel=OWN_MODEL,
+        rich_help_panel=CUSTOM_MODEL,
     ),
 ]
 Overwrite = Annotated[bool, Option("--overwrite", help="Overwrite --out.")]
@@ -68,8 +68,8 @@ def read_config(
 def with_model(overrides: Sequence[str] | None, model: str | None) -> list[str]:
     """Return a command's overrides and those that `--model` implies; raises as `model_file`."""
     file = model_file(model)
-    own = [] if file is None else ["model.architecture=own", f"model.file={json.dumps(file)}"]
-    return [*(overrides or ()), *own]
+    custom = [] if file is None else ["model.architecture=own", f"model.file={json.dumps(file)}"]
+    return [*(overrides or ()), *custom]
 
 
 def model_file(model: str | None, named: str = "--model") -> str | None:

@@ -1,6 +1,6 @@
 """fp16 in a loop of one's own: near fp32, the same in a layout as in one process, and overflows that all ranks skip.
 
-The batch is a mapping, of which a bare `nn.Embedding` takes the entry that its parameter is called."""
+The batch is a mapping, of which a lone `nn.Embedding` takes the entry that its parameter is called."""
 
 from inspect import signature
 from pathlib import Path
@@ -110,7 +110,7 @@ def in_fp64(sizes: dict[str, int]) -> list[float]:
     return found
 
 
-def test_a_mapping_reaches_a_bare_layer_that_the_tensor_axis_cuts(pool) -> None:
+def test_a_mapping_reaches_a_layer_alone_that_the_tensor_axis_cuts(pool) -> None:
     (alone,) = pool.run(1, in_fp64, {})
     for found in pool.run(3, in_fp64, {"tp": 3}):
         assert found == pytest.approx(alone, rel=1e-12)

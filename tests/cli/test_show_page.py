@@ -39,13 +39,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     report = {"model": "GPT", "dtype": "fp64", "steps": 3, "full": False, "tolerance": 1e-12}
     report["layouts"] = [{"layout": "dp2·tp2·pp2", "verdict": "departs", "worst_by_parameter": errors}]
     document["proof"] = proof(report, "The report", document)
-    bare = {"compare": None, "proof": None}
+    without = {"compare": None, "proof": None}
     documents = {
         "small": document,
-        "thirty-two": layout_document(config(dp=8, tp=2, pp=2), traffic=False) | bare,
-        "wide": layout_document(config(dp=16, tp=4, pp=2, zero=1), traffic=False) | bare,
+        "thirty-two": layout_document(config(dp=8, tp=2, pp=2), traffic=False) | without,
+        "wide": layout_document(config(dp=16, tp=4, pp=2, zero=1), traffic=False) | without,
         "deep": layout_document(config(dp=1, pp=8, layers=94, schedule="interleaved", stage_chunks=3), traffic=False)
-        | bare,
+        | without,
     }
     for name, each in documents.items():
         (folder / f"{name}.html").write_text(layout_page(each))

@@ -1,7 +1,7 @@
 """Settings of the public GPT and Llama examples of other systems, as facts: key → value, in each form that they have.
 
 They are in `data/public_configs.json`, a line for each example. Fleet's and Colossal-AI's keys are dotted; Megatron-LM's
-and PaddleNLP's are flags, where true stands for a bare flag.
+and PaddleNLP's are flags, where true stands for a flag without a value.
 """
 
 import json

@@ -145,7 +145,7 @@ def test_no_setting_is_lost(tmp_path: Path, name: str) -> None:
         if value is None or key in _EQUAL_WITHOUT:
             continue
         other = case.settings | {key: _changed(value)}
-        if case.kind in ("megatron", "fleet-flags") and value is True:  # a bare flag: without it
+        if case.kind in ("megatron", "fleet-flags") and value is True:  # a flag without a value: without it
             other = {each: given for each, given in case.settings.items() if each != key}
         if _outcome(tmp_path, case, other) == plain:
             lost.append(key)

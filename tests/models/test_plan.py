@@ -86,7 +86,7 @@ def test_without_rules_everything_is_replicated() -> None:
         ),
         (
             lambda: changed(shard={key: rule for key, rule in SHARD.items() if key != "blocks.*.gate"}),
-            "shard says nothing about 'blocks.*.gate' (a bare parameter); give it",
+            "shard says nothing about 'blocks.*.gate' (a standalone parameter); give it",
         ),
         (
             lambda: changed(shard={**SHARD, "blocks.*.upp": Column()}),
@@ -94,7 +94,7 @@ def test_without_rules_everything_is_replicated() -> None:
         ),
         (
             lambda: changed(shard={**SHARD, "blocks.*.gate": Row()}),
-            "shard has Row at 'blocks.*.gate', which is a bare parameter; use Replicated() or PerHead()",
+            "shard has Row at 'blocks.*.gate', which is a standalone parameter; use Replicated() or PerHead()",
         ),
         (
             lambda: changed(shard={**SHARD, "blocks.*.norm": PerHead(), "**.bias": Replicated()}),

@@ -14,7 +14,7 @@ from threefold.cpu import tiles as module
 from threefold.cpu.tiles import TileGradients, tile_inputs
 from threefold.ops.attention import attention
 from threefold.ops.kernels import AttentionMask
-from threefold.torch_private.fake import OperationMode, fake_tensors, leaves
+from threefold.torch_private.fake import OperationMode, fake_tensors, tree_leaves
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2}
 
@@ -111,7 +111,7 @@ def test_no_tensor_is_as_large_as_the_matrix(dtype: torch.dtype, window: int, ki
         def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
             nonlocal largest
             found = func(*args, **(kwargs or {}))
-            largest = max([largest, *(each.numel() for each in leaves(found) if isinstance(each, Tensor))])
+            largest = max([largest, *(each.numel() for each in tree_leaves(found) if isinstance(each, Tensor))])
             return found
 
     length, documents = 3000, numbered(kind, 1, 3000)

@@ -77,7 +77,7 @@ def test_passes_are_told() -> None:
 
 
 @pytest.mark.slow
-def test_exact_run_exchanges_what_a_plain_one_of_its_leaves_does() -> None:
+def test_exact_run_exchanges_what_a_plain_one_of_its_sample_groups_does() -> None:
     def found(exact: bool) -> DryRunReport:
         given = {
             "model": {"num_layers": 2, "hidden_size": 36, "num_attention_heads": 2, "vocab_size": 256},

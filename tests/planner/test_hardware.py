@@ -28,7 +28,7 @@ lab:
 
 
 @pytest.fixture(autouse=True)
-def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def nofollow_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "own"
     monkeypatch.setattr(catalogue, "user_folder", lambda: folder)
     return folder
@@ -76,11 +76,11 @@ def test_own_file_like_another(tmp_path: Path) -> None:
     )
 
 
-def test_saved_entry_is_found_by_name(own_folder: Path) -> None:
+def test_saved_entry_is_found_by_name(nofollow_folder: Path) -> None:
     with pytest.raises(UserError, match="run threefold doctor"):
         find_hardware("this-machine")
     mine = replace(find_hardware("h100"), name="this-machine", device="cpu", dollars_per_hour=None)
-    assert save_hardware(mine).parent == own_folder
+    assert save_hardware(mine).parent == nofollow_folder
     assert find_hardware("this-machine") == mine
     assert "this-machine" in hardware_names()
 
@@ -141,7 +141,7 @@ def test_the_peak_rate_of_a_gpu_is_that_of_its_data_sheet() -> None:
     assert peak_rate("bf16", "cuda", 8, ("another", GB)) is None
 
 
-def test_ranks_of_a_cpu_share_the_measured_rate(own_folder: Path) -> None:
+def test_ranks_of_a_cpu_share_the_measured_rate(nofollow_folder: Path) -> None:
     assert peak_rate("fp32", "cpu", 2) is None
     measured = replace(
         find_hardware("h100"), name=THIS_MACHINE, device="cpu", title=cpu_name(), matrix_rates={"fp32": 2e9}
@@ -152,9 +152,9 @@ def test_ranks_of_a_cpu_share_the_measured_rate(own_folder: Path) -> None:
     assert peak_rate("bf16", "cpu", 4) is None
 
 
-def test_an_entry_of_another_machine_or_a_damaged_one_is_not_taken(own_folder: Path) -> None:
+def test_an_entry_of_another_machine_or_a_damaged_one_is_not_taken(nofollow_folder: Path) -> None:
     save_hardware(replace(find_hardware("h100"), name=THIS_MACHINE, device="cpu", title="another processor, 2 cores"))
     assert saved_entry(cpu_name()) is None
-    (own_folder / f"{THIS_MACHINE}.yaml").write_text("this-machine: {title: 3")
+    (nofollow_folder / f"{THIS_MACHINE}.yaml").write_text("this-machine: {title: 3")
     assert saved_entry(cpu_name()) is None
     assert peak_rate("fp32", "cpu", 4) is None

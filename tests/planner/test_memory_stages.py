@@ -82,14 +82,14 @@ def test_what_sharded_gradients_leave_behind(width: int, parallel: dict[str, int
 
 @sweep("length", [512, 1024], slow=(0,))
 @sweep("parallel", [{}, {"dp": 2, "pp": 2}, {"dp": 2, "zero": 2}], slow=(1, 2))
-def test_peaks_of_exact_runs_have_leaves_and_trees(parallel: dict[str, int], length: int) -> None:
+def test_peaks_of_exact_runs_have_sample_groups_and_trees(parallel: dict[str, int], length: int) -> None:
     """Attention weights are kept of short sequences; the 4 MiB of a run of heads are left out."""
     wide, data = {**GPT, "num_layers": 4, "hidden_size": 512}, {"path": "unused", "sequence_length": length}
     resolved = config(wide, "fp32", 4, parallel=parallel, train={"exact": True}, data=data)
     found, run = stage_memory(resolved, "cpu")[0], dry_run(resolved, 0)
     assert found.tensors == pytest.approx(run.peak_bytes, rel=0.13)
     other = config(wide, "fp32", 2, parallel=parallel, train={"exact": True, "micro_batch_size": 4}, data=data)
-    assert stage_memory(other, "cpu")[0] == found, "leaves run, whatever the micro-batch size"
+    assert stage_memory(other, "cpu")[0] == found, "sample groups run, whatever the micro-batch size"
 
 
 def test_states_are_those_that_training_has() -> None:

@@ -94,7 +94,7 @@ FAMILIES = {
         shared_expert_gate=False,
         router_aux_loss=0.0,
     ),
-    "batches": replace(  # products that are computed in batches, in leaves of four samples
+    "batches": replace(  # products that are computed in batches, in sample groups of four
         CASE, layers=2, head_dim=16, ffn=256, vocab=384, sequence=32, batch=32, accumulation=32, steps=2
     ),
 }

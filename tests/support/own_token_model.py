@@ -1,4 +1,4 @@
-"""User's own model in plain torch modules, with odd sizes, no symmetric matrix, two bare weights and a tied one.
+"""User's own model in plain torch modules, with odd sizes, no symmetric matrix, two standalone weights and a tied one.
 
 Its layers are called like those of built-in families: `layer(x, samples)`, the last one `layer(x, labels)`.
 """

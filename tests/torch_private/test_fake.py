@@ -14,8 +14,8 @@ from threefold.torch_private.fake import (
     OperationMode,
     fake_process_group,
     fake_tensors,
-    leaves,
     storage_resizes,
+    tree_leaves,
     with_memory,
 )
 
@@ -71,8 +71,8 @@ def test_collectives_as_modes_see_them() -> None:
     assert seen & set(COLLECTIVES) == {"c10d"}, "collectives are no longer operations of c10d"
 
 
-def test_leaves() -> None:
-    assert leaves(([1, {"a": 2}], (3,))) == [1, 2, 3]
+def test_tree_leaves() -> None:
+    assert tree_leaves(([1, {"a": 2}], (3,))) == [1, 2, 3]
 
 
 def test_storage_resizes() -> None:

@@ -139,11 +139,11 @@ REFUSED = [
     ("gpt", "dp1", {"train.grain_tensor": 3}, "grain_tensor is 3 but .* model.vocab_size 88; use 2"),
     ("gpt", "dp1", {"train.grain_tensor": 16}, "grain_tensor is 16 but .* model.vocab_size 88; use 8"),
     ("gpt", "dp1", {"train.grain_samples": 6}, "grain_samples is 6 but .* train.global_batch_size 16; use 4"),
-    ("gpt", "dp1", {"train.grain_leaf": 3}, "grain_leaf is 3 but .* the samples of a group, 2; use 2"),
-    ("gpt", "dp1", {"train.grain_leaf": 4}, "grain_leaf is 4 but .* the samples of a group, 2; use 2"),
+    ("gpt", "dp1", {"train.grain_leaf": 3}, "grain_leaf is 3 but .* the samples of a part of the batch, 2; use 2"),
+    ("gpt", "dp1", {"train.grain_leaf": 4}, "grain_leaf is 4 but .* the samples of a part of the batch, 2; use 2"),
     ("gpt", "dp8", {"train.grain_samples": 4}, "dp is 8 but must divide train.grain_samples 4; use 4"),
     ("gpt", "tp8", {"train.grain_tensor": 2}, "tp is 8 but must divide train.grain_tensor 2, .*; use 2"),
-    ("gpt", "dp4,pp2 dualpipev", {}, r"runs the 2 leaves of a replica one by one, but .*; use train.grain_leaf 1"),
+    ("gpt", "dp4,pp2 dualpipev", {}, r"runs the 2 sample groups of a replica one by .*; use train.grain_leaf 1"),
     ("gpt", "cp2", {"train.grain_context": 1}, "cp is 2 but must divide train.grain_context 1, .*; use .*context 2"),
     ("gpt context", "cp8", {}, "cp is 8 but must divide train.grain_context 4, .*; use train.grain_context 8"),
     ("gpt context", "dp1", {"train.grain_context": 32}, "grain_context is 32 but .* twice which divides .*; use 16"),
@@ -177,6 +177,6 @@ def test_what_is_not_exact_is_refused_with_the_nearest_that_is(
         _ = replace(case, settings=(*case.settings, *settings.items())).config
 
 
-def test_a_smaller_leaf_suits_a_schedule_of_few_leaves() -> None:
+def test_a_smaller_sample_group_suits_a_schedule_of_few() -> None:
     case = spread(CASE, "dp4,pp2 dualpipev")
     _ = replace(case, settings=(*case.settings, ("train.grain_leaf", 1))).config

@@ -21,7 +21,7 @@ from tests.support.devices import alone_on
 from tests.support.parity import LLAMA, MOE, MOE_SIZES, Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.random.dropout import Dropout
-from threefold.torch_private.fake import OperationMode, leaves
+from threefold.torch_private.fake import OperationMode, tree_leaves
 from threefold.torch_private.tensors import storage_key
 from threefold.train.step import Engine
 
@@ -77,11 +77,11 @@ class HostReads:
 
     def has(self, values: Any) -> bool:
         """Return whether any tensor among nested values is the device's."""
-        tensors = [each for each in leaves(values) if isinstance(each, Tensor)]
+        tensors = [each for each in tree_leaves(values) if isinstance(each, Tensor)]
         return any(storage_key(_local(each).untyped_storage()) in self._known for each in tensors)
 
     def is_device(self, values: Any) -> bool:
-        return any(each is self.device for each in leaves(values))
+        return any(each is self.device for each in tree_leaves(values))
 
     def found(self) -> None:
         """Record a host read at the current place."""
@@ -112,7 +112,7 @@ class _Functions(TorchFunctionMode):
                 out = out.clone()
         elif name in ("tensor", "as_tensor"):
             reads.found()
-        reads.note(leaves(out))
+        reads.note(tree_leaves(out))
         return out
 
 
@@ -129,7 +129,7 @@ class _Operations(OperationMode):
             if func.overloadpacket in _READS or _is_masked(func, args):
                 reads.found()
             out = func(*args, **kwargs)
-            reads.note(leaves(out))
+            reads.note(tree_leaves(out))
             return out
         return func(*args, **kwargs)
 

@@ -87,8 +87,8 @@ def test_a_model_without_anything_of_this_package_and_its_own_loss(pool, small_r
 
 
 @pytest.mark.slow
-def test_cuts_of_one_layer_and_of_bare_parameters_resume_without_them(pool, small_run: Run, tmp_path: Path) -> None:
-    """Queries, keys and values of one layer, and bare parameters, from tp 2 to one rank, and to ZeRO."""
+def test_cuts_of_a_layer_and_of_standalone_parameters_resume_without_them(pool, small_run: Run, tmp_path: Path) -> None:
+    """Queries, keys and values of one layer, and standalone parameters, from tp 2 to one rank, and to ZeRO."""
     own = (("model.architecture", "own"), ("model.file", f"{custom_cut_model.__file__}:Fused"))
     run = small_run.but(dropout=0.0, set=own, steps=4)
     pool.run(1, train_rank, run, tmp_path / "alone")

@@ -1,4 +1,4 @@
-"""User's own model with a fused layer for queries, keys and values, sharded bare parameters, and odd sizes."""
+"""User's own model with a fused layer for queries, keys and values, sharded standalone parameters, and odd sizes."""
 
 import torch
 from torch import Tensor, nn

@@ -1,4 +1,4 @@
-"""Bare parameters that are cut along a dim, and one layer for queries, keys and values: equal in every layout."""
+"""Standalone parameters that are cut along a dim, and one layer for queries, keys and values: equal in every layout."""
 
 from pathlib import Path
 
@@ -60,8 +60,8 @@ def scaled(**rules: Split) -> None:
         ),
         ({"1.weight": Sharded(0, heads=5)}, "with heads=5, which must divide dim 0 of 12; use heads=4"),
         ({"1.weight": Sharded(0, heads=3)}, "tp is 4 but must divide the 3 heads of '1.weight'; use 3"),
-        ({"1": Sharded(0)}, "split has Sharded at '1', a module; it is for a bare parameter"),
-        ({"1.weight": Column()}, r"shard has Column at '1.weight', which is a bare parameter; use .*, Sharded\(dim\)"),
+        ({"1": Sharded(0)}, "split has Sharded at '1', a module; it is for a standalone parameter"),
+        ({"1.weight": Column()}, r"shard has Column at '1.weight', which is a standalone .*; use .*, Sharded\(dim\)"),
         ({"0": Column(groups=5)}, "with groups=5, which must divide the 12 features of '0'; use groups=4"),
         ({"0": Column(heads=5, groups=3)}, "with heads=5, which must divide the 4 features"),
     ],

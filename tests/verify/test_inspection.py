@@ -20,8 +20,8 @@ plan = t3.Plan(
     layers=["wte", "blocks.*", "mystery", "lm_head"],
     shard={
         "wte": t3.Vocab(),
-        "blocks.*.attn.temperature": t3.Replicated(),  # undecided: a bare parameter; replicated is right unless a cut \
-layer's output meets it
+        "blocks.*.attn.temperature": t3.Replicated(),  # undecided: a standalone parameter; replicated is right \
+unless a cut layer's output meets it
         "blocks.*.attn.q": t3.Column(heads=4),
         "blocks.*.attn.k": t3.Column(heads=4),
         "blocks.*.attn.v": t3.Column(heads=4),

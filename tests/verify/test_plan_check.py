@@ -97,15 +97,15 @@ def nothing(model: Model) -> None:
     pass
 
 
-def bare(model: Model) -> None:
+def standalone(model: Model) -> None:
     model.scale = nn.Parameter(torch.ones(8))
 
 
-def bare_in_the_list(model: Model) -> None:
+def standalone_in_the_list(model: Model) -> None:
     model.blocks.gain = nn.Parameter(torch.ones(8))
 
 
-def bare_in_a_layer(model: Model) -> None:
+def standalone_in_a_layer(model: Model) -> None:
     model.blocks[1].scale = nn.Parameter(torch.ones(8))
 
 
@@ -152,9 +152,9 @@ HOSTILE: list[tuple[Callable[[Model], None], dict[str, Any], str]] = [
     (nothing, {"layers": ("embed", "blocks.0", "blocks.2", "head"), "costs": (1.0,) * 4}, "layers lacks 'blocks.1' of the model, which has parameters; name it where the model runs through it."),
     (more_layers, {}, "layers lacks 'final', 'adapters' of the model, which have parameters"),
     (tied_alone, {"ties": {**PLAN.ties, "lm_head.weight": "embed.weight"}}, "layers lacks 'lm_head' of the model"),
-    (bare, {}, "the parameter 'scale' is in none of the plan's layers but outside them"),
-    (bare_in_the_list, {}, "the parameter 'blocks.gain' is in none of the plan's layers"),
-    (bare_in_a_layer, {}, "split says nothing about the parameter 'blocks.1.scale'; give 'blocks.1' Replicated()."),
+    (standalone, {}, "the parameter 'scale' is in none of the plan's layers but outside them"),
+    (standalone_in_the_list, {}, "the parameter 'blocks.gain' is in none of the plan's layers"),
+    (standalone_in_a_layer, {}, "split says nothing about the parameter 'blocks.1.scale'; give 'blocks.1' Replicated()."),
     (nothing, {"layers": (*PLAN.layers[:-1], "heads")}, "layers names 'heads', which is not a module of the model; the nearest is 'head'."),
     (nothing, {"layers": ("embed", "blocks.0", "blocks.1", "blocks.1", "blocks.2", "head"), "costs": (1.0,) * 6}, "layers names 'blocks.1' 2 times; once is enough."),
     (nothing, {"layers": ("embed", "blocks", "head"), "costs": (1.0,) * 3}, "layers names 'blocks', a ModuleList, which cannot be called; name the modules inside it."),

@@ -10,7 +10,7 @@ from threefold.api.pipeline import PipelineLayers
 from threefold.checkpoint.resume import Resume
 from threefold.config import Config, load_config
 from threefold.config.loading import config_of
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.config.schema import section_types
 from threefold.doors import hook
 from threefold.errors import UserError
@@ -174,7 +174,7 @@ def custom_run(
         found = source.configured(found)
     if arguments is None:
         return found, source
-    if found.model.architecture != OWN:
+    if found.model.architecture != CUSTOM:
         raise UserError("arguments is given without model, whose constructor takes them; give the model too.")
     return changed(found, "model", {"arguments": dict(arguments)}), source
 

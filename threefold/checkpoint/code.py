@@ -13,7 +13,7 @@ from threefold.checkpoint.manifest import MANIFEST
 from threefold.checksums import checksum_of_blocks, short
 from threefold.comm.layout import parse
 from threefold.config import Config
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.config.optimizer import OPTIMIZERS
 from threefold.config.schedules import is_python_schedule
 from threefold.data.formats.custom_data import is_custom_data
@@ -25,7 +25,7 @@ from threefold.plugins import is_import_path, modules_beside
 
 def with_code(config: Config, checkpoint: Path, model: str | None, trust_code: bool) -> Config:
     """Return a checkpoint's config with the file of a custom model, `FILE.py[:NAME]`, that the user named or trusts."""
-    if config.model.architecture != OWN:
+    if config.model.architecture != CUSTOM:
         if model is None:
             return config
         raise UserError(
@@ -48,7 +48,7 @@ def remembered_model(run_dir: Path, trust_code: bool) -> str | None:
                 stored = usable_config(path, with_code=True)
             except DamagedCheckpoint:
                 continue  # resuming reports it
-            if stored.model.architecture != OWN:
+            if stored.model.architecture != CUSTOM:
                 continue
             if not trust_code:
                 raise _untrusted_model(path)

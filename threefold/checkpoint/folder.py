@@ -33,7 +33,7 @@ from threefold.checkpoint.index import INDEX, model_mismatch, read_index, size_m
 from threefold.checkpoint.manifest import PARTIAL, REPLACED, Checkpoint, read_manifest
 from threefold.config import Config, resolve
 from threefold.config.loading import load_stored_config
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.config.schedules import is_custom_schedule
 from threefold.errors import UserError
 from threefold.files import LARGEST_TEXT, first_of, read_text, shown
@@ -103,7 +103,7 @@ def stored_config(path: Path, *, with_code: bool = False) -> Config:
     config = load_stored_config(path / CONFIG)
     if is_custom_schedule(config.parallel.schedule):
         config = load_stored_config(path / CONFIG, ("parallel.schedule=null", "parallel.stage_chunks=null"))
-    if config.model.architecture == OWN:
+    if config.model.architecture == CUSTOM:
         _, colon, name = config.model.file.partition(":")
         file = f"{path / MODEL_FILE}{colon}{name}" if with_code and FolderFiles(path).holds(MODEL_FILE) else ""
         config = config.model_copy(update={"model": config.model.model_copy(update={"file": file})})
@@ -340,7 +340,7 @@ def inspect_checkpoint(path: Path, *, with_model: bool = True) -> tuple[Checkpoi
     try:
         config = usable_config(path)
         # The file of a custom model may have changed: see `require_match`.
-        if config.model.architecture != OWN and (mismatch := compare(config.model, shapes)):
+        if config.model.architecture != CUSTOM and (mismatch := compare(config.model, shapes)):
             reasons.append(mismatch)
     except DamagedCheckpoint as unusable:
         reasons.append(unusable.reason)

@@ -104,7 +104,7 @@ def command(
         )
     with StopSignals() as signals:
         try:
-            from threefold.config.model import OWN
+            from threefold.config.model import CUSTOM
             from threefold.launch.environment import find_launched_rank
             from threefold.launch.run_folder import explain_early_stop, require_folder
             from threefold.launch.training_run import prepare_training
@@ -115,7 +115,7 @@ def command(
 
                 require_folder(folder)
                 # A config that names another architecture does not belong to the checkpoint; resuming reports that.
-                of_another = given.is_given("model.architecture") and given.model.architecture != OWN
+                of_another = given.is_given("model.architecture") and given.model.architecture != CUSTOM
                 if not of_another and (remembered := remembered_model(folder, trust_code)):
                     given = read_config(config, overrides, remembered, trust_code)
             require_ranks(console, given, "--console-ranks has")
@@ -132,7 +132,7 @@ def command(
             if run.finished:
                 made = run.config.train.max_steps
                 _say(f"{folder} has completed all its {made:,} steps; there is nothing left to do.")
-            if run.config.model.architecture == OWN:
+            if run.config.model.architecture == CUSTOM:
                 run = replace(run, verify=hook("verify_run"))
             stopped = run.start(console, signals, debug_rank)
         except StopRequested as request:

@@ -34,7 +34,7 @@ MOST_HEADS: Final = 2**16
 WIDEST: Final = 2**20
 WIDEST_FFN: Final = 2**24
 
-OWN: Final = "own"  # family of models from a user's own file or program
+CUSTOM: Final = "own"  # family of models from a user's own file or program
 
 FAMILIES: Final = Registry(
     "model.architecture",
@@ -42,7 +42,7 @@ FAMILIES: Final = Registry(
     {
         "gpt": "threefold.models.gpt:FAMILY",
         "llama": "threefold.models.llama:FAMILY",
-        "own": "threefold.models.family:OWN_FAMILY",
+        "own": "threefold.models.family:CUSTOM_FAMILY",
     },
 )
 """Model families, each a `threefold.models.family.Family`, whose `config` is the class of its `model` section."""
@@ -253,7 +253,7 @@ class ModelConfig(Section):
         if cls is ModelConfig:
             name = given.get("architecture")
             if name is None:
-                name = OWN if given.get("file") else cls.model_fields["architecture"].default
+                name = CUSTOM if given.get("file") else cls.model_fields["architecture"].default
             if isinstance(name, str) and name in FAMILIES:
                 return FAMILIES.load(name).config.model_validate(given)
         foreign: dict[Any, type[ModelConfig]] = {}

@@ -7,7 +7,7 @@ from math import gcd, lcm, log2
 from typing import Final
 
 from threefold.config.loading import problem
-from threefold.config.model import FAMILIES, OWN
+from threefold.config.model import CUSTOM, FAMILIES
 from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, hyper_parameters
 from threefold.config.schema import Config, section_types
 from threefold.config.section import divisors, nearest_divisor, nearest_multiple
@@ -117,7 +117,7 @@ def default_micro_batches(config: Config, share: int | None = None) -> list[int]
 
 def _division_rules(config: Config) -> Broken:
     model, tp = config.model, config.parallel.tp
-    if model.architecture != OWN:  # importing that takes seconds; `parallel.layout_check` checks it later
+    if model.architecture != CUSTOM:  # importing that takes seconds; `parallel.layout_check` checks it later
         plan = FAMILIES.load(model.architecture).make_plan(model, 1)
         units = plan.units("tp")
         heads = [key for key in units if key.endswith("_heads")]
@@ -243,7 +243,7 @@ def require_rooms(config: Config) -> None:
 
 
 def executed_micro_batches(config: Config) -> tuple[int, int]:
-    """Return the number and size of the micro-batches that a replica runs in a step; in an exact run, its leaves."""
+    """Return the number and size of the micro-batches, in an exact run the sample groups, of a replica's step."""
     train = config.train
     if not train.exact:
         return train.gradient_accumulation_steps, train.micro_batch_size

@@ -161,14 +161,15 @@ class TrainConfig(Section):
     exact: bool = False
     """Whether losses, gradients, weights and checkpoints have the same bits in every layout, whatever its pipeline,
     micro-batch size and number of threads (docs/exact.md). The layout's dp must divide `grain_samples`, its tp
-    `grain_tensor` and its cp `grain_context`. Samples run leaf by leaf (`grain_leaf`), and sums that a layout splits
-    are added in one fixed order."""
+    `grain_tensor` and its cp `grain_context`. Sample groups run one by one (`grain_leaf`), and sums that a layout
+    splits are added in one fixed order."""
     grain_leaf: int = derived(ge=1, le=MOST_SEQUENCES)
-    """For `exact`: samples that run together, whatever the micro-batch size, and share one gradient sum; a power of two
-    that divides `global_batch_size` / `grain_samples`, and 1 with experts, context pieces or a model of your own. It
-    determines the last bits of every result. Default: the largest that divides and has at most 1,024 tokens, or 1."""
+    """For `exact`: samples of a sample group, which run together, whatever the micro-batch size, and share one gradient
+    sum; a power of two that divides `global_batch_size` / `grain_samples`, and 1 with experts, context pieces or a
+    model of your own. It determines the last bits of every result. Default: the largest that divides and has at most
+    1,024 tokens, or 1."""
     grain_samples: int = derived(ge=1, le=MOST_SEQUENCES)
-    """For `exact`: groups of samples whose gradients are summed separately; a power of two that divides
+    """For `exact`: parts of the global batch whose gradients are summed separately; a power of two that divides
     `global_batch_size`. It determines the last bits of every result. Default: 8, or the largest power of two that
     divides."""
     grain_tensor: int = derived(ge=1, le=MOST_SEQUENCES)

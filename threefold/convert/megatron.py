@@ -68,12 +68,12 @@ def _is_llama(mapping: KeyMapping) -> bool:
     """Return whether norms and feed-forward are Llama's; note what does not fit the family."""
     norm, swiglu = mapping.take("normalization", text, "LayerNorm"), mapping.take("swiglu", switch, False)
     position = mapping.take("position-embedding-type", text, "learned_absolute")
-    bare = mapping.take("disable-bias-linear", switch, False)
+    no_biases = mapping.take("disable-bias-linear", switch, False)
     llama, rope = norm == "RMSNorm" and swiglu, position == "rope"
     if llama:
         differing = [
             (not rope, "position-embedding-type", position, "llama has rotary positions"),
-            (not bare, "disable-bias-linear", "not given", "llama has no biases"),
+            (not no_biases, "disable-bias-linear", "not given", "llama has no biases"),
         ]
     else:
         mapping.put("model.position_embedding", "rope" if rope else "learned")
@@ -81,7 +81,7 @@ def _is_llama(mapping: KeyMapping) -> bool:
         differing = [
             (norm != "LayerNorm", "normalization", norm, "gpt has layer norms"),
             (swiglu, "swiglu", True, "gpt has no gates; with --normalization RMSNorm it is llama"),
-            (bare, "disable-bias-linear", True, "gpt has biases"),
+            (no_biases, "disable-bias-linear", True, "gpt has biases"),
             (not rope and not learned, "position-embedding-type", position, "learned"),
         ]
     for differs, key, value, reason in differing:

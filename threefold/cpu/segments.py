@@ -47,13 +47,13 @@ class Shared:
     memory: mmap.mmap  # of the size that the first rank asked for
     pipes: tuple[int, ...]  # those of the group's `Room`, in their order
     alive: dict[int, int]  # by peer index, read end of a pipe that only the peer can write to
-    own: int  # write end of this rank's pipe, whose read end others have in `alive`
+    local: int  # write end of this rank's pipe, whose read end others have in `alive`
     timeout: float  # longest wait for a peer, in seconds
 
     @property
     def descriptors(self) -> list[int]:
         """File descriptors of all pipes."""
-        return [*self.pipes, *self.alive.values(), self.own]
+        return [*self.pipes, *self.alive.values(), self.local]
 
 
 def memory_bytes(size: int, capacity: int) -> int:
@@ -122,7 +122,7 @@ def _sharing(group: dist.ProcessGroup, room: Callable[[int], Room | None]) -> Ge
             exchange.tell("folder", json.dumps([host_name(), str(folder or "")]))
         yield None
         host, place = json.loads(exchange.told("folder"))
-        begun = own = None
+        begun = local = None
         if wanted and place and host == [*host_name()]:
             at = _open_private(place)
         if wanted and at is not None:
@@ -136,14 +136,14 @@ def _sharing(group: dist.ProcessGroup, room: Callable[[int], Room | None]) -> Ge
             if index == 0 and at is not None:  # what is open stays, and nothing large is left if we are killed
                 os.unlink(_MEMORY, dir_fd=at)
             with contextlib.suppress(OSError):
-                own = open_pipe(_alive(index), os.O_WRONLY if peers else os.O_RDWR)
-        exchange.vote("own", own is not None)
+                local = open_pipe(_alive(index), os.O_WRONLY if peers else os.O_RDWR)
+        exchange.vote("local", local is not None)
         yield None
         shared = None
-        if exchange.agreed("own") and begun is not None and own is not None:
+        if exchange.agreed("local") and begun is not None and local is not None:
             opened.pop_all()
             # The timeout is that of the group's own collectives.
-            shared = Shared(ranks, index, *begun, own, exchange.timeout)
+            shared = Shared(ranks, index, *begun, local, exchange.timeout)
         yield shared
 
 

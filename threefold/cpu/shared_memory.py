@@ -88,7 +88,7 @@ class _Views(NamedTuple):
     rows: Tensor  # the slots as one tensor, [ranks, elements]
     shares: list[Tensor]  # the elements of each rank's slot that this rank adds if ranks divide the additions
     result: Tensor  # [elements] of the sum, to which all ranks write their shares
-    own_share: Tensor  # this rank's share of `result`
+    local_part: Tensor  # this rank's share of `result`
 
 
 class SharedMemoryGroup(HostGroup):
@@ -165,10 +165,11 @@ class SharedMemoryGroup(HostGroup):
     def reduce_scatter_single(self, output: Tensor, source: Tensor, opts: Any) -> Work:
         if opts.reduceOp != dist.ReduceOp.SUM or not self._takes(source):
             return self._gloo.reduce_scatter_single(output, source, opts)
-        parts, own = _flat(source).view(self._size, output.numel()), output.view(-1)
-        for start, count in self._pieces(own, self._capacity // (source.itemsize * self._size)):
-            views, piece = self._exchange("reduce_scatter", parts[:, start : start + count]), own[start : start + count]
-            self._accumulate(torch.add, [slot.view(self._size, count)[self._index] for slot in views.slots], piece)
+        parts, local = _flat(source).view(self._size, output.numel()), output.view(-1)
+        for start, count in self._pieces(local, self._capacity // (source.itemsize * self._size)):
+            views = self._exchange("reduce_scatter", parts[:, start : start + count])
+            summands = [slot.view(self._size, count)[self._index] for slot in views.slots]
+            self._accumulate(torch.add, summands, local[start : start + count])
         return _DONE
 
     def broadcast(self, tensors: list[Tensor], opts: Any) -> Work:
@@ -215,7 +216,7 @@ class SharedMemoryGroup(HostGroup):
             added = torch.float32.itemsize if piece.dtype in HALVES else piece.itemsize
             if (self._size - 2) * piece.numel() * added >= self._sharing_bytes:
                 # Each rank combines its share; then all read all shares.
-                self._accumulate(combine, views.shares, views.own_share)
+                self._accumulate(combine, views.shares, views.local_part)
                 self._round(operation, piece.dtype, count)
                 piece.copy_(views.result)
             else:
@@ -247,8 +248,8 @@ class SharedMemoryGroup(HostGroup):
     def _make_views(self, slots: Tensor, dtype: torch.dtype, count: int) -> _Views:
         *each, result = (slot.view(dtype)[:count] for slot in slots)
         share = -(-count * dtype.itemsize // (self._size * _SHARE_BYTES)) * _SHARE_BYTES // dtype.itemsize
-        own = slice(share * self._index, share * (self._index + 1))
-        return _Views(each, slots[:-1].view(dtype)[:, :count], [slot[own] for slot in each], result, result[own])
+        local = slice(share * self._index, share * (self._index + 1))
+        return _Views(each, slots[:-1].view(dtype)[:, :count], [slot[local] for slot in each], result, result[local])
 
     @staticmethod
     def _pieces(flat: Tensor, longest: int) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from threefold.config import Config, resolve
 from threefold.config.data import DataConfig
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.constants import IGNORE_INDEX
 from threefold.data.conversations import ChatTemplate
 from threefold.data.corpus import Corpus
@@ -173,7 +173,7 @@ def missing_data(name: str, config: Config) -> str:
 def _open(name: str, config: Config) -> Source:
     settings, path = config.data, Path(name)
     if is_custom_data(name) and not holds_tokens(path):
-        return CustomData.open(name, config.model.vocab_size, config.model.architecture == OWN)
+        return CustomData.open(name, config.model.vocab_size, config.model.architecture == CUSTOM)
     if not os.path.lexists(path) and not holds_tokens(path):
         raise UserError(
             f"{missing_data(name, config)}; make token files with `threefold data prepare INPUT --out {shown(name)}`."

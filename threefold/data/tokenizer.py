@@ -134,7 +134,7 @@ def opened(stored: str) -> Tokenizer:
     """Make the tokenizer as `loaded` does, without a trial. Raises `Unreadable` if it is invalid."""
     try:
         tokenizer = Tokenizer.from_str(stored)
-    except Exception as error:  # the library raises a bare Exception
+    except Exception as error:  # the library raises a plain Exception
         raise Unreadable(shown(str(error))) from None
     tokenizer.no_truncation()
     tokenizer.no_padding()

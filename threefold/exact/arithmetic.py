@@ -24,7 +24,7 @@ from threefold.exact.grain import Grain, Pieces
 from threefold.exact.layers import RowSum, last_dim_summed
 from threefold.exact.modules import ExactExperts, shardings
 from threefold.exact.products import tree_sum
-from threefold.exact.sample_sums import ExactShardedGradients, LeafOrder, TreePlace
+from threefold.exact.sample_sums import ExactShardedGradients, SampleOrder, TreePlace
 from threefold.exact.totals import row_norms, row_width, sum_exactly
 from threefold.models import sharding
 from threefold.ops import kernels
@@ -119,7 +119,7 @@ class ExactOnRank(RankArithmetic):
     keeps_whole_logits = separates_uses = ascends = True
 
     def __init__(
-        self, grain: Grain, pieces: Pieces, mesh: Mesh, order: LeafOrder, calls: UnknownCalls | None = None
+        self, grain: Grain, pieces: Pieces, mesh: Mesh, order: SampleOrder, calls: UnknownCalls | None = None
     ) -> None:
         self._grain, self._mesh, self._order, self._calls = grain, mesh, order, calls
         self._widths: dict[Tensor, int] = {}
@@ -153,8 +153,8 @@ class ExactOnRank(RankArithmetic):
         return not isinstance(rule, sharding.OverSequence)
 
     def losses(self, losses: Tensor) -> Tensor:
-        own = losses.double()
-        return own if self._mesh.cp.is_first else torch.zeros_like(own)  # which all context ranks have
+        wide = losses.double()
+        return wide if self._mesh.cp.is_first else torch.zeros_like(wide)  # which all context ranks have
 
     def squares(self, weights: Sequence[Weight], gradients: Gradients, at_once: int) -> Tensor:
         """Return the squared norm of each row, or piece of a row, which no layout inside the grain cuts further."""
@@ -192,7 +192,7 @@ class ExactOnRank(RankArithmetic):
 
 @dataclass(frozen=True)
 class ExactArithmetic(Arithmetic):
-    """Arithmetic of an exact run, whose micro-batches are the leaves of its sums."""
+    """Arithmetic of an exact run, whose micro-batches are sample groups."""
 
     is_bitwise: ClassVar[bool] = True
 
@@ -200,7 +200,7 @@ class ExactArithmetic(Arithmetic):
 
     def on_rank(self, mesh: Mesh, micro_batches: int, sequence_parallel: bool, is_custom: bool) -> RankArithmetic:
         pieces = Pieces.of(self.grain, mesh, sequence_parallel)
-        order = LeafOrder(micro_batches, self.grain.samples // mesh.dp.size, mesh.cp)
+        order = SampleOrder(micro_batches, self.grain.samples // mesh.dp.size, mesh.cp)
         return ExactOnRank(self.grain, pieces, mesh, order, UnknownCalls() if is_custom else None)
 
     def check(self, model: nn.Module, plan: sharding.ModelPlan, tp: int) -> None:
@@ -232,7 +232,7 @@ def check_grain(model: nn.Module, plan: sharding.ModelPlan, grain: int, tp: int)
         if isinstance(module, nn.Linear) and isinstance(rule, sharding.Column | sharding.Row | sharding.Vocab):
             _require_pieces(str(pattern), feature_units(rule, module), grain, tp)
     for name, parameter in model.named_parameters() if tp > 1 else ():
-        rule = plan.split_of(name) if plan.is_bare(name) else None
+        rule = plan.split_of(name) if plan.is_standalone(name) else None
         if isinstance(rule, sharding.Sharded) and 1 < parameter.dim() == rule.dim + 1:
             _require_pieces(name, parameter.shape[-1], grain, tp)
 

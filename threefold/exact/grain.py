@@ -15,11 +15,11 @@ from threefold.exact.layers import RowSum
 class Grain:
     """Finest pieces of the sums of an exact run, all powers of two; an axis of a layout must divide their number."""
 
-    samples: int  # groups of neighboring leaves of the global batch, at least as many as replicas
+    samples: int  # parts of the global batch, at least as many as replicas
     tensor: int  # pieces of heads, inner features and vocabulary
     positions: int  # pieces of the rows of a context piece that sequence parallelism cuts
     context: int = 1  # pieces of a sequence, each a chunk and its mirror image (`context_parts`)
-    leaf: int = 1  # neighboring samples that run at once, and whose gradient is one sum over their positions
+    sample_group: int = 1  # neighboring samples that run at once, and whose gradient is one sum over their positions
 
     @classmethod
     def of(cls, config: Config) -> "Grain":

@@ -41,7 +41,7 @@ from threefold.torch_private.runtime import UninterceptedFunction, layer_norm_gr
 
 @dataclass(frozen=True)
 class RowSum:
-    """Sum of the rows of a leaf's sequences, of which this rank holds some, for gradients of norms and biases.
+    """Sum of the rows of a sample group's sequences, of which this rank holds some, for gradients of norms and biases.
 
     It is a sum over pieces of each context piece, then over the context pieces of this rank. `exact.sample_sums`
     sums over context ranks.
@@ -204,19 +204,19 @@ class _AddBias(UninterceptedFunction):
         return grad, ctx.rows(grad)[0] if ctx.needs_input_grad[1] else None, None
 
 
-def embedding(ids: Tensor, table: Tensor, rows: RowSum, own: range) -> Tensor:
+def embedding(ids: Tensor, table: Tensor, rows: RowSum, local: range) -> Tensor:
     """Look up rows of `table` [V, H] at `ids` int64 [B, S], the same id several times or on several ranks: [B, S, H].
 
-    `rows` sums the positions for the table's gradient, of which this rank keeps the rows `own`; its others are zero.
+    `rows` sums the positions for the table's gradient, of which this rank keeps the rows `local`; its others are zero.
     """
-    return _Embedding.apply(ids, table, rows, own)
+    return _Embedding.apply(ids, table, rows, local)
 
 
 class _Embedding(UninterceptedFunction):
     @staticmethod
-    def forward(ctx: Any, ids: Tensor, table: Tensor, rows: RowSum, own: range) -> Tensor:
+    def forward(ctx: Any, ids: Tensor, table: Tensor, rows: RowSum, local: range) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.rows, ctx.own, ctx.count = rows, own, len(table)
+        ctx.rows, ctx.local, ctx.count = rows, local, len(table)
         return F.embedding(ids, table)
 
     @staticmethod
@@ -231,7 +231,7 @@ class _Embedding(UninterceptedFunction):
         parts = zip(context_parts(wide, rows.context, 1), context_parts(ids, rows.context, 1), strict=True)
         sums = tree_sum(_table_sum(*each, ctx.count, pieces, rows.over_ranks).to(grad.dtype) for each in parts)
         kept = torch.zeros_like(sums)
-        kept[ctx.own.start : ctx.own.stop] = sums[ctx.own.start : ctx.own.stop]
+        kept[ctx.local.start : ctx.local.stop] = sums[ctx.local.start : ctx.local.stop]
         return None, kept, None, None
 
 

@@ -69,8 +69,8 @@ class ExactContextAttention(ContextParallelAttention):
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice, pieces: int) -> None:
         super().__init__(ExactAttention.of(core), axis, heads, pieces // axis.size)
 
-    def gathered(self, own: Tensor) -> Sequence[Tensor]:
-        found: tuple[Tensor, ...] = _KeysOfPieces.apply(own, self.axis, self.runs)
+    def gathered(self, shard: Tensor) -> Sequence[Tensor]:
+        found: tuple[Tensor, ...] = _KeysOfPieces.apply(shard, self.axis, self.runs)
         return found
 
 
@@ -78,17 +78,17 @@ class _KeysOfPieces(torch.autograd.Function):
     """Keys and values [2, B, S, heads, d] of the whole sequence, once for each context piece of this rank."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, axis: Axis, pieces: int) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, shard: Tensor, axis: Axis, pieces: int) -> tuple[Tensor, ...]:
         ctx.axis = axis
-        whole = in_order(own, axis, 2)
+        whole = in_order(shard, axis, 2)
         return tuple(whole.view_as(whole) for _ in range(pieces))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         total = tree_sum(widened(each).clone() for each in grads)
-        own = reduce_scatter(by_rank(total, ctx.axis, 2), ctx.axis, 2)
-        return own.to(grads[0].dtype), None, None
+        shard = reduce_scatter(by_rank(total, ctx.axis, 2), ctx.axis, 2)
+        return shard.to(grads[0].dtype), None, None
 
 
 class ExactPositions(PositionEmbedding):

@@ -6,7 +6,7 @@ from typing import Any
 
 from threefold.config import Config
 from threefold.config.loading import config_of
-from threefold.config.model import FAMILIES, OWN
+from threefold.config.model import CUSTOM, FAMILIES
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.rules import Broken, executed_micro_batches
 from threefold.config.section import nearest_divisor
@@ -25,11 +25,11 @@ def default_grain(given: Config, filled: Mapping[str, Mapping[str, Any]]) -> dic
     config = config_of(filled, (), given.origins, given.derived)
     cut, train = [count for _, count in _cut_by_tensor_axis(config)], config.train
     samples = train.grain_samples or gcd(8, train.global_batch_size)
-    leaf = gcd(1 << 30, train.global_batch_size // samples)
-    while leaf > 1 and leaf * config.data.sequence_length > 1024:  # more tokens make no product faster
-        leaf //= 2
+    group = gcd(1 << 30, train.global_batch_size // samples)
+    while group > 1 and group * config.data.sequence_length > 1024:  # more tokens make no product faster
+        group //= 2
     return {
-        "train.grain_leaf": leaf if _runs_several(config) else 1,
+        "train.grain_leaf": group if _runs_several(config) else 1,
         "train.grain_samples": samples,
         "train.grain_tensor": gcd(8, *cut),
         "train.grain_context": 1,
@@ -50,7 +50,7 @@ def exact_rules(config: Config) -> Broken:
             if getattr(train, key):
                 yield f"train.{key}", "train.exact is false; leave it out or use train.exact true"
         return
-    ours = _is_of_this_package(config)
+    of_part, ours = train.global_batch_size // samples, _is_of_this_package(config)
     along = takes_context_pieces(config)
     for key, broken, use in (
         ("parallel.sequence_parallel", parallel.sequence_parallel and not ours, "false"),
@@ -69,7 +69,7 @@ def exact_rules(config: Config) -> Broken:
             yield key, f"train.exact is true, whose sums do not go together with it yet; use {use}"
     for name, grain, counts in (
         ("grain_samples", samples, [("train.global_batch_size", train.global_batch_size)]),
-        ("grain_leaf", train.grain_leaf, [("the samples of a group,", max(1, train.global_batch_size // samples))]),
+        ("grain_leaf", train.grain_leaf, [("the samples of a part of the batch,", max(1, of_part))]),
         ("grain_tensor", tensor, _cut_by_tensor_axis(config)),
     ):
         powers = gcd(1 << 30, *(count for _, count in counts))  # its divisors are the powers of two that divide all
@@ -91,7 +91,7 @@ def exact_rules(config: Config) -> Broken:
 
 
 def _is_of_this_package(config: Config) -> bool:
-    return config.model.architecture != OWN and config.model.architecture in FAMILIES.built_in
+    return config.model.architecture != CUSTOM and config.model.architecture in FAMILIES.built_in
 
 
 def _runs_several(config: Config) -> bool:
@@ -101,7 +101,7 @@ def _runs_several(config: Config) -> bool:
 def _cut_by_tensor_axis(config: Config) -> list[tuple[str, int]]:
     """Return the settings whose values the tensor axis divides, with these values."""
     model = config.model
-    if model.architecture == OWN:
+    if model.architecture == CUSTOM:
         return []
     units = FAMILIES.load(model.architecture).make_plan(model, 1).units("tp")
     cut = [("model.vocab_size", model.vocab_size)]
@@ -112,13 +112,13 @@ def _cut_by_tensor_axis(config: Config) -> list[tuple[str, int]]:
 
 
 def _schedule_rules(config: Config) -> Broken:
-    schedule, pp, (count, leaf) = config.parallel.pipeline_schedule, config.parallel.pp, executed_micro_batches(config)
+    schedule, pp, (count, group) = config.parallel.pipeline_schedule, config.parallel.pp, executed_micro_batches(config)
     if pp == 1:
         return
     if not schedule.accepts(pp, count):
-        smaller = (leaf >> bit for bit in range(1, leaf.bit_length()))
-        works = (f"train.grain_leaf {each}" for each in smaller if schedule.accepts(pp, count * leaf // each))
-        rule = f"train.exact runs the {count} leaves of a replica one by one, but {schedule.name}"
+        smaller = (group >> bit for bit in range(1, group.bit_length()))
+        works = (f"train.grain_leaf {each}" for each in smaller if schedule.accepts(pp, count * group // each))
+        rule = f"train.exact runs the {count} sample groups of a replica one by one, but {schedule.name}"
         yield "parallel.schedule", f"{rule} {schedule.micro_batch_rule(pp, count)}; use {next(works, '1f1b')}"
     last: dict[tuple[int, bool], int] = {}  # for a class of torch, the arithmetic asks for ascending micro-batches
     for action in (each for order in schedule.orders(pp, count) or () for each in order if each.kind != "F"):

@@ -16,45 +16,45 @@ from threefold.torch_private import distributed
 from threefold.torch_private.tensors import foreach_copy_
 
 
-class LeafOrder:
-    """Order of an exact run's sums over samples: which leaf is running, and the groups that leaves belong to.
+class SampleOrder:
+    """Order of an exact run's sums over samples: the running sample group, and the part of the batch that it is in.
 
-    A leaf is one sample or several (`exact.grain.Grain`), whose forward and backward pass are the same in every layout.
-    Context ranks add up their parts of a leaf's gradient first. The gradients of a group's leaves are added up in
-    order, and those of groups, a power of two on each rank, in a balanced binary tree. The runner of the micro-batches
-    sets `running`, the number of the leaf that runs.
+    A sample group is one sample or several (`exact.grain.Grain`), whose forward and backward pass are the same in every
+    layout. Context ranks first add up their summands of a group's gradient. The gradients of the groups of a part of
+    the batch are added up in order, and those of the parts, a power of two on each rank, in a balanced binary tree. The
+    runner of the micro-batches sets `running`, the number of the sample group that runs.
     """
 
-    def __init__(self, leaves: int, groups: int, context: Axis | None = None) -> None:
-        self.groups, self._leaves, self._context = groups, leaves, context
+    def __init__(self, sample_groups: int, parts: int, context: Axis | None = None) -> None:
+        self.parts, self._sample_groups, self._context = parts, sample_groups, context
         self.running = 0
 
     @property
-    def group(self) -> int:
-        """Number of the running leaf's group."""
-        return self.running * self.groups // self._leaves
+    def part(self) -> int:
+        """Number of the part of the batch to which the running sample group belongs."""
+        return self.running * self.parts // self._sample_groups
 
     def over_context(self, gradient: Tensor) -> Tensor:
-        """Sum a leaf's gradient over the context ranks in a tree; each keeps a share of the sum, and zeros elsewhere.
+        """Sum a sample group's gradient over the context ranks in a tree; each keeps a part of it, and zeros elsewhere.
 
-        Collective over these ranks. The sum over replicas, which include the context ranks, puts the shares together.
+        Collective over these ranks. The sum over replicas, which include the context ranks, puts the parts together.
         """
         axis = self._context
         if axis is None or axis.size == 1:
             return gradient
         flat = gradient.reshape(-1)
-        share = -(-len(flat) // axis.size)
-        padded = flat.new_zeros(share * axis.size)
+        length = -(-len(flat) // axis.size)
+        padded = flat.new_zeros(length * axis.size)
         padded[: len(flat)] = flat
-        own = axis.reduce_scatter(padded, 0)
-        padded.zero_()[share * axis.index : share * (axis.index + 1)] = own
+        summed = axis.reduce_scatter(padded, 0)
+        padded.zero_()[length * axis.index : length * (axis.index + 1)] = summed
         return padded[: len(flat)].view(gradient.shape)
 
 
-class GroupTree:
-    """Sum of one parameter's gradients over the leaves of a step; holds up to log₂(groups) + 1 tensors at once."""
+class BatchTree:
+    """Sum of one parameter's gradients over the samples of a step; holds up to log₂(parts) + 1 tensors at once."""
 
-    def __init__(self, order: LeafOrder) -> None:
+    def __init__(self, order: SampleOrder) -> None:
         self._order = order
         self.clear()
 
@@ -62,14 +62,14 @@ class GroupTree:
         """Begin a step."""
         self._chain: Tensor | None = None
         self._pushed = 0
-        self._sums: list[Tensor | None] = []  # of ever fewer groups, as in a binary counter
+        self._sums: list[Tensor | None] = []  # of ever fewer parts, as in a binary counter
 
     def add_(self, gradient: Tensor, dtype: torch.dtype) -> None:
-        """Add a gradient of the running leaf, which may be kept and changed; `dtype` is that of the sum."""
-        group = self._order.group
-        if group < self._pushed:
-            raise RuntimeError(f"a gradient of group {group} of samples came after group {self._pushed} had begun")
-        while self._pushed < group:
+        """Add a gradient of the running sample group, which may be kept and changed; `dtype` is that of the sum."""
+        part = self._order.part
+        if part < self._pushed:
+            raise RuntimeError(f"a gradient of part {part} of the batch came after part {self._pushed} had begun")
+        while self._pushed < part:
             self._push()
         gradient = self._order.over_context(gradient.to_dense() if gradient.is_sparse else gradient)
         if self._chain is None:
@@ -79,7 +79,7 @@ class GroupTree:
 
     def total(self) -> Tensor | None:
         """Return the sum over this rank's samples; None if there is no gradient."""
-        while self._pushed < self._order.groups:
+        while self._pushed < self._order.parts:
             self._push()
         return self._sums[-1]
 
@@ -94,17 +94,17 @@ class GroupTree:
 
 
 class SenderTrees:
-    """Sums of one parameter's gradients over the leaves of `senders` neighboring ranks, which run theirs at once."""
+    """Sums of one parameter's gradients over the samples of `senders` neighboring ranks, which run theirs at once."""
 
-    def __init__(self, order: LeafOrder, senders: int = 1) -> None:
-        self._trees = [GroupTree(order) for _ in range(senders)]
+    def __init__(self, order: SampleOrder, senders: int = 1) -> None:
+        self._trees = [BatchTree(order) for _ in range(senders)]
 
     def clear(self) -> None:
         for tree in self._trees:
             tree.clear()
 
     def add_(self, gradient: Tensor, dtype: torch.dtype) -> None:
-        """Add a gradient as `GroupTree.add_`, or one of each sender's running leaf: [senders, …]."""
+        """Add a gradient as `BatchTree.add_`, or one of each sender's running sample group: [senders, …]."""
         parts = (gradient,) if len(self._trees) == 1 else gradient.unbind()
         for tree, part in zip(self._trees, parts, strict=True):
             tree.add_(part, dtype)
@@ -117,12 +117,12 @@ class SenderTrees:
 class TreePlace(Place):
     """Place of a leaf whose gradients are summed in the order of an exact run.
 
-    `senders` ranks' leaves may run at once: then `add_` gets the gradients of all, [senders, …].
+    Sample groups of `senders` ranks may run at once: then `add_` gets the gradients of all, [senders, …].
     """
 
     adds_in_place = False
 
-    def __init__(self, flat: Tensor, leaf: Tensor, order: LeafOrder, senders: int) -> None:
+    def __init__(self, flat: Tensor, leaf: Tensor, order: SampleOrder, senders: int) -> None:
         super().__init__(flat, leaf)
         self._tree = SenderTrees(order, senders)
 
@@ -148,7 +148,7 @@ class ExactShardedGradients(ShardedGradients):
     FSDP would add up the samples of a rank in a chain, or sum each of them over the replicas first. Here, the whole
     gradients of a rank's samples are added up in the order of the run, and their totals are reduce-scattered when all
     samples have run, over neighboring replicas first. So every ZeRO stage keeps whole gradients to the end of the step,
-    as many as log₂(groups of samples) + 1 of each parameter; stages 2 and 3 save less memory than in other runs.
+    as many as log₂(parts of the batch) + 1 of each parameter; stages 2 and 3 save less memory than in other runs.
 
     Args:
         senders: ranks that share the experts, whose samples reach an expert at once.
@@ -160,7 +160,7 @@ class ExactShardedGradients(ShardedGradients):
         self,
         stages: Sequence[nn.Module],
         zero: ZeroSharding,
-        order: LeafOrder,
+        order: SampleOrder,
         senders: int = 1,
         copies: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:

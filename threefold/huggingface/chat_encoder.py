@@ -138,8 +138,8 @@ class ChatEncoder:
 
         def marked(value: Any) -> Any:
             if isinstance(value, str):
-                bare = value.replace(_OPEN, "").replace(_CLOSE, "")
-                return self._spelled.sub(lambda found: f"{_OPEN}{found.group()}{_CLOSE}", bare)
+                plain = value.replace(_OPEN, "").replace(_CLOSE, "")
+                return self._spelled.sub(lambda found: f"{_OPEN}{found.group()}{_CLOSE}", plain)
             if isinstance(value, dict):
                 return {key: one if key == "role" else marked(one) for key, one in value.items()}
             return [marked(one) for one in value] if isinstance(value, list) else value

@@ -15,9 +15,9 @@ from threefold.checkpoint.folder import MODEL_FILE, SelectedCheckpoint, code_tex
 from threefold.checkpoint.index import StoredTensor, name_of
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import Config, ModelConfig
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.dtypes import DTYPES
-from threefold.foreign import write_own
+from threefold.foreign import write_nofollow
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import choose_type, imported_config, left_out, split, write_model, write_texts
@@ -77,7 +77,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
     checkpoint = choice.checkpoint
     config = with_code(choice.config, checkpoint.path, request.model, request.trust_code)
     imported = imported_config(checkpoint.path)
-    custom = config.model.architecture == OWN
+    custom = config.model.architecture == CUSTOM
     kind = None if custom else choose_type(config.model, imported.get("model_type"))
     stored = {
         name.removeprefix(MODEL): facts
@@ -107,7 +107,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
             made = _write_constructor(config.model, partial)
         else:
             values = write_model(config.model, kind, dtype, checkpoint.facts.eod, imported)
-            write_own(partial / THEIR_CONFIG, json.dumps(values, indent=2) + "\n")
+            write_nofollow(partial / THEIR_CONFIG, json.dumps(values, indent=2) + "\n")
             made = (THEIR_CONFIG,)
         texts = write_texts(checkpoint.path, partial)
         with Shards(partial, planned, request.shard_bytes) as shards:
@@ -144,6 +144,6 @@ def _write_constructor(config: ModelConfig, folder: Path) -> tuple[str, ...]:
     values = {"file": MODEL_FILE, "name": name, "arguments": arguments, "tied": dict(plan.ties)}
     files = model_files(source.path)
     for copy, path in files.items():
-        write_own(folder / copy, code_text(path))
-    write_own(folder / CONSTRUCTOR, json.dumps(values, indent=2) + "\n")
+        write_nofollow(folder / copy, code_text(path))
+    write_nofollow(folder / CONSTRUCTOR, json.dumps(values, indent=2) + "\n")
     return *files, CONSTRUCTOR

@@ -18,7 +18,7 @@ from threefold.checkpoint.folder import CARRIED, GENERATION, PREFIX, TOKENIZER, 
 from threefold.config import ModelConfig
 from threefold.data.tokenizer import loaded
 from threefold.errors import UserError
-from threefold.foreign import FolderFiles, write_own
+from threefold.foreign import FolderFiles, write_nofollow
 from threefold.huggingface.mapping import ConfigJson, HuggingFaceType, WeightMap, huggingface_types, shortened
 from threefold.huggingface.source import CONFIG, read_json
 
@@ -191,7 +191,7 @@ def write_texts(checkpoint: Path, folder: Path) -> list[str]:
     texts = {name.removeprefix(PREFIX): text for name, text in carried_by(checkpoint).items()}
     texts.pop(CONFIG, None)
     for name, text in texts.items():
-        write_own(folder / name, text)
+        write_nofollow(folder / name, text)
     return sorted(texts)
 
 

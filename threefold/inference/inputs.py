@@ -7,7 +7,7 @@ from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import Damaged, SelectedCheckpoint, newest, select_checkpoint, usable_config
 from threefold.comm.layout import Layout
 from threefold.config import Config
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.data.conversations import MESSAGES, PROMPT, Chat, Document
 from threefold.data.sources import SourceReader, find_inputs
 from threefold.errors import UserError
@@ -31,7 +31,7 @@ def check_run(run: Path, layout: Layout) -> Config | None:
         config = usable_config(saved.path)
     except DamagedCheckpoint:
         return None
-    if config.model.architecture != OWN:
+    if config.model.architecture != CUSTOM:
         check_layout(model_plan(config.model, config.data.sequence_length), layout)
     return config
 

@@ -22,7 +22,7 @@ from threefold.comm.axis import local_part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.data.conversations import template_of
 from threefold.data.encoding import DocumentEncoder
 from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_count, loaded
@@ -71,7 +71,7 @@ class Trained:
 
     @property
     def is_custom(self) -> bool:
-        return self.config.model.architecture == OWN
+        return self.config.model.architecture == CUSTOM
 
     def documents(self, special_tokens: SpecialTokens | None = None) -> DocumentEncoder:
         """Return the encoder that fits the training data, or an import's tokenizer, but for `special_tokens`."""

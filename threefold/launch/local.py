@@ -23,7 +23,7 @@ from typing import Any, Final, Literal, NamedTuple, NoReturn, cast
 from threefold.comm.heartbeat import RunSection
 from threefold.doors import call_hook
 from threefold.errors import UserError
-from threefold.foreign import open_own
+from threefold.foreign import open_nofollow
 from threefold.launch.device import require_gpus
 from threefold.launch.failure import Failure, cause, formatted, from_exception, from_exit_code
 from threefold.launch.output import log_file
@@ -279,7 +279,7 @@ def write_traceback(job: Job, rank: int, error: BaseException) -> None:
             sys.stderr.write(formatted(error))
             sys.stderr.flush()
         return
-    with suppress(OSError), open(open_own(log_file(job.run_dir, rank), os.O_APPEND), "a", encoding="utf-8") as log:
+    with suppress(OSError), open(open_nofollow(log_file(job.run_dir, rank), os.O_APPEND), "a", encoding="utf-8") as log:
         log.write(formatted(error))
 
 

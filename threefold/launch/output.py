@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from threefold.errors import OutputLost
-from threefold.foreign import open_own, own_folder
+from threefold.foreign import nofollow_folder, open_nofollow
 
 _CONTROL = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07]*\x07")
 """ANSI escape sequences: colours, cursor movements and titles."""
@@ -194,8 +194,8 @@ class _Tolerant(io.FileIO):
 def _append(log: Path) -> int:
     """Open a log for appending and return its descriptor; open /dev/null if that fails."""
     try:
-        own_folder(log.parent)
-        return open_own(log, os.O_APPEND)
+        nofollow_folder(log.parent)
+        return open_nofollow(log, os.O_APPEND)
     except OSError as error:
         _warn(2, log, error)
         return os.open(os.devnull, os.O_WRONLY)

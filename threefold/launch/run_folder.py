@@ -27,7 +27,7 @@ from threefold.config import Config
 from threefold.doors import added
 from threefold.errors import UserError
 from threefold.files import require_local, shown
-from threefold.foreign import FolderFiles, own_file, write_own
+from threefold.foreign import FolderFiles, nofollow_file, write_nofollow
 from threefold.launch.output import log_file
 from threefold.launch.process import signal_name
 from threefold.output import write_durably
@@ -81,11 +81,11 @@ def run_lock(run_dir: Path) -> Iterator[None]:
         run_dir.mkdir(parents=True, exist_ok=True)
         if path.is_symlink():  # not removed, as another process may be about to make the file
             raise UserError(f"{shown(path)} is a link, and the lock of a run is a file of its own; remove the link.")
-        lock = FileLock(own_file(path), timeout=0, fallback_to_soft=False)
+        lock = FileLock(nofollow_file(path), timeout=0, fallback_to_soft=False)
         locked = _acquire(lock, run_dir)
         if locked:
             holder = Holder(socket.gethostname(), os.getpid(), f"{datetime.now().astimezone():%Y-%m-%d %H:%M:%S %Z}")
-            write_own(path, json.dumps(holder._asdict()) + "\n")
+            write_nofollow(path, json.dumps(holder._asdict()) + "\n")
     except OSError as error:
         raise cannot_write(run_dir, error) from error
     try:

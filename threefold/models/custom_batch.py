@@ -112,7 +112,7 @@ def map_tensors(batch: Any, compute: Callable[[Tensor], Any], said: str = "batch
 
 def tensors_of(batch: Any) -> list[Tensor]:
     """Return the tensors of a batch, in order; raise UserError for anything but tensors."""
-    return [tensor for _, tensor in _leaves(batch)]
+    return [tensor for _, tensor in _tensors_by_path(batch)]
 
 
 def joined(parts: Sequence[Any]) -> Any:
@@ -129,7 +129,7 @@ def joined(parts: Sequence[Any]) -> Any:
 def batch_size(batch: Any) -> int:
     """Return the number of samples in a batch; raise UserError if its tensors differ in it, or if it has none."""
     sizes: dict[str, int] = {}
-    for path, tensor in _leaves(batch):
+    for path, tensor in _tensors_by_path(batch):
         if tensor.dim() == 0:
             raise UserError(f"{path} has no dims but dim 0 of each tensor of a batch must count its samples.")
         sizes[path] = len(tensor)
@@ -161,7 +161,7 @@ def split_batch(batch: Any, parts: int) -> list[Any]:
 
 def batch_shapes(batch: Any) -> tuple[Any, ...]:
     """Return the path, shape and dtype of each tensor, which determine the shapes that the model computes."""
-    return tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in _leaves(batch))
+    return tuple((path, tuple(tensor.shape), tensor.dtype) for path, tensor in _tensors_by_path(batch))
 
 
 def _fields(batch: Any) -> dict[str, Any] | None:
@@ -188,7 +188,7 @@ def _map(batch: Any, compute: Callable[[str, Tensor], Any], path: str = "batch")
     )
 
 
-def _leaves(batch: Any) -> list[tuple[str, Tensor]]:
+def _tensors_by_path(batch: Any) -> list[tuple[str, Tensor]]:
     found: list[tuple[str, Tensor]] = []
     _map(batch, lambda path, tensor: found.append((path, tensor)))
     return found

@@ -77,7 +77,7 @@ class CustomConfig(ModelConfig):
         yield from self.broken_by_setting_unused()
 
 
-OWN_FAMILY = Family(
+CUSTOM_FAMILY = Family(
     title="own model",
     config=CustomConfig,
     model="threefold.models.source:make_custom_model",

@@ -37,9 +37,9 @@ class Plan:
     Args:
         layers: names or patterns of the modules that the model runs through, in order; a pattern such as `blocks.*`
             stands for its modules in the model's order. Every parameter must be in one of them.
-        shard: pattern of modules, or of bare parameters or buffers, to the rule that shards them: `Column`, `Row`,
-            `Vocab`, `Replicated`, `PerHead`, `Sharded`. Norms, parameters of one element and buffers are `Replicated`
-            by default. None for a model that no tensor axis shards.
+        shard: pattern of modules, or of standalone parameters or buffers, to the rule that shards them: `Column`,
+            `Row`, `Vocab`, `Replicated`, `PerHead`, `Sharded`. Norms, parameters of one element and buffers are
+            `Replicated` by default. None for a model that no tensor axis shards.
         tied: pairs (user, owner) of parameters that are made one weight, with the owner's name and initial values, on
             any stages; ties that the model itself makes are detected automatically.
         costs: pattern of layers to the cost of running each, in any unit. By default the multiply-adds of its weights.
@@ -99,14 +99,14 @@ class Plan:
         parameters = dict(model.named_parameters(remove_duplicate=False))
         layers, stacked = self._expanded(modules)
         buffers = [name for name, _ in model.named_buffers(remove_duplicate=False)]
-        split, bare = self._rules(modules, parameters, buffers)
+        split, standalone = self._rules(modules, parameters, buffers)
         call_hook("check_patterns", "shard", split, (*modules, *parameters, *buffers), "module or parameter")
         call_hook("check_patterns", "initial", self.initial, parameters, "parameter")
         call_hook("check_patterns", "costs", self.costs, layers, "layer")
         ties = self._ties(parameters)
         return ModelPlan(
             split=split,
-            bare=bare,
+            standalone=standalone,
             layers=layers,
             costs=tuple(self._cost(name, modules) for name in layers),
             initial=partial(_initial_values, dict(self.initial), Patterns(self.initial)),
@@ -135,34 +135,34 @@ class Plan:
     def _rules(
         self, modules: "Mapping[str, nn.Module]", parameters: "Mapping[str, nn.Parameter]", buffers: Sequence[str]
     ) -> tuple[dict[str, Split], dict[str, Split]]:
-        """Return the rules of modules, and of bare parameters and buffers."""
+        """Return the rules of modules, and of standalone parameters and buffers."""
         shard = self.shard
         if shard is None:
             shard = {each.split(".")[0]: Replicated() for each in parameters if "." in each}
         split: dict[str, Split] = {}
-        bare: dict[str, Split] = {}
+        standalone: dict[str, Split] = {}
         for pattern, rule in shard.items():
             named = any(name and matches(name, pattern) for name in modules)
             if named or not any(matches(name, pattern) for name in (*parameters, *buffers)):
                 split[pattern] = rule
             else:
-                bare[pattern] = rule
-        given, given_bare = Patterns(split), Patterns(bare)
+                standalone[pattern] = rule
+        given, given_standalone = Patterns(split), Patterns(standalone)
         left: list[str] = []
         for name, parameter in parameters.items():
             owner = name.rpartition(".")[0]
-            if given.deciding(owner) is not None or given_bare.naming(name) is not None:
+            if given.deciding(owner) is not None or given_standalone.naming(name) is not None:
                 continue
             if owner and is_norm(modules[owner]):
                 split[owner] = Replicated()
             elif parameter.numel() == 1:
-                bare[name] = Replicated()
+                standalone[name] = Replicated()
             else:
                 left.append(name)
         decided = Patterns(split)  # a norm decides on the modules inside it too
         left = [name for name in left if decided.deciding(name.rpartition(".")[0]) is None]
         call_hook("check_undecided", left, split, modules)
-        return split, bare
+        return split, standalone
 
     def _cost(self, layer: str, modules: "Mapping[str, nn.Module]") -> float:
         """Return the given cost, or the multiply-adds per token, as far as the layer's weights determine them."""

@@ -335,7 +335,7 @@ class ModelPlan:
             pass; each module is in one of the layers.
         shared: groups of modules that share all their parameters, stored under the name of a group's first module.
         kinds: class of each layer, for stages with equally many layers of one class; may be omitted.
-        bare: pattern of names of buffers, and of parameters in no module of `split` → rule.
+        standalone: pattern of names of buffers, and of parameters in no module of `split` → rule.
         frozen: names of the parameters that are not trained (`requires_grad` is False): they keep their initial values,
             without gradients and optimizer state.
         constructed: whether buffers keep the values that the model's constructor gives them, as constants that no
@@ -353,7 +353,7 @@ class ModelPlan:
     recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shared: tuple[tuple[str, ...], ...] = ()
     kinds: tuple[str, ...] = ()
-    bare: Mapping[str, Split] = field(default_factory=dict)
+    standalone: Mapping[str, Split] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     constructed: bool = False
 
@@ -369,15 +369,15 @@ class ModelPlan:
         return Patterns(self.split)
 
     def split_of(self, parameter: str) -> Split | None:
-        """Return the rule of a parameter's module, or of a bare parameter itself; None if no pattern matches."""
-        if self.bare and (found := Patterns(self.bare).naming(parameter)) is not None:
-            return self.bare[found]
+        """Return the rule of a parameter's module, or of a standalone parameter itself; None if no pattern matches."""
+        if self.standalone and (found := Patterns(self.standalone).naming(parameter)) is not None:
+            return self.standalone[found]
         found = self.patterns.deciding(parameter.rpartition(".")[0])
         return None if found is None else self.split[found]
 
-    def is_bare(self, parameter: str) -> bool:
+    def is_standalone(self, parameter: str) -> bool:
         """Return whether a parameter has its own rule."""
-        return bool(self.bare) and Patterns(self.bare).naming(parameter) is not None
+        return bool(self.standalone) and Patterns(self.standalone).naming(parameter) is not None
 
     def is_hidden_matrix(self, name: str, dims: int) -> bool:
         """Return whether a parameter of this unsharded name has two `dims` or more and is in an inner layer.
@@ -430,7 +430,7 @@ class ModelPlan:
 
 @dataclass(frozen=True)
 class Sharded(Split):
-    """Bare parameter or buffer that the tensor axis shards along `dim`, such as a factor for each head.
+    """Standalone parameter or buffer that the tensor axis shards along `dim`, such as a factor for each head.
 
     It may also be a factor for each feature of a `Column` layer. The module reads its shard, just as it sees its shard
     of that layer's output. A buffer is registered with `persistent=False`, and each shard is cut from the values that
@@ -466,7 +466,7 @@ class Sharded(Split):
 
 def check_tensor_axis(plan: ModelPlan, size: int, setting: str = "parallel.tp") -> None:
     """Raise a `UserError`, which names `setting`, unless the tensor axis divides the heads in a plan's rules."""
-    for pattern, rule in (*plan.split.items(), *plan.bare.items()):
+    for pattern, rule in (*plan.split.items(), *plan.standalone.items()):
         for parameter in rule.parameters or ("",):
             unit = rule.units(parameter).get("tp")
             if unit is not None and unit.setting == HEADS and unit.count % size:

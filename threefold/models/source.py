@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from threefold.config import Config, ModelConfig
 from threefold.config.loading import config_of
-from threefold.config.model import OWN, split_model_file
+from threefold.config.model import CUSTOM, split_model_file
 from threefold.errors import UserError
 from threefold.models.family import family_of, make_model, model_plan
 from threefold.models.plan import Plan, tying
@@ -167,16 +167,16 @@ class ConfigSource(ModelSource):
         return partial(make_model, config.model), model_plan(config.model, config.data.sequence_length)
 
     def describe(self, config: Config) -> str:
-        if config.model.architecture == OWN:
+        if config.model.architecture == CUSTOM:
             return str(file_source(config.model))
         experts = f" with {config.model.num_experts} experts" if config.model.num_experts else ""
         return family_of(config.model).title + experts
 
     def loss(self, config: Config) -> Callable[..., Any] | None:
-        return file_source(config.model).loss(config) if config.model.architecture == OWN else None
+        return file_source(config.model).loss(config) if config.model.architecture == CUSTOM else None
 
     def files(self, config: Config) -> tuple[Path, ...]:
-        return file_source(config.model).files(config) if config.model.architecture == OWN else ()
+        return file_source(config.model).files(config) if config.model.architecture == CUSTOM else ()
 
     def __str__(self) -> str:
         return "the model of the config"
@@ -367,7 +367,7 @@ def with_custom_model(config: Config, file: str) -> Config:
     """Return an unresolved config with the model of a file; `file` is empty for a model given in Python."""
     sections = config.given()
     model = {key: value for key, value in sections["model"].items() if key != "preset"}
-    sections["model"] = model | {"architecture": OWN, "file": file}
+    sections["model"] = model | {"architecture": CUSTOM, "file": file}
     return config_of(sections, (), config.origins, config.derived)
 
 

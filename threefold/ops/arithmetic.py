@@ -68,9 +68,9 @@ class LayerArithmetic:
         # Finite, so that a shard whose logits are all −∞ adds zero to the sum, not NaN.
         wide = torch.promote_types(logits.dtype, torch.float32)
         least = logits.new_full(logits.shape[:1], torch.finfo(wide).min, dtype=wide)
-        own, total = tops_and_sums(logits, least, at_once) if logits.shape[1] else (least, torch.zeros_like(least))
-        top = largest(own)
-        return top, total * (own - top).exp()
+        tops, total = tops_and_sums(logits, least, at_once) if logits.shape[1] else (least, torch.zeros_like(least))
+        top = largest(tops)
+        return top, total * (tops - top).exp()
 
     def matmul(self, a: Tensor, b: Tensor) -> Tensor:
         """Compute `a @ b` of matrices or batches of them, in an optimizer's update."""

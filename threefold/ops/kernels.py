@@ -76,10 +76,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
             to_bias = bias.handle if isinstance(bias, DeferrableWeight) else None  # a frozen bias has none
             return _CompiledDeferredLinear.apply(x, weight, bias, weight.handle, to_bias)
         # On a CPU the compiler's own products may be slower.
-        own, store = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu"), None
+        built_in, store = x.device.type == "cpu" and not torch.is_autocast_enabled("cpu"), None
     else:
-        own = store is not None or _onednn_serves(x, weight)
-    return LinearFunction.apply(x, weight, bias, store, product) if own else F.linear(x, weight, bias)
+        built_in = store is not None or _onednn_serves(x, weight)
+    return LinearFunction.apply(x, weight, bias, store, product) if built_in else F.linear(x, weight, bias)
 
 
 def embedding(ids: Tensor, table: Tensor) -> Tensor:

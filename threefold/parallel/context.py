@@ -114,7 +114,7 @@ class ShardingContext:
 
 
 def sum_over_shares_(gradients: Sequence[Tensor], axis: Axis) -> None:
-    """All-reduce gradients of weights that each rank of `axis` holds whole but used on its own positions only.
+    """All-reduce gradients of weights that each rank of `axis` holds whole but used on its local positions only.
 
     The gradients, of one dtype and in the same order on every rank, are replaced by their sums. For training steps of
     your own; the training step of a run sums them itself (`train.gradient_update`).
@@ -178,9 +178,9 @@ class ContextParallelAttention(nn.Module):
             out.append(attend(queries, k, v, samples))
         return torch.cat(out, 1)
 
-    def gathered(self, own: Tensor) -> Sequence[Tensor]:
+    def gathered(self, shard: Tensor) -> Sequence[Tensor]:
         """Gather keys and values [2, B, S, heads, d] of the whole sequence, once for each run of chunks."""
-        return (_GatherSequence.apply(own, self.axis, 2),)
+        return (_GatherSequence.apply(shard, self.axis, 2),)
 
 
 def of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> CausalAttention:
@@ -348,11 +348,11 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        own = torch.stack([k, v])  # in one message
+        local = torch.stack([k, v])  # in one message
         out = torch.zeros(q.shape, dtype=wide, device=q.device)
         total = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)  # log-sum-exp of the scores so far
         held = q.shape[2]
-        for owner, block in ring.rounds(own):
+        for owner, block in ring.rounds(local):
             for part in ring.of_owner(owner, len(q), chunk_length(held)):
                 query, mean, sofar = (part.of_queries(each) for each in (q, out, total))
                 key, value = serve_heads(part.of_keys(block), q.shape[1], dim=2)
@@ -362,42 +362,42 @@ class _Attention(torch.autograd.Function):
                 weights = part.drop((scores - base.unsqueeze(-1)).exp_(), held * ring.axis.size)
                 mean.mul_((sofar - base).exp_().unsqueeze(-1)).add_(weights.to(q.dtype) @ value)
                 sofar.copy_(joined)
-        ctx.save_for_backward(q, own, out, total)
+        ctx.save_for_backward(q, local, out, total)
         ctx.ring = ring
         return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, own, out, total = ctx.saved_tensors
+        q, local, out, total = ctx.saved_tensors
         ring: _Ring = ctx.ring
         common = (grad * out).sum(-1)  # the softmax denominator's part of each score's gradient
         grad_q = torch.zeros_like(out)
-        grad_own = torch.zeros(own.shape, dtype=out.dtype, device=own.device)
+        grad_local = torch.zeros(local.shape, dtype=out.dtype, device=local.device)
         held = q.shape[2]
-        for owner, block in ring.rounds(own):
+        for owner, block in ring.rounds(local):
             for part in ring.of_owner(owner, len(q), chunk_length(held)):
                 query, upper, base, shared, to_query = (
                     part.of_queries(each) for each in (q, grad, _finite(total), common, grad_q)
                 )
                 key, value = serve_heads(part.of_keys(block), q.shape[1], dim=2)
-                to_key, to_value = part.of_keys(grad_own)
+                to_key, to_value = part.of_keys(grad_local)
                 weights = (part.scores(query, key) - base.unsqueeze(-1)).exp_()
                 dropped = part.drop(weights, held * ring.axis.size)
-                to_value.add_(_gathered(dropped.to(q.dtype).mT @ upper, own))
+                to_value.add_(_gathered(dropped.to(q.dtype).mT @ upper, local))
                 of_weights = part.drop((upper @ value.mT).to(out.dtype), held * ring.axis.size)
                 of_scores = weights.mul_(of_weights.sub_(shared.unsqueeze(-1))).mul_(q.shape[-1] ** -0.5).to(q.dtype)
                 to_query.add_(of_scores @ key)
-                to_key.add_(_gathered(of_scores.mT @ query, own))
+                to_key.add_(_gathered(of_scores.mT @ query, local))
             # The gradient travels behind its block and is back at the block's owner after a full round.
-            grad_own = ring.axis.start_shift(grad_own)()
-        grad_k, grad_v = grad_own.to(q.dtype)
+            grad_local = ring.axis.start_shift(grad_local)()
+        grad_k, grad_v = grad_local.to(q.dtype)
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
-def _gathered(gradient: Tensor, own: Tensor) -> Tensor:
+def _gathered(gradient: Tensor, like: Tensor) -> Tensor:
     """Sum a key or value gradient [b, heads, keys, d] over the heads that share a key-value head."""
-    return gradient.unflatten(1, (own.shape[2], -1)).sum(2)
+    return gradient.unflatten(1, (like.shape[2], -1)).sum(2)
 
 
 def _finite(total: Tensor) -> Tensor:

@@ -34,10 +34,10 @@ class ParallelRouting(Routing):
         )
         self._context = context
 
-    def _whole(self, own: Tensor) -> Tensor:
-        return whole_sequence(own, self._context)
+    def _whole(self, shard: Tensor) -> Tensor:
+        return whole_sequence(shard, self._context)
 
-    def _own(self, whole: Tensor) -> Tensor:
+    def _local(self, whole: Tensor) -> Tensor:
         cut = self._context.cut
         return whole if cut.shares == 1 else whole[:, cut.indices(whole.shape[1] // cut.shares, whole.device)]
 

@@ -87,7 +87,7 @@ def made_on_meta(make_model: Callable[[], nn.Module]) -> nn.Module:
 
 def undecided_dropouts(model: nn.Module, plan: sharding.ModelPlan) -> dict[str, Dropout]:
     """Return the dropout layers of a user's model, by name, that drop something and that no rule of the plan names."""
-    if not all(isinstance(rule, KNOWN_RULES) for rule in (*plan.split.values(), *plan.bare.values())):
+    if not all(isinstance(rule, KNOWN_RULES) for rule in (*plan.split.values(), *plan.standalone.values())):
         return {}  # a family, whose rules name its dropout layers
     return {
         name: module

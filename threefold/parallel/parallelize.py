@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from threefold.comm.axis import Axis, local_part
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, ParallelConfig
-from threefold.config.model import FAMILIES, OWN
+from threefold.config.model import CUSTOM, FAMILIES
 from threefold.config.rules import executed_micro_batches
 from threefold.constants import COMPILED, LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
 from threefold.doors import call_hook
@@ -42,7 +42,7 @@ from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.parallel.pipeline.schedules import DeferredGradients
 from threefold.parallel.pipeline.stage import Stage, TiedWeights, whole_parameters
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
-from threefold.parallel.shard_modules import bare_cut, float8_layers, shard_modules, use_fp8
+from threefold.parallel.shard_modules import float8_layers, shard_modules, standalone_cut, use_fp8
 from threefold.parallel.zero import (
     ZeroSharding,
     make_zero_sharding,
@@ -123,7 +123,7 @@ class TrainingSettings:
             loss_chunk_size=train.loss_chunk_size,
             chunks=chunks or ChunkSizes.of_device(train.device),
             arithmetic=arithmetic_of(config),
-            is_custom=(family := config.model.architecture) == OWN or family not in FAMILIES.built_in,
+            is_custom=(family := config.model.architecture) == CUSTOM or family not in FAMILIES.built_in,
         )
 
     @property
@@ -257,7 +257,7 @@ def apply_parallelism(
     if separates:
         _untie(stages)
     # Tensor, sequence, context and expert parallelism: parallel layers replace single-device ones.
-    shard_modules(stages, plan.split, how.context_for(plan), plan.bare, how.arithmetic.shardings)
+    shard_modules(stages, plan.split, how.context_for(plan), plan.standalone, how.arithmetic.shardings)
     # Sharding made new parameters, so they are tied and frozen again.
     if not separates:
         for stage, name, _, first in _further_uses(stages):
@@ -317,8 +317,8 @@ def _untie(stages: Sequence[Stage]) -> None:
         kept = set()
         for name, parameter in list(stage.named_parameters(remove_duplicate=False)):
             if parameter in kept:
-                own = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
-                set_in(stage, name, with_marks(own, parameter))
+                separate = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+                set_in(stage, name, with_marks(separate, parameter))
             kept.add(parameter)
 
 
@@ -328,7 +328,7 @@ def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: Constructe
     for stage in stages:
         for name, buffer in list(stage.named_buffers(remove_duplicate=False)):
             if buffer.is_meta:  # of a constructed model, as `check_plan` has seen to
-                dim = bare_cut(stage.model_plan.bare, name, how.mesh.tp)
+                dim = standalone_cut(stage.model_plan.standalone, name, how.mesh.tp)
                 whole = constructed.buffer(name)
                 value = whole if dim is None else local_part(whole, how.mesh.tp, dim).clone()
                 dtype = how.settings.dtype if value.is_floating_point() else value.dtype

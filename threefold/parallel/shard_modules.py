@@ -28,12 +28,12 @@ from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
 
 
-def shard_bare(model: nn.Module, rules: Mapping[str, sharding.Split], axis: Axis) -> None:
-    """Shard the bare parameters that rules name, in place; the modules around them read this rank's part."""
+def shard_standalone(model: nn.Module, rules: Mapping[str, sharding.Split], axis: Axis) -> None:
+    """Shard the standalone parameters that rules name, in place; the modules around them read this rank's part."""
     made: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter is split once
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         owner, _, attribute = name.rpartition(".")
-        dim = bare_cut(rules, name, axis)
+        dim = standalone_cut(rules, name, axis)
         if dim is None:
             continue
         if parameter not in made:
@@ -42,8 +42,8 @@ def shard_bare(model: nn.Module, rules: Mapping[str, sharding.Split], axis: Axis
         _read_local(model.get_submodule(owner), attribute)
 
 
-def bare_cut(rules: Mapping[str, sharding.Split], name: str, axis: Axis) -> int | None:
-    """Return the dim along which the rules cut a bare parameter or buffer; None if they do not."""
+def standalone_cut(rules: Mapping[str, sharding.Split], name: str, axis: Axis) -> int | None:
+    """Return the dim along which the rules cut a standalone parameter or buffer; None if they do not."""
     pattern = sharding.Patterns(rules).naming(name) if rules and axis.size > 1 else None
     return None if pattern is None else rules[pattern].cut_dim(name.rpartition(".")[2], axis.name)
 
@@ -146,10 +146,10 @@ class GroupedHeadsLinear(ColumnParallelLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute this rank's share of a unit from `input` as for `ColumnParallelLinear`."""
-        own = super().forward(input)
+        output = super().forward(input)
         if not self.unit.is_shared(self.axis.size):  # it has all of its units
-            return self._parts(own, self.axis.size, 0)
-        features = _gathered(own, self.longest, self.sharing)
+            return self._parts(output, self.axis.size, 0)
+        features = _gathered(output, self.longest, self.sharing)
         ranks = self.axis.size // self.unit.count
         number, index = divmod(self.axis.index, ranks)
         start = number * self.unit.size if self.sharing.size > ranks else 0
@@ -158,14 +158,14 @@ class GroupedHeadsLinear(ColumnParallelLinear):
     def _parts(self, features: Tensor, shares: int, index: int) -> Tensor:
         """Select this rank's parts of `features`, which are one of `shares` equal shares of the units."""
         units = features.unflatten(-1, (self.unit.count // shares, -1))
-        own = self.unit_parts * self.unit.count // max(self.axis.size, self.unit.count)  # of each of these units
+        count = self.unit_parts * self.unit.count // max(self.axis.size, self.unit.count)  # of each of these units
         found, start = [], 0
         for name, size in self.unit.parts:
             part = units.narrow(-1, start, size)
             if name in self.unit.repeated:
-                found.append(self.arithmetic.repeat(part.unsqueeze(-2), own))
+                found.append(self.arithmetic.repeat(part.unsqueeze(-2), count))
             else:
-                found.append(part.unflatten(-1, (self.unit_parts, -1)).narrow(-2, index * own, own))
+                found.append(part.unflatten(-1, (self.unit_parts, -1)).narrow(-2, index * count, count))
             start += size
         return torch.cat(found, -1).flatten(-3)
 
@@ -283,15 +283,15 @@ def shard_modules(
     stages: Sequence[nn.Module],
     table: Mapping[str, sharding.Split],
     context: ShardingContext,
-    bare: Mapping[str, sharding.Split] | None = None,
+    standalone: Mapping[str, sharding.Split] | None = None,
     otherwise: Mapping[type[sharding.Split], MakeModule] = MappingProxyType({}),
 ) -> None:
-    """Replace each module that the table names by its version for `context`, and shard bare parameters, in place.
+    """Replace each module that the table names by its version for `context`, and shard standalone parameters, in place.
 
-    `stages` are all stages of a rank, since they may share modules; `bare` has the patterns of parameters outside the
-    table, by their own names. `otherwise` has the rules that are not applied as `SHARDINGS` says.
+    `stages` are all stages of a rank, since they may share modules; `standalone` has the patterns of parameters outside
+    the table, by their own names. `otherwise` has the rules that are not applied as `SHARDINGS` says.
     """
-    named = [(stage, *each) for stage in stages for each in _named(stage, table, bare or {})]
+    named = [(stage, *each) for stage in stages for each in _named(stage, table, standalone or {})]
     if not context.divides:
         return
     made: dict[nn.Module, nn.Module] = {}  # a module with several places is split once
@@ -302,9 +302,9 @@ def shard_modules(
             make = otherwise.get(type(rule)) or SHARDINGS[type(rule)].make
             made[module] = make(rule, module, context)
         set_in(stage, name, made[module])
-    if context.tp.size > 1 and bare:
+    if context.tp.size > 1 and standalone:
         for stage in stages:
-            shard_bare(stage, bare, context.tp)
+            shard_standalone(stage, standalone, context.tp)
 
 
 def float8_layers(model: nn.Module, plan: sharding.ModelPlan) -> list[str]:
@@ -316,7 +316,7 @@ def float8_layers(model: nn.Module, plan: sharding.ModelPlan) -> list[str]:
     inner = tuple(f"{name}." for name in plan.layers[1:-1])
     names = [
         name
-        for name, module, rule in _named(model, plan.split, plan.bare)
+        for name, module, rule in _named(model, plan.split, plan.standalone)
         if isinstance(rule, (sharding.Column, sharding.Row))
         and isinstance(module, nn.Linear)
         and f"{name}.".startswith(inner)
@@ -342,13 +342,13 @@ def use_fp8(stages: Sequence[nn.Module], names: Collection[str]) -> None:
 
 
 def _named(
-    model: nn.Module, table: Mapping[str, sharding.Split], bare: Collection[str]
+    model: nn.Module, table: Mapping[str, sharding.Split], standalone: Collection[str]
 ) -> list[tuple[str, nn.Module, sharding.Split]]:
     """Return the modules that the table names, each with its rule."""
     patterns = sharding.Patterns(table)
     for name, _ in model.named_parameters():
-        is_bare = any(sharding.matches(name, each) for each in bare)
-        if not is_bare and patterns.deciding(name.rpartition(".")[0]) is None:
+        is_standalone = any(sharding.matches(name, each) for each in standalone)
+        if not is_standalone and patterns.deciding(name.rpartition(".")[0]) is None:
             raise ValueError(
                 f"the split table says nothing about the parameter {name!r}; give it Replicated() at least"
             )

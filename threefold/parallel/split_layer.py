@@ -43,8 +43,8 @@ class SplitLayer(nn.Module):
     def _shapes(self) -> str:
         """Describe the shapes of the weight and of this rank's part, which computes, for `repr`."""
         # With ZeRO the stored weight is a shard of this rank's part.
-        whole, own = tuple(stored(self.weight).shape), tuple(held(self.weight).shape)
-        return f"weight {whole}, {own} on {self.axis.name} rank {self.axis.index} of {self.axis.size}"
+        whole, shard = tuple(stored(self.weight).shape), tuple(held(self.weight).shape)
+        return f"weight {whole}, {shard} on {self.axis.name} rank {self.axis.index} of {self.axis.size}"
 
     def reset_parameters(self, name: str, seed: int = 0, std: float = 0.02) -> None:
         """Draw the weight from N(0, std²), keyed by `seed` and `name`: the same whole weight for every axis size.

@@ -37,14 +37,14 @@ def whole_state(model: TrainableModel) -> dict[str, Tensor]:
     of its names, and persistent buffers.
     """
     pp, device = model.parallelism.mesh.pp, model.parallelism.mesh.device
-    own = {weight.name: whole(weight.stored(weight.master.detach())) for weight in model.weights}
-    own |= stored_buffers(model.stages)
+    held = {weight.name: whole(weight.stored(weight.master.detach())) for weight in model.weights}
+    held |= stored_buffers(model.stages)
     found: dict[str, Tensor] = {}
     for index, names in enumerate(_held(model)):
         for name, (shape, dtype) in names.items():
             if name not in found:
                 mine = pp.index == index
-                value = own[name].clone() if mine else torch.empty(shape, dtype=dtype, device=device)
+                value = held[name].clone() if mine else torch.empty(shape, dtype=dtype, device=device)
                 found[name] = _broadcast_(value, pp, index)
     return {name: found[model.plan.whole_name(name)] for name in model.names}
 
@@ -101,9 +101,9 @@ def on_all_stages(output: Any, axis: Axis, source: int, device: torch.device) ->
 
 def _held(model: TrainableModel) -> list[dict[str, tuple[tuple[int, ...], torch.dtype]]]:
     """Return the whole shape and the dtype of each tensor that a rank's stages store, for each rank of the pp axis."""
-    own = {weight.name: (tuple(weight.parameter.shape), weight.master.dtype) for weight in model.weights}
-    own |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in stored_buffers(model.stages).items()}
-    return model.parallelism.mesh.pp.gather_objects(own)
+    held = {weight.name: (tuple(weight.parameter.shape), weight.master.dtype) for weight in model.weights}
+    held |= {name: (tuple(buffer.shape), buffer.dtype) for name, buffer in stored_buffers(model.stages).items()}
+    return model.parallelism.mesh.pp.gather_objects(held)
 
 
 def _broadcast_(tensor: Tensor, axis: Axis, source: int) -> Tensor:

@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.data.loader import Batch, Loader
 from threefold.models.custom_batch import map_tensors
 from threefold.models.layers.decoder import PositionEmbedding
@@ -38,7 +38,7 @@ class ThreefoldAdapter(Adapter):
         self._weights = {weight.name: weight for weight in engine.model.trained}
         self._states = {entry.name: engine.optimizer.rule.state(entry) for entry in engine.optimizer.entries}
         self._decay = {entry.name: engine.optimizer.rule.weight_decay(entry) for entry in engine.optimizer.entries}
-        self._length = 0 if engine.config.model.architecture == OWN else engine.config.data.sequence_length
+        self._length = 0 if engine.config.model.architecture == CUSTOM else engine.config.data.sequence_length
         self._cut = engine.parallelism.context.cut
         self.before_update: Callable[[], None] = _nothing
         self._after: Callable[[], None] = _nothing

@@ -10,7 +10,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from threefold.config.model import FAMILIES, OWN, ModelConfig
+from threefold.config.model import CUSTOM, FAMILIES, ModelConfig
 from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.models import sharding
@@ -57,7 +57,7 @@ class ModelDescription:
     def __init__(self, config: ModelConfig, sequence_length: int) -> None:
         self.plan = model_plan(config, sequence_length)
         self.config, self._length = config, sequence_length
-        if config.architecture == OWN:
+        if config.architecture == CUSTOM:
             call_hook("check_plan", self.model, self.plan)
         self.weights = {layer: self._weights_of(layer) for layer in self.plan.layers}
 
@@ -110,7 +110,7 @@ class ModelDescription:
 
 def describe_model(config: ModelConfig, sequence_length: int) -> ModelDescription:
     """Return the description of a model of a resolved config, cached unless it is a custom one."""
-    if config.architecture == OWN:  # the file may change
+    if config.architecture == CUSTOM:  # the file may change
         return ModelDescription(config, sequence_length)
     return _remembered(config.architecture, config.model_dump_json(exclude_none=True), sequence_length)
 
@@ -122,7 +122,7 @@ def _remembered(family: str, settings: str, sequence_length: int) -> ModelDescri
 
 def model_flops_per_token(config: ModelConfig, sequence_length: int) -> float | None:
     """Return the FLOPs of a training step per token; None for a custom model, whose operations are not known."""
-    if config.architecture == OWN:
+    if config.architecture == CUSTOM:
         return None
     return describe_model(config, sequence_length).flops_per_token
 

@@ -15,7 +15,7 @@ from threefold.comm.axis import Axis
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Event, Mesh, PlannedAxis
 from threefold.config import Config
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.config.rules import executed_micro_batches
 from threefold.errors import UserError
 from threefold.models.sharding import Constant
@@ -77,7 +77,7 @@ def dry_run(config: Config, rank: int = 0, tell: TellPass | None = None) -> DryR
 def run_step(config: Config, rank: int, tell: TellPass | None = None) -> tuple[DryRunReport, list[Event]]:
     """Run `dry_run` and also return the collectives in order."""
     layout, flops, source = Layout.from_config(config.parallel), dry_step.FlopCount(), ConfigSource()
-    is_custom, (micro_batches, _) = config.model.architecture == OWN, executed_micro_batches(config)
+    is_custom, (micro_batches, _) = config.model.architecture == CUSTOM, executed_micro_batches(config)
     if is_custom and layout.pp > 1:
         raise UserError(
             f"parallel.pp is {layout.pp} but a dry run cannot know what stages of a model of your own send; use 1."
@@ -208,7 +208,7 @@ def _is_regular(config: Config) -> bool:
         return False
     if parallel.pp * count <= _FEW_PASSES:
         return False
-    if model.architecture == OWN or config.train.recompute_every > 1 or config.train.exact:
+    if model.architecture == CUSTOM or config.train.recompute_every > 1 or config.train.exact:
         return False
     with suppress(UnknownBlock):
         return len(set(block_shapes(describe_model(model, config.data.sequence_length)))) == 1

@@ -22,7 +22,7 @@ from threefold.data.loader import Batch
 from threefold.ops.kernels import AttentionMask
 from threefold.torch_private import fake
 from threefold.torch_private.distributed import unreduced_gradients
-from threefold.torch_private.fake import FakeTensor, OperationMode, leaves, with_memory
+from threefold.torch_private.fake import FakeTensor, OperationMode, tree_leaves, with_memory
 from threefold.torch_private.tensors import storage_key
 from threefold.train.step import Engine
 
@@ -90,8 +90,8 @@ class FakeNumbers(OperationMode):
                 for tensor in args[0]:
                     tensor.fill_(1)
             elif func is fake.ALL_GATHER:
-                gathered, own = args[:2]
-                gathered.view(-1, own.numel()).copy_(own.flatten())
+                gathered, shard = args[:2]
+                gathered.view(-1, shard.numel()).copy_(shard.flatten())
             return done
 
 
@@ -106,7 +106,7 @@ def even_choice(found: tuple[Tensor, Tensor], scores: Tensor, count: int, *_rest
 
 
 def _is_fake(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = [each for each in leaves((args, kwargs)) if isinstance(each, Tensor)]
+    given = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     if any(isinstance(each, FakeTensor) for each in given):
         return True
     device, dtype = kwargs.get("device"), kwargs.get("dtype")
@@ -151,7 +151,7 @@ def _linear(x: Tensor, weight: Tensor, *_rest: Any, **_options: Any) -> int:
     return 2 * x.numel() * weight.shape[0]
 
 
-_OWN: dict[Any, Callable[..., int]] = {
+_FORMULAS: dict[Any, Callable[..., int]] = {
     fake.CPU_ATTENTION: _attention,
     fake.CPU_ATTENTION_BACKWARD: _attention_backward,
     fake.ONEDNN_LINEAR: _linear,
@@ -171,8 +171,8 @@ class FlopCount:
 
     def __call__(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         packet = func.overloadpacket
-        if packet in _OWN:
-            self.total += _OWN[packet](*args, **kwargs)
+        if packet in _FORMULAS:
+            self.total += _FORMULAS[packet](*args, **kwargs)
         elif packet in flop_registry:
             self.total += int(flop_registry[packet](*args, **kwargs, out_val=out))
 
@@ -227,7 +227,7 @@ class StorageTracker(OperationMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        for each in (out,) if isinstance(out, Tensor) else leaves(out):
+        for each in (out,) if isinstance(out, Tensor) else tree_leaves(out):
             if isinstance(each, Tensor):
                 self._note(each)
         if self._observer is not None:

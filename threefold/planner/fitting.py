@@ -6,7 +6,7 @@ from typing import Literal
 
 from threefold.comm.layout import Layout
 from threefold.config import Config
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.errors import UserError
 from threefold.files import counted
 from threefold.host import memory
@@ -28,7 +28,7 @@ def fitting_micro_batch(config: Config, vocab_size: int, device: Literal["cpu", 
     train = config.train
     if train.micro_batch_size is not None or train.gradient_accumulation_steps is not None:
         return None
-    if config.model.architecture == OWN:
+    if config.model.architecture == CUSTOM:
         return None
     from threefold.planner.activations import largest_micro_batch  # imports torch, which no check needs
     from threefold.planner.block import UnknownBlock

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from threefold.comm.layout import Layout
 from threefold.config import Config
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.config.resolve import on_device
 from threefold.errors import UserError
 from threefold.host import memory
@@ -88,7 +88,7 @@ def _mesh(config: Config, layout: Layout, hardware: Hardware | None) -> dict[str
     present = set(ranks)
     whole = {axis: layout.groups(axis) for axis in ("dp", "tp", "pp", "cp")} | {"ep": layout.expert_groups()}
     groups = {
-        axis: [own for group in every if (own := [rank for rank in group if rank in present])]
+        axis: [kept for group in every if (kept := [rank for rank in group if rank in present])]
         for axis, every in whole.items()
     }
     return {
@@ -271,7 +271,7 @@ def when(axis: str, operation: str, zero: int) -> str:
 
 def _collectives(config: Config, tell: Tell) -> dict[str, Any]:
     """Return a step's collectives of the first rank at each pp coordinate, or why a dry run cannot count them."""
-    if config.model.architecture == OWN and config.parallel.pp > 1:
+    if config.model.architecture == CUSTOM and config.parallel.pp > 1:
         return {"ranks": None, "why": "a dry run cannot know what the stages of a model of your own send"}
     names, ranks = ("axis", "operation", "count", "bytes", "when"), []
     for report in run_stages(config, tell):

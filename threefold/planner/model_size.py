@@ -9,7 +9,7 @@ from typing import Any, Final, NamedTuple
 
 from threefold.comm.layout import Coordinates, Layout, shard_bounds
 from threefold.config import Config, OptimizerConfig
-from threefold.config.model import OWN, ModelConfig
+from threefold.config.model import CUSTOM, ModelConfig
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.schema import ParallelConfig
 from threefold.errors import UserError
@@ -406,10 +406,10 @@ class RankBlock(BlockShape):
 
 def described_blocks(config: Config) -> tuple[BlockShape, ...]:
     """Return the description of each block of a model, of which the planner must have formulas."""
-    if config.model.architecture == OWN:
+    if config.model.architecture == CUSTOM:
         raise UserError(
-            f"model.architecture is {OWN}, whose operations have no formulas; plan with a family of the same sizes, or "
-            "use threefold dry-run, which runs the model."
+            f"model.architecture is {CUSTOM}, whose operations have no formulas; plan with a family of the same sizes, "
+            "or use threefold dry-run, which runs the model."
         )
     return block_shapes(describe_model(config.model, config.data.sequence_length))
 
@@ -453,7 +453,7 @@ def bytes_of_states(config: Config, layout: Layout, first: int, count: int, cust
     """Return the bytes of weights, gradients and optimizer state of some ranks; a lower bound for a custom model."""
     from threefold.dtypes import DTYPES  # imports torch
 
-    if config.model.architecture == OWN:
+    if config.model.architecture == CUSTOM:
         if count < layout.world_size:
             return 0
         each = 2 + min(optimizer_states(config.optimizer))

@@ -6,7 +6,7 @@ from statistics import median_low
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from threefold.files import format_bytes
-from threefold.foreign import FolderFiles, own_file
+from threefold.foreign import FolderFiles, nofollow_file
 from threefold.planner.schedule import Timeline
 from threefold.planner.search import points_of
 from threefold.report import figures
@@ -175,7 +175,7 @@ def draw_run_timeline(path: Path, model: str) -> list[Path]:
     pictures = [path.with_name(f"{NAME}{suffix}") for suffix in (".png", ".svg")]
     for picture in pictures:
         draw_timeline(
-            own_file(picture), chosen.spans, title, about_step(chosen.seconds, chosen.bubble), called="pp rank"
+            nofollow_file(picture), chosen.spans, title, about_step(chosen.seconds, chosen.bubble), called="pp rank"
         )
     return pictures
 

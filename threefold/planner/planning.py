@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.config.loading import config_of, parse_value
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.config.resolve import on_device
 from threefold.config.schedules import SCHEDULES, is_custom_schedule
 from threefold.config.schema import Config, to_yaml
@@ -144,7 +144,7 @@ def read_request(
             f"{nearest_multiple(gpus, per_node)}."
         )
     config = given
-    if given.model.architecture != OWN:
+    if given.model.architecture != CUSTOM:
         config = on_device(resolve_without_data(alone(given)), hardware.device)
     described_blocks(config)  # refuses blocks without formulas, and a model of a file
     hardware.matrix_rate(config.precision.dtype)

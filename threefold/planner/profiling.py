@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from threefold.comm.heartbeat import Activity, Heartbeat, RunSection
 from threefold.errors import UserError
-from threefold.foreign import own_file, own_folder, write_own
+from threefold.foreign import nofollow_file, nofollow_folder, write_nofollow
 from threefold.planner.pictures import draw_run_timeline
 from threefold.resilience.heartbeat import PageHeartbeat, Wait, wait_of
 from threefold.torch_private.runtime import quieten_kineto
@@ -258,20 +258,20 @@ class StepProfiler(Profiler):
             self._report(stages)
 
     def _write_trace(self, profiled: profile) -> None:
-        own_folder(self._folder)
+        nofollow_folder(self._folder)
         self._mesh.heartbeat.progress()
         suffix = ".json.gz" if self._mesh.layout.world_size >= _COMPRESSED_FROM else ".json"
         profiled.add_metadata("rank", str(self._mesh.rank))
         profiled.add_metadata("layout", str(self._mesh.layout))
-        profiled.export_chrome_trace(str(own_file(self._folder / f"rank-{self._mesh.rank:04}{suffix}")))
+        profiled.export_chrome_trace(str(nofollow_file(self._folder / f"rank-{self._mesh.rank:04}{suffix}")))
 
     def _report(self, stages: list[tuple[int, list[Span]]]) -> None:
         path = self._folder / SPANS_FILE
         held = [{"pp_rank": place, "spans": [span._asdict() for span in spans]} for place, spans in stages]
         try:
-            own_folder(self._folder)
+            nofollow_folder(self._folder)
             content = json.dumps({"layout": str(self._mesh.layout), "ranks": held}) + "\n"
-            write_own(path, content)
+            write_nofollow(path, content)
             pictures = self._draw(path, self._model)
         except (OSError, UserError) as error:
             say(f"Warning: {path} cannot be written ({reason_of(error)}).")

@@ -250,9 +250,9 @@ class Space:
 
     def _list_micro_batches(self, share: int) -> tuple[Settings, ...]:
         size, count = KEYS["micro_batch_size"], KEYS["accumulation"]
-        if self.config.train.exact:  # leaves run, whatever the micro-batch size
-            leaf = self.config.train.grain_leaf
-            return ({size: leaf, count: max(1, share // leaf)},)
+        if self.config.train.exact:  # sample groups run, whatever the micro-batch size
+            group = self.config.train.grain_leaf
+            return ({size: group, count: max(1, share // group)},)
         return tuple(each for one in divisors(share) for each in self._combined({size: [one], count: [share // one]}))
 
     def _list_schedules(self, pp: int) -> tuple[Settings, ...]:

@@ -298,8 +298,8 @@ class ProcessGenerators:
 
     def load_stored(self, tensors: Mapping[str, Tensor], sizes: Sequence[int]) -> None:
         """Continue from filled `places`, or from some of them."""
-        own = {self._stored_name(name, sizes): name for name in _NAMES}
-        states = {own[stored]: state for stored, state in tensors.items() if stored in own}
+        names = {self._stored_name(name, sizes): name for name in _NAMES}
+        states = {names[stored]: state for stored, state in tensors.items() if stored in names}
         restore_generators(states, self.device)
         self._kept |= states.keys()
 

@@ -15,7 +15,7 @@ from typing import Any, Final, Literal
 
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.foreign import FolderFiles, write_own
+from threefold.foreign import FolderFiles, write_nofollow
 from threefold.plugins import one_of
 from threefold.report.door import METRICS_FILE
 from threefold.report.metrics import RunFile, read_metrics
@@ -158,8 +158,8 @@ class Table(RunFile):
             record = FolderFiles(self.path.parent).record(self.path.name)
             with io.TextIOWrapper(record, encoding="utf-8", errors="replace", newline="") as file:
                 reader = csv.DictReader(file)
-                found, own = tuple(reader.fieldnames or ()), len(self.columns)
-                if found[:own] != self.columns or any("term/" not in column for column in found[own:]):
+                found, count = tuple(reader.fieldnames or ()), len(self.columns)
+                if found[:count] != self.columns or any("term/" not in column for column in found[count:]):
                     return []
                 rows, self.columns = list(reader), found
         except (OSError, csv.Error):
@@ -342,7 +342,7 @@ class PhaseTimers(Callback):
 
     def close(self) -> None:
         try:
-            write_own(self.path, json.dumps(self.seconds, indent=1) + "\n")
+            write_nofollow(self.path, json.dumps(self.seconds, indent=1) + "\n")
         except OSError as error:
             say(f"Warning: {self.path} cannot be written ({reason_of(error)}).")
 

@@ -28,7 +28,7 @@ from threefold.files import (
     load_json,
     shown,
 )
-from threefold.foreign import FolderFiles, write_own
+from threefold.foreign import FolderFiles, write_nofollow
 from threefold.report.checkpoints import group_of, listed
 from threefold.report.console import clock
 from threefold.report.curves import Curves
@@ -76,13 +76,13 @@ def report_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
     documents = [{**_run(run), "name": name} for run, name in zip(runs, names, strict=True)]
     differences = differing_settings([document["settings"] for document in documents])
     comparison = "" if any(map(is_decisive, differences)) else _compare(runs, documents)
-    own = ""
+    installed = ""
     with suppress(PackageNotFoundError):  # run from a folder of sources
-        own = version("threefold")
+        installed = version("threefold")
     return {
         "format": "threefold-report",
         "version": VERSION,
-        "threefold": own,
+        "threefold": installed,
         "made": datetime.now(UTC).isoformat(timespec="seconds"),
         "phases": PHASES,
         "ledger": LEDGER,
@@ -345,7 +345,7 @@ class RunReport(Callback):
         try:
             record = RunRecord(self.folder, ended=True)
             record.update()
-            write_own(path, make_page(report_of([record])))
+            write_nofollow(path, make_page(report_of([record])))
         except Exception as error:
             say(f"Warning: {path} cannot be written ({reason_of(error)}).")
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 from threefold.checksums import is_intact, seal_text
 from threefold.errors import UserError
 from threefold.files import counted, load_json
-from threefold.foreign import FolderFiles, open_own
+from threefold.foreign import FolderFiles, open_nofollow
 from threefold.report.door import GOODPUT_FILE
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext
@@ -120,7 +120,7 @@ class GoodputLedger(Callback):
         if not self.attempt.number:
             goodput.at = self.attempt.began
         with self._failures:
-            self._descriptor = open_own(self.path, 0)
+            self._descriptor = open_nofollow(self.path, 0)
             os.ftruncate(self._descriptor, LEDGER_SIZE)
         self._write()
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.comm.layout import Layout
-from threefold.foreign import own_file
+from threefold.foreign import nofollow_file
 from threefold.report.door import CURVE_FILE, METRICS_FILE
 from threefold.report.figures import BLUE, DPI, FAINT, GREY, ORANGE, TEXT_SIZE, new_figure
 from threefold.report.metrics import read_metrics
@@ -28,7 +28,7 @@ class LossCurve(Callback):
     def after_fit(self) -> None:
         # A failure of the plotting library must not fail a finished run.
         try:
-            draw(own_file(self.path), list(read_metrics(self.metrics)), self.vocab_size, self.title)
+            draw(nofollow_file(self.path), list(read_metrics(self.metrics)), self.vocab_size, self.title)
         except Exception as error:
             say(f"Warning: {self.path} cannot be drawn ({reason_of(error)}).")
 

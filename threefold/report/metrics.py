@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from threefold.files import first_of, load_json
-from threefold.foreign import FolderFiles, lines_of, open_own
+from threefold.foreign import FolderFiles, lines_of, open_nofollow
 from threefold.output import sync
 from threefold.report.door import GOODPUT_FILE, METRICS_FILE
 from threefold.report.goodput import Goodput
@@ -226,7 +226,7 @@ def drop_lines_after(path: Path, last: int) -> None:
     fresh = path.with_name(path.name + ".tmp")
     try:
         lines = sorted((*found.lines, *found.goodput), key=lambda line: int(line["step"]))
-        with open(open_own(fresh), "w", encoding="utf-8") as file:
+        with open(open_nofollow(fresh), "w", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines if line["step"] <= last)
             file.flush()
             os.fsync(file.fileno())

@@ -10,7 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.foreign import own_folder
+from threefold.foreign import nofollow_folder
 from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
 from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 
@@ -123,7 +123,7 @@ class TensorBoard(Tracker):
 
     def before_fit(self, start: int) -> None:
         with self.failures_reported():
-            own_folder(self.folder)
+            nofollow_folder(self.folder)
             self._begins_after = start
 
     def after_rollback(self, step: int, start: int, reason: str) -> None:

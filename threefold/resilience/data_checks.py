@@ -31,7 +31,7 @@ from threefold.data.loader import Batch, Loader
 from threefold.data.samples import Samples
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.foreign import FolderFiles, write_own
+from threefold.foreign import FolderFiles, write_nofollow
 from threefold.models.source import ModelSource
 from threefold.resilience.data_agreement import require_one_data_set
 from threefold.resilience.terms import agree_on_terms
@@ -86,7 +86,7 @@ def require_shared_folder(run_dir: Path, mesh: Mesh, looks: bool = True) -> None
     def begin() -> tuple[str, tuple[str, str]]:
         name = f".shared-{secrets.token_hex(8)}"
         try:
-            write_own(run_dir / name, "")
+            write_nofollow(run_dir / name, "")
         except OSError as error:
             raise UserError(f"Cannot write to --run-dir {shown(run_dir)}: {error.strerror}.") from None
         return name, here

@@ -25,7 +25,7 @@ from threefold.data.dataset import Dataset
 from threefold.data.samples import whole_shares
 from threefold.errors import UserError
 from threefold.files import STRICT, parse_facts, parse_json, shown
-from threefold.foreign import FolderFiles, write_own
+from threefold.foreign import FolderFiles, write_nofollow
 
 OWNER_FILE: Final = "owner.json"
 _FORMAT: Final = {"format": "threefold-owner", "version": 1}
@@ -145,7 +145,7 @@ class Claimant:
     def _write(self, owner: Owner) -> None:
         try:
             fresh = self.run_dir / f"{OWNER_FILE}.tmp"
-            write_own(fresh, owner.text(), durable=True)
+            write_nofollow(fresh, owner.text(), durable=True)
             fresh.replace(self.run_dir / OWNER_FILE)
         except OSError as error:
             raise UserError(f"Cannot write to --run-dir {shown(self.run_dir)}: {error.strerror}.") from error

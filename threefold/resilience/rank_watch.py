@@ -19,7 +19,7 @@ from typing import Any, Final, NoReturn
 
 from threefold.comm.heartbeat import Heartbeat, RunSection
 from threefold.errors import UserError
-from threefold.foreign import own_file, write_own
+from threefold.foreign import nofollow_file, write_nofollow
 from threefold.launch.environment import LaunchedRank
 from threefold.launch.failure import Failure, claims_report, is_first_to_report
 from threefold.launch.local import LOOK, StartMethod
@@ -286,13 +286,13 @@ def _recorder(job: Job, rank: int) -> Callable[[], None]:
     os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", str(prefix))  # NCCL writes there when its own timeout is over
 
     with suppress(OSError):
-        own_file(Path(f"{prefix}{rank}"))  # for NCCL
+        nofollow_file(Path(f"{prefix}{rank}"))  # for NCCL
 
     def write() -> None:
         from threefold.torch_private.distributed import nccl_records
 
         if (records := nccl_records()) is not None:
             with suppress(OSError):
-                write_own(Path(f"{prefix}{rank}"), records)
+                write_nofollow(Path(f"{prefix}{rank}"), records)
 
     return write

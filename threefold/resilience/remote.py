@@ -30,7 +30,7 @@ from threefold.checkpoint.manifest import MANIFEST, PARTIAL, read_manifest
 from threefold.checksums import is_intact
 from threefold.errors import UserError
 from threefold.files import first_of, hide_secrets, shown
-from threefold.foreign import FolderFiles, own_file
+from threefold.foreign import FolderFiles, nofollow_file
 from threefold.output import sync
 from threefold.resilience.ownership import OWNER_FILE, Claimant, Owner
 
@@ -248,12 +248,12 @@ class RemoteCheckpoints:
         if not self._is_local:
             return
         there = Path(os.path.realpath(self._root))
-        for own in (run_dir, run_dir / FOLDER):
-            here = Path(os.path.realpath(own))
+        for folder in (run_dir, run_dir / FOLDER):
+            here = Path(os.path.realpath(folder))
             if there == here or there in here.parents or here in there.parents:
                 what = "is" if there == here else "contains" if there in here.parents else "lies in"
                 raise UserError(
-                    f"checkpoint.remote is {shown(self.address)}, which {what} the run's folder {shown(own)}, where "
+                    f"checkpoint.remote is {shown(self.address)}, which {what} the run's folder {shown(folder)}, where "
                     "copies would replace the checkpoints that they are made of; choose a folder apart from it."
                 )
         among = [place.parent for place in (there, *there.parents) if place.name == FOLDER]
@@ -416,7 +416,7 @@ def look_at_remote(address: str, run: Claimant, writes: bool = True, last: int |
         return Restored()
     try:
         (run_dir / FOLDER).mkdir(parents=True, exist_ok=True)
-        with FileLock(own_file(run_dir / FOLDER / ".remote.lock")):
+        with FileLock(nofollow_file(run_dir / FOLDER / ".remote.lock")):
             if owner is not None:
                 run.adopt(owner)  # before its checkpoints are here
             return remote.restore(run_dir, _newest_good(run_dir, last))

@@ -68,9 +68,9 @@ def new_group_among(groups: Sequence[Sequence[int]]) -> dist.ProcessGroup | None
         return None
     backend, store = c10d._world.pg_map[default]
     timeout = c10d._get_default_timeout(dist.Backend(backend))
-    index, own = mine.index(rank), type(name)(f"{name}/{number}")
+    index, group_name = mine.index(rank), type(name)(f"{name}/{number}")
     group, _ = c10d._new_process_group_helper(
-        len(mine), index, mine, dist.Backend(backend), store, own, timeout=timeout
+        len(mine), index, mine, dist.Backend(backend), store, group_name, timeout=timeout
     )
     c10d._world.pg_group_ranks[group] = {of: place for place, of in enumerate(mine)}
     return group

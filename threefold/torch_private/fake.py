@@ -10,15 +10,15 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 OperationMode = TorchDispatchMode
 """Base class of modes that see every operation in a block. Why: its documentation is in a note on extending torch, but
 its module is private. A public name would replace it."""
 
-leaves = tree_leaves
-"""Leaves of nested arguments. Why: operations take arguments with any nesting. A public module would replace it."""
+tree_leaves = _pytree.tree_leaves
+"""Function that lists values of nested arguments. Why: operations take any nesting; a public one would replace it."""
 
 COLLECTIVES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 """Namespaces of the operations as which modes see collectives. Why: only one rank runs a check against one process, in

@@ -17,7 +17,7 @@ from threefold.comm.heartbeat import Activity, Heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.config.resolve import with_micro_batch
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import BatchSlice, Loader
@@ -119,7 +119,7 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
     heartbeat.activity(Activity.MODEL)
     make_model, plan = options.source.load(config)
     engine = Engine(make_model, plan, mesh, config, stop, options.source.loss(config))
-    if config.model.architecture == OWN:
+    if config.model.architecture == CUSTOM:
         engine.generators.begin(config.train.seed)
     heartbeat.activity(Activity.RESTORE)
     start = start_from.load(engine)
@@ -128,7 +128,7 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
         if mesh.world.is_first:
             if not run.attempt.number or run.attempt.layout:
                 call_hook("announce", run, loader, make_model, plan)
-            if config.model.architecture == OWN and hook("check_model") is None:
+            if config.model.architecture == CUSTOM and hook("check_model") is None:
                 say(UNCHECKED)
             for line in (*notes, *start.lines):
                 say(line)
@@ -195,7 +195,7 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> tupl
         number of parameters of a custom model, and of its trained parameters; zeros for a built-in model.
     """
     parameters = (0, 0)
-    if config.model.architecture == OWN:
+    if config.model.architecture == CUSTOM:
         parameters = check_source(source, config)
         if config.model.file:
             model_files(file_source(config.model).path)
@@ -214,7 +214,7 @@ def import_named(config: Config) -> None:
 
     Raises a `UserError` if the optimizer or the learning-rate schedule cannot be imported.
     """
-    if config.model.architecture != OWN:
+    if config.model.architecture != CUSTOM:
         family_of(config.model).import_parts()
     update_rule(config.optimizer)
     learning_rate(config.optimizer.warmup_steps + 1, config.optimizer)

@@ -14,7 +14,7 @@ from threefold.checkpoint.resume import Resume, consumed_by, continues, find_res
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.axis import Axis
 from threefold.config import Config
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.data.samples import ConsumedSamples
 from threefold.doors import call_hook
 from threefold.parallel.running_statistics import stored_buffers
@@ -161,7 +161,7 @@ def checkpoint_tensors(engine: Engine) -> dict[str, Tensor]:
     """
     sizes = engine.mesh.layout.shape
     drawn = engine.streams.stored(sizes) if engine.streams.used else {}
-    if engine.config.model.architecture == OWN:
+    if engine.config.model.architecture == CUSTOM:
         drawn |= engine.generators.stored(sizes)
     return engine_tensors(engine) | drawn
 

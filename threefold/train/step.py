@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from threefold.comm.heartbeat import Activity
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.config.rules import executed_micro_batches
 from threefold.constants import IGNORE_INDEX
 from threefold.doors import call_hook, needed
@@ -363,7 +363,7 @@ class Engine(GradientStep):
         if config.parallel.sequence_parallel:
             positions //= config.parallel.tp
         activation = (executed_micro_batches(config)[1], positions, config.model.hidden_size)
-        declared = loss is None and config.model.architecture != OWN  # otherwise the runner finds the shapes
+        declared = loss is None and config.model.architecture != CUSTOM  # otherwise the runner finds the shapes
         settings, scale = TrainingSettings.of(config, chunks), loss_scale or LossScale.of(config.precision)
         super().__init__(
             make_model, plan, mesh, settings, activation if declared else None, loss, scale, stop or Stop()

@@ -16,7 +16,7 @@ from typer import Argument, Option
 from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.files import counted, first_of, format_bytes, shown
-from threefold.terminal import OWN_MODEL, ConfigFile, Overrides, Steps, TrustCode, read_config
+from threefold.terminal import CUSTOM_MODEL, ConfigFile, Overrides, Steps, TrustCode, read_config
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -61,7 +61,7 @@ def command(
         metavar="FILE.py[:PLAN]",
         help="Your own model and its sharding plan.",
         show_default="GPT",
-        rich_help_panel=OWN_MODEL,
+        rich_help_panel=CUSTOM_MODEL,
     ),
     trust_code: TrustCode = False,
     overrides: Overrides = None,
@@ -84,7 +84,7 @@ def command(
       threefold verify run.yaml --all --ranks 4
     """
     from threefold.comm.layout import parse_layouts
-    from threefold.config.model import OWN, split_model_file
+    from threefold.config.model import CUSTOM, split_model_file
     from threefold.data.dataset import names_nested_data, vocabulary
     from threefold.verify import layouts as choices
 
@@ -111,7 +111,7 @@ def command(
     base = choices.prepare(given, dtype, vocabulary(given) or choices.UNKNOWN_VOCABULARY)
     wanted = specs or choices.possible(ranks, given.model.num_experts)
     small = base if full else choices.shrink(base, wanted, batch_alone=nested)
-    custom = given.model.architecture == OWN
+    custom = given.model.architecture == CUSTOM
 
     def select(check: "Check") -> "Selection":
         if specs:
@@ -396,7 +396,7 @@ def _verify_exact(
     """
     from dataclasses import asdict
 
-    from threefold.config.model import OWN
+    from threefold.config.model import CUSTOM
     from threefold.data.dataset import vocabulary
     from threefold.verify import layouts
 
@@ -426,7 +426,7 @@ def _verify_exact(
             results.append(check.verify(spec))
             table.add(results[-1])
         bar.tell("products of the run's own sizes", many, many)
-        tried = None if given.model.architecture == OWN else check.try_products(base, sorted({1, 2, 3, *threads}))
+        tried = None if given.model.architecture == CUSTOM else check.try_products(base, sorted({1, 2, 3, *threads}))
     seconds, train = time.perf_counter() - started, small.train
     if as_json:
         document = {
@@ -467,7 +467,7 @@ class _ExactTable:
             "model": f"{task.source.describe(config)}, {size}",
             "steps": f"{task.steps} of {train.global_batch_size} × {config.data.sequence_length} tokens, "
             f"{task.rows}; {config.optimizer.name}, {config.precision.dtype}",
-            "grain": f"{train.grain_samples} groups of samples, {train.grain_tensor} tensor pieces{context}",
+            "grain": f"{train.grain_samples} parts of the batch, {train.grain_tensor} tensor pieces{context}",
             "equal": "the bits of initial weights, and of loss, gradients, their norm and weights of each step",
         }
         self._console.print()

@@ -49,7 +49,7 @@ def dropout_parts(
     length = samples.tokens.shape[1] if isinstance(samples, LocalBatch) else 0
     trial = _on_meta(samples)
     try:
-        all_of, own = (_shapes(model, plan, trial, names) for model in (whole, part))
+        all_of, local = (_shapes(model, plan, trial, names) for model in (whole, part))
     except Exception as error:
         raise UserError(
             f"{min(names)!r} is a threefold.Dropout, and which part of its input a rank of tp {tp} gets is not known, "
@@ -59,7 +59,7 @@ def dropout_parts(
     found: dict[str, Parts] = {}
     of_layer: dict[Dropout, Parts] = {}  # a layer may have several names
     for name, dropout in names.items():
-        for shapes in zip(all_of[name], own[name], strict=True):
+        for shapes in zip(all_of[name], local[name], strict=True):
             parts = _parts(name, *shapes, plan, whole, context, length)
             if of_layer.setdefault(dropout, parts) != parts:
                 raise UserError(
@@ -73,22 +73,22 @@ def dropout_parts(
 def _parts(
     name: str,
     whole: torch.Size,
-    own: torch.Size,
+    local: torch.Size,
     plan: sharding.ModelPlan,
     model: nn.Module,
     context: ShardingContext,
     length: int,
 ) -> Parts:
-    """Return the parts of an activation of the shape `own` on this rank, in one of the shape `whole`."""
+    """Return the parts of an activation of the shape `local` on this rank, in one of the shape `whole`."""
     tp, index, found = context.tp.size, context.tp.index, dict[int, Positions]()
-    if len(whole) != len(own):
-        raise UserError(_unknown(name, whole, own, tp))
-    for dim, (size, held) in enumerate(zip(whole, own, strict=True)):
+    if len(whole) != len(local):
+        raise UserError(_unknown(name, whole, local, tp))
+    for dim, (size, held) in enumerate(zip(whole, local, strict=True)):
         if size == held:
             continue
         start, end = shard_bounds(size, tp, index)
         if end - start != held or whole[dim:].numel() in _grouped(name, plan, model):
-            raise UserError(_unknown(name, whole, own, tp))
+            raise UserError(_unknown(name, whole, local, tp))
         found[dim] = Slice(start, size)
     cut = context.cut.across_context if found else context.cut  # whole sequences inside tensor-parallel layers
     if cut.shares > 1:
@@ -102,11 +102,11 @@ def _parts(
     return found
 
 
-def _unknown(name: str, whole: torch.Size, own: torch.Size, tp: int) -> str:
+def _unknown(name: str, whole: torch.Size, local: torch.Size, tp: int) -> str:
     return (
-        f"{name!r} is a threefold.Dropout whose input is {[*whole]} in one process and {[*own]} on a rank of tp {tp}, "
-        "which is no run of features or heads; call it where the activation is whole, after a Row() layer, or for a "
-        "Column(groups=…) after chunk, on one group."
+        f"{name!r} is a threefold.Dropout whose input is {[*whole]} in one process and {[*local]} on a rank of tp "
+        f"{tp}, which is no run of features or heads; call it where the activation is whole, after a Row() layer, or "
+        "for a Column(groups=…) after chunk, on one group."
     )
 
 

@@ -24,7 +24,7 @@ _WIDTH = 160
 
 @dataclass(frozen=True)
 class InspectedModule:
-    """Modules of one class with the same sharding rule, whose names differ only in numbers; or a bare parameter.
+    """Modules of one class with the same sharding rule, whose names differ only in numbers; or a standalone parameter.
 
     Attributes:
         pattern: pattern of their names.
@@ -159,18 +159,18 @@ def inspect_made(model: nn.Module, plan: Plan | ModelPlan | None, tp: int) -> In
         owner, _, last = name.rpartition(".")
         if proposal is not None:
             rule: Split | None = proposal.rule(name)
-            is_bare = proposal.label(name) in (proposal.plan.shard or {})
-            pattern = proposal.label(name if is_bare else owner)
+            is_standalone = proposal.label(name) in (proposal.plan.shard or {})
+            pattern = proposal.label(name if is_standalone else owner)
         else:
             assert complete is not None
-            rule, is_bare = complete.split_of(name), complete.is_bare(name)
-            pattern = as_pattern(name if is_bare else owner)
+            rule, is_standalone = complete.split_of(name), complete.is_standalone(name)
+            pattern = as_pattern(name if is_standalone else owner)
         assert rule is not None  # ensured by `check_plan`
         dim = rule.cut_dim(last, "tp")
         lengths = (shard_length(size, tp, 0) if axis == dim else size for axis, size in enumerate(parameter.shape))
-        kind = "Parameter" if is_bare else type(model.get_submodule(owner)).__name__
+        kind = "Parameter" if is_standalone else type(model.get_submodule(owner)).__name__
         parts = found.setdefault((pattern, kind, _told(rule)), [])
-        parts.append((name if is_bare else owner, parameter.numel(), prod(lengths)))
+        parts.append((name if is_standalone else owner, parameter.numel(), prod(lengths)))
     undecided = {} if proposal is None else proposal.undecided
     modules = tuple(
         InspectedModule(

@@ -12,7 +12,7 @@ from typing import Any
 from threefold.comm.layout import SCHEDULES, Layout, LayoutSpec
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
-from threefold.config.model import OWN, ModelConfig
+from threefold.config.model import CUSTOM, ModelConfig
 from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules import batch_sizes
 from threefold.config.schedules import Schedule, find_schedule
@@ -163,7 +163,7 @@ def with_further_features(config: Config, attention_dropout: bool, documents: bo
     sliding window ends inside a chunk of a context-parallel rank, Muon scales its updates in its other way, and the
     learning rate changes at each step.
     """
-    is_own, settings, optimizer = config.model.architecture == OWN, _settings(config), config.optimizer
+    is_custom, settings, optimizer = config.model.architecture == CUSTOM, _settings(config), config.optimizer
     if optimizer.name == "muon":
         settings["optimizer"]["lr_scaling"] = _OTHER_SCALING[optimizer.lr_scaling]
     settings["optimizer"] |= {
@@ -173,7 +173,7 @@ def with_further_features(config: Config, attention_dropout: bool, documents: bo
         "stable_steps": min(optimizer.stable_steps, 2),
         "min_lr": optimizer.lr / 10 if optimizer.min_lr == optimizer.lr else optimizer.min_lr,
     }
-    if is_own:
+    if is_custom:
         return resolve(config_of(settings), vocab_size=1)
     if config.model.sliding_window:
         settings["model"]["sliding_window"] = min(config.model.sliding_window, _WINDOW)
@@ -373,14 +373,14 @@ def with_context_pieces(base: Config, specs: Sequence[LayoutSpec]) -> Config:
 def shrink_exact(base: Config, specs: Sequence[LayoutSpec]) -> Config:
     """Return a prepared config shrunk as by `shrink`, with sizes that its grain divides, and dropout.
 
-    It has the context pieces of `with_context_pieces`. Leaves have two samples at most.
+    It has the context pieces of `with_context_pieces`. Sample groups have two samples at most.
     """
     train = base.train
     base = with_context_pieces(base, specs)
     pieces, settings = base.train.grain_context, base.sections()
     # The shrunk batch has two samples for each micro-batch that a layout needs.
-    leaf = min(2, train.grain_leaf) if pieces == 1 else 1
-    settings["train"] |= {"grain_context": pieces, "grain_leaf": leaf}
+    group = min(2, train.grain_leaf) if pieces == 1 else 1
+    settings["train"] |= {"grain_context": pieces, "grain_leaf": group}
     base = resolve(config_of(settings), vocab_size=1)
     widest = LayoutSpec(Layout(dp=train.grain_samples, cp=pieces, tp=train.grain_tensor))
     # Sizes may be chosen for layouts whose axes within a sample are inside the grain.

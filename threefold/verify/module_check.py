@@ -321,7 +321,7 @@ def _sentence(error: BaseException, module: str, tp: int) -> str | None:
 
 
 ADVICE = (
-    "name in shard the bare parameters and buffers that have a value for each head or feature of a cut layer, as "
+    "name in shard the standalone parameters and buffers that have a value for each head or feature of a cut layer, as "
     "Sharded(dim), and take sizes from the tensors, as with -1 in view"
 )
 """Remedy for tensor sizes that do not match."""

@@ -67,7 +67,7 @@ def _named(parameter: str, modules: Mapping[str, nn.Module]) -> str:
     module = modules[owner]
     if last in ("weight", "bias") and type(module).__module__.startswith("torch."):
         return f"{as_pattern(owner)!r} ({type(module).__name__})"
-    return f"{as_pattern(parameter)!r} (a bare parameter)"
+    return f"{as_pattern(parameter)!r} (a standalone parameter)"
 
 
 def check_patterns(setting: str, patterns: Iterable[str], names: Iterable[str], kind: str) -> None:
@@ -89,7 +89,7 @@ def check_plan(model: nn.Module, plan: sharding.ModelPlan) -> None:
     module_check.check_hooks(modules, plan.layers)
     _check_listed(parameters, plan)
     _check_decided(modules, parameters, plan)
-    _check_bare(parameters, modules, plan)
+    _check_standalone(parameters, modules, plan)
     _check_splits(modules, plan)
     _check_recompute(modules, plan)
     _check_ties(modules, parameters, plan)
@@ -209,24 +209,24 @@ def _check_decided(
             )
 
 
-def _check_bare(
+def _check_standalone(
     parameters: Mapping[str, nn.Parameter], modules: Mapping[str, nn.Module], plan: sharding.ModelPlan
 ) -> None:
-    """Check that each pattern of bare parameters and buffers matches one, and that its rule suits it."""
+    """Check that each pattern of standalone parameters and buffers matches one, and that its rule suits it."""
     buffers = dict(_buffers(modules))
-    for pattern, rule in plan.bare.items():
+    for pattern, rule in plan.standalone.items():
         said = f"shard has {type(rule).__name__} at {pattern!r}"
         if not isinstance(rule, (*_WITHIN, sharding.Sharded)):
             raise UserError(
-                f"{said}, which is a bare parameter; use Replicated() or PerHead(), Sharded(dim) to cut it, or make it "
-                "the weight of a module."
+                f"{said}, which is a standalone parameter; use Replicated() or PerHead(), Sharded(dim) to cut it, or "
+                "make it the weight of a module."
             )
         matching = [name for name in parameters if sharding.matches(name, pattern)]
         for name in matching:
             if isinstance(rule, sharding.Sharded):
                 _check_shard(pattern, rule, parameters[name].shape, "parameter")
             of_module = plan.patterns.deciding(name.rpartition(".")[0])
-            if isinstance(rule, sharding.PerHead) or not plan.is_bare(name) or of_module is None:
+            if isinstance(rule, sharding.PerHead) or not plan.is_standalone(name) or of_module is None:
                 continue
             # A parameter of a PerHead module that the pattern takes by chance: its gradient would not be summed.
             by_chance = sharding.specificity(pattern) <= sharding.specificity(of_module)
@@ -293,7 +293,7 @@ def _check_splits(modules: Mapping[str, nn.Module], plan: sharding.ModelPlan) ->
 def _check_split(name: str, module: nn.Module, pattern: str, split: sharding.Split) -> None:
     kind, said = type(module).__name__, f"split has {type(split).__name__} at {pattern!r}"
     if type(split) not in SHARDINGS:
-        raise UserError(f"{said}, a module; it is for a bare parameter, so name one inside, or use another rule.")
+        raise UserError(f"{said}, a module; it is for a standalone parameter, so name one inside, or use another rule.")
     wanted = tuple(each for each in SHARDINGS[type(split)].kinds if each is not nn.Module)
     if kind in {each.__name__ for each in wanted}:
         kind = f"{type(module).__module__}.{kind}"  # another class of the same name
@@ -405,12 +405,12 @@ def check_forward(
 ) -> None:
     """Check that the sizes in a tensor rank's part of a model fit together, by its forward pass on the meta device.
 
-    Linear layers have their sharded widths, bare parameters and buffers are cut, and communication is left out. A model
-    whose forward pass needs values passes the check, as does one that already fails without sharding. The batch, on the
-    meta device, is as the first layer takes it; (tokens, labels) with `takes_labels`, if the last computes the loss. A
-    `UserError` names the module, the sizes and the rule that is likely missing.
+    Linear layers have their sharded widths, standalone parameters and buffers are cut, and communication is left out. A
+    model whose forward pass needs values passes the check, as does one that already fails without sharding. The batch,
+    on the meta device, is as the first layer takes it; (tokens, labels) with `takes_labels`, if the last computes the
+    loss. A `UserError` names the module, the sizes and the rule that is likely missing.
     """
-    rules = (*plan.split.values(), *plan.bare.values())
+    rules = (*plan.split.values(), *plan.standalone.values())
     if tp == 1 or not all(isinstance(rule, KNOWN_RULES) for rule in rules):
         return
     if _failure(made_on_meta(make_model), plan, batch, takes_labels) is not None:
@@ -447,15 +447,15 @@ def _failure(model: nn.Module, plan: sharding.ModelPlan, batch: Any, takes_label
 
 
 def _missing(where: str, modules: dict[str, nn.Module], plan: sharding.ModelPlan, message: str) -> str:
-    """Suggest a rule for an uncut bare parameter or buffer of the failed module whose shape is in the message."""
+    """Suggest a rule for an uncut standalone parameter or buffer of the failed module whose shape is in the message."""
     if where not in modules:
         return ""
-    bare, module = sharding.Patterns(plan.bare), modules[where]
+    standalone, module = sharding.Patterns(plan.standalone), modules[where]
     for kind, named in (("buffer", module.named_buffers), ("parameter", module.named_parameters)):
         for last, tensor in named(recurse=False):
             name = f"{where}.{last}"
             dim = next((dim for dim, size in enumerate(tensor.shape) if size > 1), None)
-            if dim is not None and str(list(tensor.shape)) in message and bare.naming(name) is None:
+            if dim is not None and str(list(tensor.shape)) in message and standalone.naming(name) is None:
                 shape = " × ".join(map(str, tensor.shape))
                 return (
                     f"if the {kind} {name!r} ({shape}) has a value for each head or feature of a cut layer, add "

@@ -76,16 +76,16 @@ def try_products(source: ModelSource, config: Config, threads: Sequence[int]) ->
     make_model, plan = source.load(config)
     layers = sorted(_layers(skeleton(make_model, config.train.seed), plan))
     train, dtype, sequence = config.train, DTYPES[config.precision.dtype], config.data.sequence_length
-    grain, leaf = train.grain_tensor or 1, (train.grain_leaf or 1) * sequence
-    of_leaf = RowSum(context=train.grain_context or 1).parts()
+    grain, group = train.grain_tensor or 1, (train.grain_leaf or 1) * sequence
+    of_group = RowSum(context=train.grain_context or 1).parts()
     before, started, trials, refused = torch.get_num_threads(), time.perf_counter(), PRODUCTS.trials, PRODUCTS.refused
     different = []
     try:
         for layer in layers:
             pieces = gcd(grain, {"out": layer.out, "in": layer.inner, "rows": sequence}[layer.cut])
-            tried, pieces = layer.smaller(sequence if layer.is_expert else leaf, pieces)
-            rows = of_leaf if layer.cut != "rows" else equal_parts(pieces)
-            each = ((number, WHOLE) for number in _numbers(sequence, tried)) if layer.is_expert else [(leaf, rows)]
+            tried, pieces = layer.smaller(sequence if layer.is_expert else group, pieces)
+            rows = of_group if layer.cut != "rows" else equal_parts(pieces)
+            each = ((number, WHOLE) for number in _numbers(sequence, tried)) if layer.is_expert else [(group, rows)]
             if not all(_has_bits_of_parts(tried, number, pieces, parts, dtype, threads) for number, parts in each):
                 different.append(str(layer))
     finally:

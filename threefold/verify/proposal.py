@@ -50,7 +50,7 @@ class Proposal:
     undecided: Mapping[str, str] = field(default_factory=dict)
 
     def label(self, name: str) -> str:
-        """Return the key of a module or bare parameter in the plan: its name, or a pattern."""
+        """Return the key of a module or standalone parameter in the plan: its name, or a pattern."""
         return name if name in (self.plan.shard or {}) else as_pattern(name)
 
     def rule(self, name: str) -> Split:
@@ -88,7 +88,7 @@ def propose(model: nn.Module) -> Proposal:
         else:
             for last, parameter in module.named_parameters(recurse=False):
                 if parameter.numel() > 1:
-                    decided[f"{name}.{last}" if name else last] = _of_bare(module, tuple(parameter.shape))
+                    decided[f"{name}.{last}" if name else last] = _of_standalone(module, tuple(parameter.shape))
     # Names that differ only in their numbers become a pattern, if all have the same rule.
     named = Counter(as_pattern(name) for name, _ in model.named_modules())
     same: dict[str, list[str]] = {}
@@ -119,8 +119,8 @@ def _opaque(model: nn.Module) -> Iterator[str]:
             yield name + "."
 
 
-def _of_bare(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
-    """Return the rule of a bare parameter: cut along a dim that counts heads or features of a cut layer beside it."""
+def _of_standalone(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
+    """Return the rule of a standalone parameter: cut along a dim that counts heads or features of a layer beside it."""
     linear = {name: each for name, each in module.named_children() if isinstance(each, nn.Linear)}
     columns = {name: each for name, each in linear.items() if name in _COLUMN and linear.keys() & _ROW}
     heads = _heads(module)
@@ -131,7 +131,7 @@ def _of_bare(module: nn.Module, shape: tuple[int, ...]) -> tuple[Split, str]:
     dims = [dim for dim, size in enumerate(shape) if size in cut - whole]
     if len(dims) == 1:
         return Sharded(dims[0]), ""
-    return Replicated(), "a bare parameter; replicated is right unless a cut layer's output meets it"
+    return Replicated(), "a standalone parameter; replicated is right unless a cut layer's output meets it"
 
 
 def _heads(module: nn.Module) -> int:

@@ -76,11 +76,11 @@ def cut_to_rank(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) 
             if module not in made:
                 made[module] = _CutLinear(inputs, outputs, module.bias is not None, said)
             set_in(model, name, made[module])
-    bare = sharding.Patterns(plan.bare)
+    standalone = sharding.Patterns(plan.standalone)
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    for name, tensor in named if plan.bare else []:
-        pattern = bare.naming(name)
-        dim = None if pattern is None else plan.bare[pattern].cut_dim(name.rpartition(".")[2], "tp")
+    for name, tensor in named if plan.standalone else []:
+        pattern = standalone.naming(name)
+        dim = None if pattern is None else plan.standalone[pattern].cut_dim(name.rpartition(".")[2], "tp")
         if dim is not None:
             start, end = shard_bounds(tensor.shape[dim], tp, rank)
             part: Tensor = tensor.detach().narrow(dim, start, end - start)

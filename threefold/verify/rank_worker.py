@@ -19,7 +19,7 @@ from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.comm.mesh import Event, Mesh
 from threefold.config import Config
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.config.optimizer import BUILT_IN
 from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
@@ -298,7 +298,7 @@ def _second_training(
 
 
 def _is_exported(source: ModelSource, config: Config) -> bool:
-    if not isinstance(source, ConfigSource) or config.model.architecture == OWN:
+    if not isinstance(source, ConfigSource) or config.model.architecture == CUSTOM:
         return False
     try:
         choose_type(config.model, None)

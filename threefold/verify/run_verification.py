@@ -27,13 +27,13 @@ from threefold.comm.layout import Layout, LayoutSpec
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
-from threefold.config.model import OWN
+from threefold.config.model import CUSTOM
 from threefold.config.schedules import find_schedule
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.exact.rules import GRAIN
 from threefold.files import first_of, read_text
-from threefold.foreign import FolderFiles, own_folder
+from threefold.foreign import FolderFiles, nofollow_folder
 from threefold.models.custom_batch import batch_shapes
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import MakeModel, ModelSource, construct, error_line, skeleton
@@ -319,7 +319,7 @@ def verify_run(config: Config, run_dir: Path, source: ModelSource, mesh: Mesh) -
     Raises:
         UserError: on every rank, if the results differ, or the model keeps state that no checkpoint stores.
     """
-    if config.model.architecture != OWN or not config.train.verify:
+    if config.model.architecture != CUSTOM or not config.train.verify:
         return
     began, folder = time.monotonic(), run_dir / _PARTIAL
 
@@ -400,7 +400,7 @@ def _prepare(config: Config, small: Config, run_dir: Path, source: ModelSource, 
         if not (found.refusal or found.drawing or other):
             trace = one_process(make_model, plan, trial, rows, STEPS, loss)
             shutil.rmtree(run_dir / _PARTIAL, ignore_errors=True)
-            trace.save(own_folder(run_dir / _PARTIAL))
+            trace.save(nofollow_folder(run_dir / _PARTIAL))
     except Exception as error:  # for example of a model that runs only layer by layer
         return (not_verified(not_run(error)),), "", None
     name = source.describe(config)
@@ -521,7 +521,7 @@ def _key(config: Config, small: Config, source: ModelSource) -> str:
     make_model, plan = source.load(small)
     beside = {each for file in files for each in modules_beside(file)}
     every = sorted({*files, *beside, *_loaded(files, skeleton(make_model, small.train.seed))})
-    sharding = (plan.split, plan.layers, plan.ties, plan.recompute, plan.shared, plan.bare)
+    sharding = (plan.split, plan.layers, plan.ties, plan.recompute, plan.shared, plan.standalone)
     model = {key: value for key, value in small.sections()["model"].items() if key != "file"}
     parts = [
         (torch.__version__, version("threefold"), source.describe(config), repr(sharding), model),

@@ -272,10 +272,10 @@ def _prepare_model(model: nn.Module, mesh: Mesh, current: CurrentBatch, given: P
         made: dict[nn.Module, nn.Module] = {norm: GlobalBatchNorm(norm, axis, current) for norm in norms}
         for name, norm in list(model.named_modules(remove_duplicate=False)):
             if norm in made and (has_module_hooks(norm) or type(norm).forward is not _NORMS[0].forward):
-                own = "a hook" if has_module_hooks(norm) else "a forward of its own"
+                changed = "a hook" if has_module_hooks(norm) else "a forward of its own"
                 raise UserError(
-                    f"{name!r} is a {type(norm).__name__} with {own}, which batch normalization over the global batch "
-                    "would not have; use sync_batch_norm=False."
+                    f"{name!r} is a {type(norm).__name__} with {changed}, which batch normalization over the global "
+                    "batch would not have; use sync_batch_norm=False."
                 )
             if norm in made and name:
                 set_in(model, name, made[norm])
@@ -340,8 +340,8 @@ def shard_by_patterns(model: nn.Module, table: Mapping[str, Split], mesh: Mesh) 
             raise UserError(
                 f"tensor_parallel has a rule for {one!r}, the same weight as {others}; give their modules one rule."
             )
-    own = {name: Replicated() for name, _ in model.named_parameters(recurse=False)}
-    shard_modules([model], {"**": Replicated(), **rules}, ShardingContext(mesh.tp, mesh.cp, mesh.ep), own)
+    standalone = {name: Replicated() for name, _ in model.named_parameters(recurse=False)}
+    shard_modules([model], {"**": Replicated(), **rules}, ShardingContext(mesh.tp, mesh.cp, mesh.ep), standalone)
     for first, *others_of in ties:
         for user in others_of:
             set_in(model, user, model.get_parameter(first))

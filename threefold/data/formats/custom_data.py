@@ -285,7 +285,7 @@ class NestedSamples(_ReadSamples):
     problem = "{} cannot be read ({}); correct its __getitem__."
 
     def batch(self, indices: Int64Array, keys: Int64Array | None = None) -> Any:
-        """Collate samples into one nesting, in which every leaf is a tensor with a batch dim (dim 0).
+        """Collate samples into one nesting, in which every entry is a tensor with a batch dim (dim 0).
 
         `keys` are as in `Samples.labelled`.
         """
@@ -302,7 +302,7 @@ class NestedSamples(_ReadSamples):
                 f"{named(self.data.path)}, whose samples {', '.join(map(str, numbers[:3]))}, … cannot be "
                 f"put into one batch ({describe_error(error)}); give all the same nesting, keys and shapes, padded say."
             ) from error
-        if kind := _wrong_leaf(batch):
+        if kind := _no_tensor(batch):
             raise UserError(
                 f"{named(self.data.path)}, whose sample {numbers[0]:,} has a {kind} in it but must be "
                 "tensors, arrays and numbers, or tuples, lists and mappings of these; make it a tensor."
@@ -322,8 +322,8 @@ def _check_keys(sample: Any, first: Any, number: int, first_number: int) -> None
             _check_keys(value, other, number, first_number)
 
 
-def _wrong_leaf(batch: Any) -> str | None:
-    """Return the type of a leaf of a batch that is not a tensor; None if all leaves are tensors."""
+def _no_tensor(batch: Any) -> str | None:
+    """Return the type of an entry of a batch that is not a tensor; None if all are tensors."""
     import torch
 
     if isinstance(batch, torch.Tensor):
@@ -331,4 +331,4 @@ def _wrong_leaf(batch: Any) -> str | None:
     if isinstance(batch, str | bytes) or not isinstance(batch, Mapping | tuple | list):
         return type(batch).__name__
     inside = batch.values() if isinstance(batch, Mapping) else batch
-    return next((kind for each in inside if (kind := _wrong_leaf(each))), None)
+    return next((kind for each in inside if (kind := _no_tensor(each))), None)

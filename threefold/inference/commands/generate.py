@@ -11,7 +11,7 @@ from typer import Option
 from threefold import terminal
 from threefold.errors import OutputLost, UserError
 from threefold.files import shown as shown_path
-from threefold.foreign import open_own
+from threefold.foreign import open_nofollow
 from threefold.inference.commands import options
 
 if TYPE_CHECKING:
@@ -132,7 +132,7 @@ def write(model: "Model", prompts: "list[Prompt]", request: "GenerationRequest",
         step = model.trained.checkpoint.step
         lines = [{"step": step, "prompt": prompt, "text": texts[number]} for number, prompt in enumerate(named)]
         try:
-            with open(open_own(kept_in, os.O_APPEND), "a", encoding="utf-8") as file:
+            with open(open_nofollow(kept_in, os.O_APPEND), "a", encoding="utf-8") as file:
                 file.writelines(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
         except OSError as error:
             raise UserError(

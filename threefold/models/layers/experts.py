@@ -74,29 +74,29 @@ class Routing(nn.Module):
     def _losses(self, logits: Tensor, probabilities: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of the auxiliary losses of the local tokens, times `weights` [B, S] of the whole sequence."""
         weights = weights.to(probabilities.dtype)
-        own = self._own(weights)
-        chosen = F.one_hot(experts, self.experts).sum(2).to(weights.dtype) * (own > 0).unsqueeze(-1)
+        local = self._local(weights)
+        chosen = F.one_hot(experts, self.experts).sum(2).to(weights.dtype) * (local > 0).unsqueeze(-1)
         counts = self._sum_over_shares(chosen.sum(1))  # [B, E]
         counted = (weights > 0).sum(1, keepdim=True).clamp_min(1)
         shares = counts / (counted * self.per_token)
         balance = self.experts * (shares.unsqueeze(1) * probabilities).sum(-1)
         stray = logits.logsumexp(-1).square()
-        return (own * (self.aux_loss * balance + self.z_loss * stray)).sum()
+        return (local * (self.aux_loss * balance + self.z_loss * stray)).sum()
 
     def _taken(self, experts: Tensor) -> Tensor:
         """bool [B, S, k]: whether the expert has room for the token."""
         whole = self._whole(experts)
         capacity = ceil(self.capacity_factor * whole.shape[1] * self.per_token / self.experts)
         places = F.one_hot(whole.flatten(1), self.experts).cumsum(1).gather(2, whole.flatten(1).unsqueeze(-1))
-        return self._own((places.squeeze(-1) <= capacity).view(whole.shape))
+        return self._local((places.squeeze(-1) <= capacity).view(whole.shape))
 
     # `parallel.experts` overrides the next three methods for sequences that are sharded over ranks.
 
-    def _whole(self, own: Tensor) -> Tensor:
+    def _whole(self, local: Tensor) -> Tensor:
         """Gather [B, S, …] of the whole sequence from that of the local positions; not differentiable."""
-        return own
+        return local
 
-    def _own(self, whole: Tensor) -> Tensor:
+    def _local(self, whole: Tensor) -> Tensor:
         return whole
 
     def _sum_over_shares(self, counts: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from threefold.doors import added, hook
 from threefold.files import format_bytes
-from threefold.foreign import open_own
+from threefold.foreign import open_nofollow
 from threefold.train.callbacks.base import Callback, RunContext, on_terminal, say
 from threefold.train.callbacks.records import EvaluationRecord, MeanRates, StepRecord
 
@@ -182,7 +182,7 @@ class LineFile:
             self._descriptor = None
 
     def _open(self, append: bool) -> None:
-        self._descriptor = open_own(self.path, os.O_APPEND | (0 if append else os.O_TRUNC))
+        self._descriptor = open_nofollow(self.path, os.O_APPEND | (0 if append else os.O_TRUNC))
         found = os.fstat(self._descriptor)
         self._size = found.st_size if stat.S_ISREG(found.st_mode) else None
 
