@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import threefold as t3
-from tests.support.own_state_models import WORDS, Cut, Model, Whole, loss
+from tests.support.custom_state_models import WORDS, Cut, Model, Whole, loss
 from tests.support.sentences import sentence
 
 LAYOUTS = {"dp": {"dp": 2}, "tp": {"tp": 2}, "pp": {"pp": 2}, "micro": {}}

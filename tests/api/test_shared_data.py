@@ -66,7 +66,7 @@ def pairs(batch: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
     return batch["x"], batch["y"]
 
 
-def own_loop(sizes: dict[str, int], mine: bool, call: str) -> tuple[str, list[float]]:
+def custom_loop(sizes: dict[str, int], mine: bool, call: str) -> tuple[str, list[float]]:
     """Refusals and losses of a loop with torch's sampler over all ranks, or over the replicas (`mine`)."""
     mesh = t3.init_mesh(**sizes)
     model = t3.parallelize(layers(), mesh=mesh, dtype=torch.float64)
@@ -93,11 +93,11 @@ def own_loop(sizes: dict[str, int], mine: bool, call: str) -> tuple[str, list[fl
 def test_a_sampler_over_all_ranks_is_refused_within_a_replica(
     pool: WorkerPool, sizes: dict[str, int], call: str
 ) -> None:
-    ((_, expected),) = pool.run(1, own_loop, {}, True, call)
-    for refused, losses in pool.run(2, own_loop, sizes, True, call):
+    ((_, expected),) = pool.run(1, custom_loop, {}, True, call)
+    for refused, losses in pool.run(2, custom_loop, sizes, True, call):
         assert refused == ""
         assert losses == pytest.approx(expected, rel=1e-12)
-    for refused, losses in pool.run(2, own_loop, sizes, False, call):
+    for refused, losses in pool.run(2, custom_loop, sizes, False, call):
         assert losses == []
         assert refused == (
             f"In the first {call}, rank 1 has another batch than rank 0, which belongs to the same replica (dp 0); "

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import threefold
-from tests.support.own_models import MaskedModel, masked_batch, masked_loss, plan_of
+from tests.support.custom_models import MaskedModel, masked_batch, masked_loss, plan_of
 from tests.support.sentences import sentence
 
 PLAN = plan_of(2)

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.cli.runs import LONGEST, command
-from tests.support import own_token_model, ready
+from tests.support import custom_token_model, ready
 
 STOPS = """
     def forward(self, tokens: Tensor, samples: object = None) -> Tensor:
@@ -95,7 +95,7 @@ def terminal(arguments: list[str], folder: Path) -> Iterator[Terminal]:
 @pytest.fixture
 def stopping(config_file: Path) -> list[str]:
     """A run of two ranks, of which the second comes to a `breakpoint()`."""
-    layers = own_token_model.__file__
+    layers = custom_token_model.__file__
     text = Path(layers).read_text()
     head = "    def forward(self, tokens: Tensor, samples: object = None) -> Tensor:\n"
     assert text.count(head) == 1

@@ -36,7 +36,7 @@ def test_tables_of_all_stages(threefold, config: Path, tmp_path: Path) -> None:
     assert [each.name for each in tmp_path.iterdir()] == ["run.yaml"]
 
 
-OWN_MODEL = """
+CUSTOM_MODEL = """
 from torch import nn
 from torch.nn import functional as F
 
@@ -63,11 +63,11 @@ class Two(nn.Module):
 def test_a_model_of_ones_own(threefold, tmp_path: Path) -> None:
     """Its parameters are counted; shapes that do not go together are one sentence."""
     (tmp_path / "run.yaml").write_text("data: {path: none}\nmodel: {vocab_size: 64}\nparallel: {dp: 2}")
-    (tmp_path / "two.py").write_text(OWN_MODEL)
+    (tmp_path / "two.py").write_text(CUSTOM_MODEL)
     status, output, error = threefold("dry-run", tmp_path / "run.yaml", "--model", f"{tmp_path}/two.py:Two", "--json")
     assert (status, error) == (0, "")
     assert json.loads(output)["ranks"][0]["parameters"] == 64 * 8 + 64 * 8 + 64
-    (tmp_path / "nine.py").write_text(OWN_MODEL.replace("inner: int = 8", "inner: int = 9"))
+    (tmp_path / "nine.py").write_text(CUSTOM_MODEL.replace("inner: int = 8", "inner: int = 9"))
     status, output, error = threefold("dry-run", tmp_path / "run.yaml", "--model", f"{tmp_path}/nine.py:Two")
     assert (status, output) == (2, "")
     assert error.startswith("Error: The model fails on rank 0 with RuntimeError: ")

@@ -143,7 +143,7 @@ def test_no_command_repeats_a_secret(address: str, tmp_path: Path, tokens: Path)
         assert written(tmp_path) == [], command
 
 
-OWN = f"""
+CUSTOM = f"""
 from threefold import Callback
 
 class Mine(Callback):
@@ -158,7 +158,7 @@ class Mine(Callback):
 def test_a_run_writes_no_secret_of_its_environment(tmp_path: Path, tokens: Path) -> None:
     """Nor one that an error of another package quotes, nor one that a run of an earlier version has stored."""
     write_config(tmp_path, tokens).rename(tmp_path / "c.yaml")
-    (tmp_path / "faulty.py").write_text(OWN)
+    (tmp_path / "faulty.py").write_text(CUSTOM)
     names = ["HTTP_PROXY", "HTTPS_PROXY", "MLFLOW_TRACKING_URI", "WANDB_BASE_URL"]
     environment = os.environ | {"HOME": str(tmp_path), "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_ACCESS_KEY_ID": "a"}
     environment |= dict.fromkeys(names, f"http://user:{SECRET}@127.0.0.1:9/x")

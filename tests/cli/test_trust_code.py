@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.support import own_token_model, ready
+from tests.support import custom_token_model, ready
 from tests.support.command import Command, Ended
 from tests.train.support import Run, train_rank
 from threefold.checkpoint.folder import CONFIG, MODEL_FILE, path_of
 from threefold.checkpoint.manifest import read_manifest, write_manifest
 from threefold.verify.worker_pool import WorkerPool
 
-FILE = Path(own_token_model.__file__)
+FILE = Path(custom_token_model.__file__)
 ASK = "runs only where you ask for it"
 
 

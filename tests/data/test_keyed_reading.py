@@ -106,7 +106,7 @@ class Own(Drawn):
         return torch.tensor([index, float(self.draw(self.held["mine"][0])) if index == 7 else 0.0])
 
 
-OWN = {
+GENERATORS = {
     "numpy.Generator": (np.random.default_rng, lambda own: own.random()),
     "numpy.RandomState": (np.random.RandomState, lambda own: own.rand()),
     "random.Random": (random.Random, lambda own: own.random()),
@@ -114,11 +114,11 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize("kind", OWN)
+@pytest.mark.parametrize("kind", GENERATORS)
 @sweep("workers", [0, 1], quick=(0,))
 def test_a_generator_of_the_data_sets_own_is_named_when_it_is_used(kind: str, workers: int) -> None:
     """It moves at one sample of 24 only, so that early readings do not show it; inside other data sets, too."""
-    make, draw = OWN[kind]
+    make, draw = GENERATORS[kind]
     data = Subset(Own(make(0), draw), range(24))
     with pytest.raises(UserError) as refused:
         samples(threefold.DistributedDataLoader(data, 4, num_workers=workers))

@@ -143,7 +143,7 @@ def test_large_products_have_the_same_bits_under_every_instruction_set(name: str
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", needs_instructions)
 def test_suites_of_exact_runs_pass_under_every_instruction_set(name: str) -> None:
-    suites = ("tests/exact/test_layers.py", "tests/exact/test_experts.py", "tests/train/test_exact.py")
+    suites = ("tests/exact/test_layers.py", "tests/exact/test_experts.py", "tests/exact/test_layouts.py")
     run(INSTRUCTIONS[name], "-m", "pytest", "-q", "-x", "-m", "not sweep", *suites, "tests/verify/test_exact.py")
 
 

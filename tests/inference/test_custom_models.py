@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.api import own_plain_model
+from tests.api import custom_plain_model
 from tests.inference import custom_text_models
-from tests.support import own_state_models, own_token_model
+from tests.support import custom_state_models, custom_token_model
 from tests.support.sweep import sweep
 from tests.train.support import Run, train_rank
 from tests.verify import custom_cut_model
@@ -25,9 +25,9 @@ from threefold.models.layers.decoder import NOTHING
 from threefold.models.source import ConfigSource, FileSource, construct
 
 ROOT = Path(__file__).parents[2]
-STATES = f"{own_state_models.__file__}:Model"
-OWN = {
-    "loss in the last layer": (f"{own_token_model.__file__}:Tiny", {"blocks": 2}),
+STATES = f"{custom_state_models.__file__}:Model"
+CUSTOM = {
+    "loss in the last layer": (f"{custom_token_model.__file__}:Tiny", {"blocks": 2}),
     "fused heads": (f"{custom_cut_model.__file__}:Fused", {"blocks": 2}),
     "samples": (STATES, {"kind": "tracked", "vocab_size": 301}),
     "tuples": (f"{custom_text_models.__file__}:Placed", {}),
@@ -38,7 +38,7 @@ GREEDY = GenerationRequest(5, Sampling(temperature=0), batch_size=3)
 TEXTS = ["The statement returns a value when the name is bound to an object.", "If not"]
 
 
-def own_run(run: Run, file: str, arguments: dict[str, Any]) -> Run:
+def custom_run(run: Run, file: str, arguments: dict[str, Any]) -> Run:
     own = (("model.architecture", "own"), ("model.file", file), ("model.arguments", arguments))
     return run.but(dropout=0.0, steps=2, set=own)
 
@@ -51,7 +51,7 @@ def guide_model(folder: Path) -> str:
 
 
 def plain_model(folder: Path) -> str:
-    (folder / "plain.py").write_text(Path(own_plain_model.__file__).read_text() + own_plain_model.PLAN)
+    (folder / "plain.py").write_text(Path(custom_plain_model.__file__).read_text() + custom_plain_model.PLAN)
     return f"{folder / 'plain.py'}:Plain"
 
 
@@ -109,35 +109,35 @@ def agree(got: tuple[list[list[int]], list[float]], expected: tuple[list[list[in
     assert got[1] == pytest.approx(expected[1], rel=1e-12)
 
 
-@sweep("kind", [*OWN, "guide", "plain"], slow=slice(None))
-def test_an_own_model_that_trains_generates_and_evaluates(pool, small_run: Run, tmp_path: Path, kind: str) -> None:
+@sweep("kind", [*CUSTOM, "guide", "plain"], slow=slice(None))
+def test_a_custom_model_that_trains_generates_and_evaluates(pool, small_run: Run, tmp_path: Path, kind: str) -> None:
     made = {"guide": guide_model, "plain": plain_model}
-    file, arguments = OWN[kind] if kind in OWN else (made[kind](tmp_path), {})
+    file, arguments = CUSTOM[kind] if kind in CUSTOM else (made[kind](tmp_path), {})
     arguments = {"vocab_size": 301} if kind == "plain" else arguments
-    pool.run(1, train_rank, own_run(small_run, file, arguments), tmp_path / "run")
+    pool.run(1, train_rank, custom_run(small_run, file, arguments), tmp_path / "run")
     expected = by_hand(tmp_path / "run", file)
     agree(used(tmp_path / "run", file), expected)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OWN)
-def test_an_own_model_generates_and_evaluates_in_any_layout(pool, small_run: Run, tmp_path: Path, kind: str) -> None:
-    file, arguments = OWN[kind]
-    pool.run(1, train_rank, own_run(small_run, file, arguments), tmp_path / "run")
+@pytest.mark.parametrize("kind", CUSTOM)
+def test_a_custom_model_generates_and_evaluates_in_any_layout(pool, small_run: Run, tmp_path: Path, kind: str) -> None:
+    file, arguments = CUSTOM[kind]
+    pool.run(1, train_rank, custom_run(small_run, file, arguments), tmp_path / "run")
     expected = by_hand(tmp_path / "run", file)
     for layout in (Layout(tp=2, pp=2), Layout(pp=4)):
         for got in pool.run(4, used, tmp_path / "run", file, layout):
             agree(got, expected)
 
 
-@pytest.mark.parametrize("kind", sorted({*own_state_models.KINDS} - {"kept tensor"}))
+@pytest.mark.parametrize("kind", sorted({*custom_state_models.KINDS} - {"kept tensor"}))
 def test_each_kind_of_state_passes_the_trial_before_ranks_start(small_run: Run, kind: str) -> None:
-    config = own_run(small_run, STATES, {"kind": kind, "vocab_size": 301}).config
+    config = custom_run(small_run, STATES, {"kind": kind, "vocab_size": 301}).config
     check_custom_model(config, ConfigSource().load(config)[1])
 
 
 MASKED = """
-from tests.support.own_models import MaskedModel as Masked, StreamModel as Streams, masked_loss as loss, plan_of
+from tests.support.custom_models import MaskedModel as Masked, StreamModel as Streams, masked_loss as loss, plan_of
 
 plan = plan_of(3)
 """
@@ -157,7 +157,7 @@ def test_a_model_that_needs_more_than_tokens_is_refused_before_ranks_start(
     small_run: Run, tmp_path: Path, name: str, reason: str
 ) -> None:
     (tmp_path / "mine.py").write_text(MASKED)
-    config = own_run(small_run, f"{tmp_path / 'mine.py'}:{name}", {}).config
+    config = custom_run(small_run, f"{tmp_path / 'mine.py'}:{name}", {}).config
     with pytest.raises(UserError) as told:
         check_custom_model(config, ConfigSource().load(config)[1])
     assert str(told.value) == (
@@ -169,7 +169,7 @@ def test_a_model_that_needs_more_than_tokens_is_refused_before_ranks_start(
 
 def test_a_model_of_other_outputs_is_refused_in_one_sentence(pool, small_run: Run, tmp_path: Path) -> None:
     file = f"{custom_text_models.__file__}:Pooled"
-    pool.run(1, train_rank, own_run(small_run, file, {}), tmp_path / "run")
+    pool.run(1, train_rank, custom_run(small_run, file, {}), tmp_path / "run")
     with pytest.raises(UserError) as told:
         used(tmp_path / "run", file)
     assert str(told.value) == (

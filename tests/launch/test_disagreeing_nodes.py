@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 from tests.cli.runs import losses
-from tests.support import own_token_model
+from tests.support import custom_token_model
 from tests.support.hosts import Host, NotAllowed, two_hosts
 from tests.support.processes import BOUND, free_port
 from tests.support.ready import ReadyProcess
@@ -234,7 +234,7 @@ class Place:
 
 def places(folder: Path, tokens: Path) -> dict[str, Place]:
     """Return a case for each setting that ranks do not compare."""
-    model = Path(own_token_model.__file__).read_text()
+    model = Path(custom_token_model.__file__).read_text()
     others = write_tokens(folder / "others", [f"Document {n} is none of the others." for n in range(400)])
     for name in ("one", "two", "three"):  # the first two have the same files
         vocabulary = others if name == "three" else tokens
@@ -318,9 +318,9 @@ class Sign(torch.optim.Optimizer):
 """
 
 
-def own_code(folder: Path) -> dict[str, tuple[dict[str, dict[str, Any]], str]]:
+def custom_code(folder: Path) -> dict[str, tuple[dict[str, dict[str, Any]], str]]:
     """Sections and a setting of the second node, for each setting of which `changed` finds no other value."""
-    (folder / "mine.py").write_text(Path(own_token_model.__file__).read_text())
+    (folder / "mine.py").write_text(Path(custom_token_model.__file__).read_text())
     (folder / "rule.py").write_text(RULE)
     model = {"architecture": None, "file": f"{folder / 'mine.py'}:Tiny", "arguments": {"blocks": 2}}
     return {
@@ -336,8 +336,8 @@ def own_code(folder: Path) -> dict[str, tuple[dict[str, dict[str, Any]], str]]:
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("key", sorted(WITHOUT_ANOTHER_VALUE))
-def test_a_setting_of_own_code_is_named(file: Path, tmp_path: Path, nodes: Nodes, key: str) -> None:
-    settings, other = own_code(tmp_path)[key]
+def test_a_setting_of_custom_code_is_named(file: Path, tmp_path: Path, nodes: Nodes, key: str) -> None:
+    settings, other = custom_code(tmp_path)[key]
     add(file, settings)
     failed, text = nodes.end(file, other)
     assert failed == 2, text

@@ -38,13 +38,13 @@ if __name__ == "__main__":
 
 
 def start(
-    folder: Path, worker: str, args: str, ranks: int, options: str = "", own_session: bool = False, begin: str = ""
+    folder: Path, worker: str, args: str, ranks: int, options: str = "", new_session: bool = False, begin: str = ""
 ) -> subprocess.Popen[str]:
     """A process of its own, which has run nothing parallel, that spawns ranks."""
     script = folder / "spawning.py"
     script.write_text(begin + SPAWN.format(folder=str(folder), worker=worker, args=args, ranks=ranks, options=options))
     environment = {**os.environ, "PYTHONPATH": str(HERE)}
-    return ready.ReadyProcess([sys.executable, script], env=environment, new_session=own_session)
+    return ready.ReadyProcess([sys.executable, script], env=environment, new_session=new_session)
 
 
 def spawned(folder: Path, worker: str, args: str, ranks: int, options: str = "") -> tuple[int, str, str]:
@@ -132,7 +132,7 @@ def wait_until_up(process: subprocess.Popen[str], ranks: int) -> None:
 
 
 def test_interrupt_ends_all(tmp_path: Path) -> None:
-    process = start(tmp_path, "wait_forever", "(folder,)", 3, "console_ranks=(0, 1, 2)", own_session=True)
+    process = start(tmp_path, "wait_forever", "(folder,)", 3, "console_ranks=(0, 1, 2)", new_session=True)
     wait_until_up(process, 3)
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=LONGEST)

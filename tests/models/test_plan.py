@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.own_token_model import Tiny
+from tests.support.custom_token_model import Tiny
 from threefold.errors import UserError
 from threefold.models.plan import Plan
 from threefold.models.sharding import (

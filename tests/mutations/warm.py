@@ -17,7 +17,7 @@ import traceback
 from contextlib import suppress
 from typing import Any, NoReturn
 
-PACKAGE, OWN = "threefold", ("threefold", "threefold_parity", "tests", "__main__")
+PACKAGE, OURS = "threefold", ("threefold", "threefold_parity", "tests", "__main__")
 
 
 def main() -> None:
@@ -45,9 +45,8 @@ def _libraries() -> list[str]:
         for module in pkgutil.walk_packages(importlib.import_module(PACKAGE).__path__, f"{PACKAGE}."):
             if not module.name.endswith(".__main__"):
                 importlib.import_module(module.name)
-        names = [
-            name for name in sys.modules if name.partition(".")[0] not in OWN and hasattr(sys.modules[name], "__spec__")
-        ]
+        found = (name for name in sys.modules if name.partition(".")[0] not in OURS)
+        names = [name for name in found if hasattr(sys.modules[name], "__spec__")]
         with os.fdopen(writer, "w") as pipe:
             json.dump(names, pipe)
         os._exit(0)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.support.own_models import FROZEN, OwnCase, frozen_case, in_layout, one_process
+from tests.support.custom_models import FROZEN, CustomCase, frozen_case, in_layout, one_process
 from tests.support.parity import Trace, departures
 from tests.support.sweep import sweep
 from threefold.comm.layout import Coordinates
@@ -20,8 +20,8 @@ ALONE: dict[tuple[str, str, str], Trace] = {}
 
 
 @pytest.fixture(scope="module")
-def alone(pool) -> Callable[[OwnCase, str], Trace]:
-    def trace(own: OwnCase, which: str) -> Trace:
+def alone(pool) -> Callable[[CustomCase, str], Trace]:
+    def trace(own: CustomCase, which: str) -> Trace:
         key = (which, own.case.dtype, own.case.optimizer)
         if key not in ALONE:
             ALONE[key] = pool.run(1, one_process, own)[0]

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.support import own_token_model, ready
+from tests.support import custom_token_model, ready
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.errors import UserError
@@ -70,8 +70,8 @@ def test_ranks_of_this_host_are_those_that_the_launcher_started_here(monkeypatch
     assert refusal(monkeypatch, last, given, LaunchedRank(0, 2, 0, 1)).startswith("The weights, gradients and")
 
 
-def test_an_own_model_needs_its_states_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = config({"architecture": "own", "file": f"{own_token_model.__file__}:Tiny"}, dp=2)
+def test_a_custom_model_needs_its_states_at_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = config({"architecture": "own", "file": f"{custom_token_model.__file__}:Tiny"}, dp=2)
     assert refusal(monkeypatch, 2 * ADAMW * 1000, own, None, (1000, 1000)) == ""
     assert "of 2 ranks take" in refusal(monkeypatch, 2 * ADAMW * 1000 - 1, own, None, (1000, 1000))
     assert (

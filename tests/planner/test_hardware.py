@@ -18,7 +18,7 @@ from threefold.planner.hardware import (
     saved_entry,
 )
 
-OWN = """
+CUSTOM = """
 lab:
   like: a100-80
   title: a lab's machines
@@ -55,7 +55,7 @@ def test_data_sheets() -> None:
 
 def test_a_file_of_that_name_is_the_nearest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "lab.yaml").write_text(OWN)
+    (tmp_path / "lab.yaml").write_text(CUSTOM)
     with pytest.raises(
         UserError, match=r"The hardware lab is not an entry, but there is a file lab\.yaml here; use that"
     ):
@@ -67,9 +67,9 @@ def test_missing_rate() -> None:
         find_hardware("v100").matrix_rate("bf16")
 
 
-def test_own_file_like_another(tmp_path: Path) -> None:
+def test_custom_file_like_another(tmp_path: Path) -> None:
     path = tmp_path / "lab.yaml"
-    path.write_text(OWN)
+    path.write_text(CUSTOM)
     lab, base = find_hardware(str(path)), find_hardware("a100-80")
     assert lab == replace(
         base, name="lab", title="a lab's machines", gpus_per_node=4, between=replace(base.between, bandwidth=12.5e9)
@@ -101,13 +101,13 @@ def test_saved_entry_is_found_by_name(nofollow_folder: Path) -> None:
         ("gpus_per_node: 4", "device: tpu", "device is tpu but must be cuda or cpu"),
         ("title: a lab's machines", "title: 3", "title is 3 but must be text"),
         ("gpus_per_node: 4", "achievable: {matrx: 0.5}", "matrx is not a figure.*nearest is matrix"),
-        (OWN, "- 3", "must hold hardware entries"),
-        (OWN, OWN + "other: {like: h100}", "holds 2 hardware entries"),
+        (CUSTOM, "- 3", "must hold hardware entries"),
+        (CUSTOM, CUSTOM + "other: {like: h100}", "holds 2 hardware entries"),
     ],
 )
 def test_mistakes_are_one_sentence(tmp_path: Path, before: str, after: str, sentence: str) -> None:
     path = tmp_path / "lab.yaml"
-    path.write_text(OWN.replace(before, after))
+    path.write_text(CUSTOM.replace(before, after))
     with pytest.raises(UserError, match=sentence):
         find_hardware(str(path))
 

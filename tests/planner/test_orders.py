@@ -25,7 +25,7 @@ from threefold.planner.schedule import (
 )
 
 CANNOT = "The schedule {} cannot have {} micro-batches, as it"
-OWN = "0F1,0F0,0B1,0I0,0W0\n1F1,1B1,1F0,1I0,1W0\n"
+CUSTOM = "0F1,0F0,0B1,0I0,0W0\n1F1,1B1,1F0,1I0,1W0\n"
 
 
 def chunk_counts(schedule: str) -> tuple[int, ...]:
@@ -95,9 +95,9 @@ def test_a_schedule_that_is_not_written_here_is_asked_of_torch() -> None:
 
 
 def test_a_csv_file(tmp_path: Path) -> None:
-    (tmp_path / "own.csv").write_text(OWN)
+    (tmp_path / "own.csv").write_text(CUSTOM)
     path = str(tmp_path / "own.csv")
-    assert "\n".join(",".join(map(str, order)) for order in orders_of(path, 2, 1, 2)) + "\n" == OWN
+    assert "\n".join(",".join(map(str, order)) for order in orders_of(path, 2, 1, 2)) + "\n" == CUSTOM
 
 
 @pytest.mark.parametrize(("name", "hop"), [("zb-h1", 1), ("zb-h2", 2)])
@@ -152,7 +152,7 @@ def test_what_a_schedule_is_not_for(name: str, pp: int, chunks: int, count: int,
 
 
 def test_a_file_for_other_numbers(tmp_path: Path) -> None:
-    (tmp_path / "own.csv").write_text(OWN)
+    (tmp_path / "own.csv").write_text(CUSTOM)
     row = find_planned(str(tmp_path / "own.csv"))
     with pytest.raises(UserError, match=r"has a line for each of 2 ranks, not 3; use 2\."):
         orders_of(row, 3, 1, 2)

@@ -37,7 +37,7 @@ from threefold.planner.model_size import Group
 from threefold.planner.schedule import Rounds, StageTimes, simulate
 from threefold.planner.systems import SYSTEMS
 
-CORE, OWN = SYSTEMS["megatron-core"], SYSTEMS["own"]
+CORE, BUILT_IN = SYSTEMS["megatron-core"], SYSTEMS["own"]
 MIXTURE = {**LLAMA, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 512}
 
 
@@ -87,7 +87,7 @@ def test_recompute_repeats_forward_passes(recompute: str, every: int, treated: i
 
 
 def test_causes_add_up() -> None:
-    found = step_time(config(LLAMA, tp=2, pp=2, dp=2, zero=1), find_hardware("a100-80"), OWN)
+    found = step_time(config(LLAMA, tp=2, pp=2, dp=2, zero=1), find_hardware("a100-80"), BUILT_IN)
     assert found.seconds == pytest.approx(sum(found.causes.values()))
     assert all(seconds >= 0 for seconds in found.causes.values())
     assert min(found.compute.tensor, found.bubble, found.sends, found.gradients, found.optimizer) > 0
@@ -95,7 +95,7 @@ def test_causes_add_up() -> None:
 
 def test_each_link_is_felt_by_its_axis_alone() -> None:
     slow = Link(1e9, 0.0)
-    free = replace(OWN, overlap_gradients=False)
+    free = replace(BUILT_IN, overlap_gradients=False)
     for layout, cause in (
         ({"tp": 2}, "tensor parallelism"),
         ({"cp": 2}, "context parallelism"),
@@ -118,7 +118,7 @@ def test_bytes_of_tensor_collectives_are_those_that_are_counted() -> None:
     given = config(tp=2)
     volumes = step_traffic(given, stage_map(model_plan(given.model, 256), given), Coordinates(0, 0, 0, 0))["tp"]
     counted = sum(wire_bytes(operation, volume.nbytes, 2) for operation, volume in volumes.items())
-    found = step_time(given, ideal(inside=Link(1e9, 0.0)), OWN)
+    found = step_time(given, ideal(inside=Link(1e9, 0.0)), BUILT_IN)
     assert found.compute.tensor == pytest.approx(counted / 1e9, rel=0.02)  # but for norms held whole, and the maximum
 
 
@@ -168,7 +168,7 @@ def test_tokens_go_to_their_experts_and_back_in_both_passes() -> None:
 
 
 def test_context_ranks_send_their_own_positions() -> None:
-    assert 2 * sent_bytes(config(cp=2, pp=2), OWN) == sent_bytes(config(pp=2), OWN) == 256 * 512 * 2
+    assert 2 * sent_bytes(config(cp=2, pp=2), BUILT_IN) == sent_bytes(config(pp=2), BUILT_IN) == 256 * 512 * 2
 
 
 def test_nodes_of_a_group_are_counted_up() -> None:
@@ -190,7 +190,7 @@ def test_the_update_reads_and_writes_each_state() -> None:
 def test_groups_of_ranks_have_as_many_in_a_node_as_the_mesh(axes: dict[str, int]) -> None:
     given, layout = config(**axes), Layout(**axes)
     for axis, names in (("pp", ["pp"]), ("dp·cp", ["dp", "cp"])):
-        group, ranks = axis_group(given, axis, 4, OWN), layout.groups(*names)[0]
+        group, ranks = axis_group(given, axis, 4, BUILT_IN), layout.groups(*names)[0]
         assert (group.ranks, group.in_node) == (len(ranks), sum(rank < 4 for rank in ranks)), axis
 
 

@@ -13,8 +13,8 @@ from unittest import mock
 import numpy as np
 from tokenizers import Tokenizer
 
-from tests.support import own_state_models
-from tests.support.own_state_models import LENGTH, WORDS
+from tests.support import custom_state_models
+from tests.support.custom_state_models import LENGTH, WORDS
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, resolve
@@ -119,7 +119,7 @@ class Run:
 
 def run_of(kind: str, **changes: Any) -> Run:
     """A small run of the own model with a part that keeps state or draws, on its own rows."""
-    file = own_state_models.__file__
+    file = custom_state_models.__file__
     name = {"split statistics": "Cut", "own forward": "Whole"}.get(kind, "Model")
     model = {"architecture": "own", "file": f"{file}:{name}", "vocab_size": WORDS, "arguments": {"kind": kind}}
     data = {"path": f"{file}:Sums", "sequence_length": LENGTH, "split": "80,20"}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.own_models import (
+from tests.support.custom_models import (
     MaskedModel,
     StreamModel,
     masked_batch,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.support.own_token_model import HEAD, Embed, Head
+from tests.support.custom_token_model import HEAD, Embed, Head
 from threefold.models.plan import Plan
 from threefold.models.sharding import Column, Replicated, Row, Sharded, Vocab
 

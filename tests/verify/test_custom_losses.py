@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from tests.support.own_models import OwnBatches, OwnCase, frozen_case, own_case
+from tests.support.custom_models import CustomBatches, CustomCase, custom_case, frozen_case
 from tests.support.sweep import sweep
 from tests.verify.support import verify
 from threefold.config import Config
@@ -23,7 +23,7 @@ LAYOUTS = ("dp2·tp2", "pp2", "dp2 zero3", "pp2·dp2 zbv")
 class Made(ModelSource):
     """A source of the model of a case."""
 
-    own: OwnCase
+    own: CustomCase
 
     def load(self, config: Config) -> tuple[Callable[[], nn.Module], ModelPlan]:
         return self.own.make, self.own.plan
@@ -39,8 +39,8 @@ class Made(ModelSource):
 
 
 def task(kind: str, dtype: str = "fp64") -> Verification:
-    own = own_case(kind, blocks=3, dtype=dtype, optimizer="adamw")
-    return Verification(own.case.config, 3, OwnBatches(own.batches), Made(own))
+    own = custom_case(kind, blocks=3, dtype=dtype, optimizer="adamw")
+    return Verification(own.case.config, 3, CustomBatches(own.batches), Made(own))
 
 
 @sweep(("kind", "dtype"), [("masked", "fp64"), ("streams", "fp64"), ("masked", "fp32")], slow=(0, 1))
@@ -52,6 +52,6 @@ def test_layouts_are_equal(pool, tmp_path: Path, kind: str, dtype: str) -> None:
 @pytest.mark.slow
 def test_layouts_of_a_model_with_frozen_parameters_are_equal(pool, tmp_path: Path) -> None:
     own = frozen_case("first layers", dtype="fp64", optimizer="adamw")
-    todo = Verification(own.case.config, 3, OwnBatches(own.batches), Made(own))
+    todo = Verification(own.case.config, 3, CustomBatches(own.batches), Made(own))
     for result in verify(pool, todo, tmp_path, *LAYOUTS):
         assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)

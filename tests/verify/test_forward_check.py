@@ -225,7 +225,7 @@ class Hidden:
 
 
 @pytest.mark.parametrize(
-    ("use", "own_loss", "sentence"),
+    ("use", "custom_loss", "sentence"),
     [
         (overwriting, loss, r"A forward pass changes the result of Sigmoid in place, .*y = y \+ 1 instead of y.add_"),
         (changing_input, loss, r"In the forward pass of 'blocks.0' an input is changed in place, which sharded weights"),
@@ -233,7 +233,7 @@ class Hidden:
         (by_hidden, loss, r"In the forward pass of 'blocks.0' a tensor has no values .*; use register_buffer"),
     ],
 )  # fmt: skip
-def test_usual_errors_of_a_pass_name_what_to_write(use: Any, own_loss: Any, sentence: str) -> None:
+def test_usual_errors_of_a_pass_name_what_to_write(use: Any, custom_loss: Any, sentence: str) -> None:
     def make() -> nn.Module:
         made = Model(use)
         for block in made.blocks:
@@ -242,7 +242,7 @@ def test_usual_errors_of_a_pass_name_what_to_write(use: Any, own_loss: Any, sent
 
     step = GradientStep(make, planned(make), Mesh.alone(), TrainingSettings(dtype=torch.float64, micro_batches=1))
     with pytest.raises(UserError, match=sentence):
-        step.train_batch(BATCH, 0, own_loss)
+        step.train_batch(BATCH, 0, custom_loss)
     fine = dataclasses.replace(step.settings, micro_batches=2)
     assert GradientStep(partial(Model, alike), planned(partial(Model, alike)), Mesh.alone(), fine).train_batch(
         BATCH, 0, loss

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import threefold as t3
-from tests.api import own_plain_model
-from tests.api.own_plain_model import Plain
+from tests.api import custom_plain_model
+from tests.api.custom_plain_model import Plain
 from tests.support.command import Command
-from tests.support.own_token_model import Tiny
+from tests.support.custom_token_model import Tiny
 from threefold.verify.plan_check import check_plan
 
-FILE = Path(own_plain_model.__file__)
+FILE = Path(custom_plain_model.__file__)
 PROPOSED = """\
 plan = t3.Plan(
     layers=["wte", "blocks.*", "mystery", "lm_head"],

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.own_state_models import LENGTH, PARTS, WIDTH, Model, Part
+from tests.support.custom_state_models import LENGTH, PARTS, WIDTH, Model, Part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.errors import UserError

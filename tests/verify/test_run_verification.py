@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.support import own_state_models
+from tests.support import custom_state_models
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, micro_batches, run_of, train
 from threefold.comm.mesh import Mesh
@@ -44,8 +44,8 @@ def refusal(pool, run: Run, folder: Path) -> str:
 def test_batch_norm_by_hand_is_refused_before_the_first_step(pool, tmp_path: Path) -> None:
     said = refusal(pool, run_of("batch norm by hand", dp=2, steps=1), tmp_path / "run")
     assert said.startswith(
-        "own_state_models.py:Model does not compute in dp 2 · tp 1 · pp 1 what it computes in one process: the first "
-        "departure is the gradient of embed.weight, step 1 (dp replica 0 of 2, rank 0), by a relative error of "
+        "custom_state_models.py:Model does not compute in dp 2 · tp 1 · pp 1 what it computes in one process: the "
+        "first departure is the gradient of embed.weight, step 1 (dp replica 0 of 2, rank 0), by a relative error of "
     ), said
     assert said.endswith("`threefold verify` shows the others, and train.verify: false trains all the same.")
     [printed] = pool.run(1, checked_rank, run_of("batch norm by hand", steps=1, set=ALONE), tmp_path / "alone")
@@ -81,9 +81,9 @@ SENTENCES = {
     "variance": "part.variance, step 1",
     "unkeyed weights": "the initial weight of blocks.0.part.gain (",
     "split statistics": "the gradient of embed.weight, step 1",
-    "random": "own_state_models.py:Model: 'blocks.0.part' draws from random, whose numbers depend on the layout",
-    "F.dropout": "own_state_models.py:Model: 'blocks.0.part' draws from torch, whose numbers depend on the layout",
-    "numpy": "own_state_models.py:Model: 'blocks.0.part' draws from numpy.random, whose numbers depend on the layout",
+    "random": "custom_state_models.py:Model: 'blocks.0.part' draws from random, whose numbers depend on the layout",
+    "F.dropout": "custom_state_models.py:Model: 'blocks.0.part' draws from torch, whose numbers depend on the layout",
+    "numpy": "custom_state_models.py:Model: 'blocks.0.part' draws from numpy.random, whose numbers depend on the",
     "counter": "The attribute 'calls' of 'blocks.0.part' is not a buffer, forward changes it and the loss depends",
     "gradients counter": "The attribute 'calls' of 'blocks.0.part' is not a buffer, forward changes it and the loss",
     "backward counter": "The attribute 'calls' of 'blocks.0.part' is not a buffer, forward changes it and the loss",
@@ -191,7 +191,7 @@ def of_file(kind: str, file: Path, **changes: object) -> Run:
 @pytest.mark.slow
 def test_an_edited_model_is_verified_again(pool, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
-    file.write_text(Path(own_state_models.__file__).read_text())
+    file.write_text(Path(custom_state_models.__file__).read_text())
     run = of_file("plain", file, dp=2, steps=1)
     [printed, _] = pool.run(2, checked_rank, run, tmp_path / "run")
     assert "against one process" in printed
@@ -201,18 +201,18 @@ def test_an_edited_model_is_verified_again(pool, tmp_path: Path) -> None:
     with pytest.raises(WorkerError) as told:
         pool.run(2, checked_rank, run.but(steps=2), tmp_path / "run", True)
     assert "mine.py:Model does not compute in dp 2" in str(told.value.error)
-    file.write_text(Path(own_state_models.__file__).read_text() + "\n# Longer.\n")
+    file.write_text(Path(custom_state_models.__file__).read_text() + "\n# Longer.\n")
     [printed, _] = pool.run(2, checked_rank, run.but(steps=2), tmp_path / "run", True)
     assert "against one process" in printed
 
 
 def test_a_model_whose_package_is_edited_is_verified_again(pool, tmp_path: Path) -> None:
     """A function of a package beside the file, which the file imports."""
-    (tmp_path / "own_kit").mkdir()
-    (kit := tmp_path / "own_kit" / "gains.py").write_text("def gained(x, gain):\n    return x * gain\n")
+    (tmp_path / "custom_kit").mkdir()
+    (kit := tmp_path / "custom_kit" / "gains.py").write_text("def gained(x, gain):\n    return x * gain\n")
     file = tmp_path / "packaged.py"
-    text = Path(own_state_models.__file__).read_text().replace("x * self.gain\n", "gained(x, self.gain)\n", 1)
-    file.write_text(text.replace("import random\n", "import random\n\nfrom own_kit.gains import gained\n", 1))
+    text = Path(custom_state_models.__file__).read_text().replace("x * self.gain\n", "gained(x, self.gain)\n", 1)
+    file.write_text(text.replace("import random\n", "import random\n\nfrom custom_kit.gains import gained\n", 1))
     for steps, (content, is_verified) in enumerate((("", True), ("", False), ("# Edited.\n", True)), start=1):
         kit.write_text(kit.read_text() + content)
         run = of_file("plain", file, dp=2, steps=steps)
@@ -229,14 +229,14 @@ def test_numbers_without_an_effect_are_told_and_what_one_process_cannot_run_is_n
     assert "'last'" not in printed
     file = tmp_path / "mine.py"
     broken = "\n\ndef forward(self, *_):\n    raise RuntimeError('never whole')\n\n\nModel.forward = forward\n"
-    file.write_text(Path(own_state_models.__file__).read_text() + broken)
+    file.write_text(Path(custom_state_models.__file__).read_text() + broken)
     [printed, _] = pool.run(2, checked_rank, of_file("plain", file, dp=2, steps=1), tmp_path / "run")
     assert "Not verified against one process: one process does not run it (RuntimeError: never whole)." in printed
 
 
 def test_hooks_that_the_check_calls_too_are_told(pool, tmp_path: Path) -> None:
     """They may change what a layer computes, so that the check cannot leave them out."""
-    file, text = tmp_path / "mine.py", Path(own_state_models.__file__).read_text()
+    file, text = tmp_path / "mine.py", Path(custom_state_models.__file__).read_text()
     norm = "        self.norm = nn.LayerNorm(WIDTH)\n"
     assert norm in text
     hook = "        self.norm.register_forward_hook(lambda *_: print(f'seen {torch.is_grad_enabled()}'))\n"
@@ -251,7 +251,7 @@ def test_hooks_that_the_check_calls_too_are_told(pool, tmp_path: Path) -> None:
 
 def test_what_hooks_change_is_checked(pool, tmp_path: Path) -> None:
     """One process without them would compute another model than the run."""
-    file, text = tmp_path / "mine.py", Path(own_state_models.__file__).read_text()
+    file, text = tmp_path / "mine.py", Path(custom_state_models.__file__).read_text()
     norm = "        self.norm = nn.LayerNorm(WIDTH)\n"
     hook = "        self.norm.register_forward_hook(lambda module, args, output: 1.5 * output + 0.25 * args[0])\n"
     file.write_text(text.replace(norm, norm + hook, 1))
@@ -270,7 +270,7 @@ def test_a_global_batch_that_is_too_large_is_said_to_be_untried(pool, tmp_path: 
 def test_a_loss_that_calls_a_collective_is_not_verified(pool, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     call = "import torch.distributed as dist\n\ncomputed = loss\n\n\ndef loss(logits, batch):\n    dist.barrier()\n"
-    text = Path(own_state_models.__file__).read_text()
+    text = Path(custom_state_models.__file__).read_text()
     file.write_text(f"{text}\n\n{call}    return computed(logits, batch)\n")
     [printed, _] = pool.run(2, checked_rank, of_file("plain", file, dp=2, steps=1), tmp_path / "run")
     said = "one process does not run it (RuntimeError: it calls a collective, which the other ranks do not)."

@@ -144,7 +144,7 @@ def refused() -> list[str]:
     def hooked_weight(model: nn.Sequential) -> None:
         model[0].weight.register_hook(lambda grad: 2 * grad)  # type: ignore[operator, union-attr]
 
-    def own_forward(model: nn.Sequential) -> None:
+    def custom_forward(model: nn.Sequential) -> None:
         model[0] = Scaled(4, 6)
 
     def set_forward(model: nn.Sequential) -> None:
@@ -157,7 +157,7 @@ def refused() -> list[str]:
         nn.utils.parametrizations.weight_norm(model[0])
 
     said = []
-    for change in (hooked, hooked_weight, own_forward, set_forward, masked, normed):
+    for change in (hooked, hooked_weight, custom_forward, set_forward, masked, normed):
         model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3))
         change(model)
         said.append(sentence(t3.prepare, model, mesh=mesh, tensor_parallel={"0": Column(), "1": Row()}))

@@ -41,7 +41,7 @@ def command(
     dp: int = Option(
         1, min=1, help="Data-parallel replicas; each evaluates part of the windows.", rich_help_panel=options.LAYOUT
     ),
-    own_model: terminal.ModelFile = None,
+    custom_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
     tp: options.TensorRanks = 1,
     pp: options.PipelineRanks = 1,
@@ -61,7 +61,7 @@ def command(
     from threefold.inference.inputs import check_run, check_stride, read_texts, require_texts
     from threefold.inference.run import InferenceRun
 
-    layout, file = Layout(dp, tp, pp), terminal.model_file(own_model)
+    layout, file = Layout(dp, tp, pp), terminal.model_file(custom_model)
     config = check_run(run, layout)
     _check_context(context, config)
     if task == "lambada" and stride is not None:

@@ -45,7 +45,7 @@ def command(
     keep: bool = Option(
         False, "--keep", help="Also append the texts to RUN/samples.jsonl, which threefold report shows."
     ),
-    own_model: terminal.ModelFile = None,
+    custom_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
     tp: options.TensorRanks = 1,
     pp: options.PipelineRanks = 1,
@@ -68,7 +68,7 @@ def command(
 
     if system is not None and not chat:
         raise UserError("--system goes only with --chat; give both, or leave --system out.")
-    layout, file = Layout(tp=tp, pp=pp), terminal.model_file(own_model)
+    layout, file = Layout(tp=tp, pp=pp), terminal.model_file(custom_model)
     given = [*(prompts or ()), *(read_prompts(prompts_file) if prompts_file else ())]
     if given:
         require_text(given)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.own_state_models import WIDTH, Model, Sums, loss
+from tests.support.custom_state_models import WIDTH, Model, Sums, loss
 from tests.train.support import Run, losses_of, micro_batches, run_of, steps_of, train_rank
 from threefold.checkpoint.folder import newest
 from threefold.checkpoint.tensors import load_tensors, stored_tensors

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from tests.support.custom_models import CustomBatches, CustomCase, make_engine
 from tests.support.exact import EXACT, differences, slow_but
-from tests.support.own_models import OwnBatches, OwnCase, make_engine
 from tests.support.parity import Case, Trace, trained
 from threefold.config import Config
 from threefold.config.resolve import resolve
@@ -121,23 +121,23 @@ def mean_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return F.cross_entropy(output.mT, batch["labels"]) + 0.1 * output.square().mean()
 
 
-def own(make: Callable[[], nn.Module] = Mine, loss: Any = None, **settings: Any) -> OwnCase:
+def own(make: Callable[[], nn.Module] = Mine, loss: Any = None, **settings: Any) -> CustomCase:
     """Return a case of two steps; a setting `a__b` is `a.b`, others are the case's."""
     given = tuple((key.replace("__", "."), value) for key, value in settings.items() if "__" in key)
     layout = {key: value for key, value in settings.items() if "__" not in key}
     case = Case(vocab=48, heads=8, ffn=64, batch=SAMPLES, accumulation=1, steps=2, settings=(EXACT, *given))
     case = case.with_layout(layout.pop("dp", 1), layout.pop("tp", 1), layout.pop("pp", 1), **layout)
     torch.manual_seed(4)
-    return OwnCase(make, PLAN.build(make()), batch_of, loss or CountedLoss(_terms, _counts), case)
+    return CustomCase(make, PLAN.build(make()), batch_of, loss or CountedLoss(_terms, _counts), case)
 
 
-def run_own(own: OwnCase, threads: int = 1) -> tuple[Trace, list[str], list[float]]:
+def run_custom(own: CustomCase, threads: int = 1) -> tuple[Trace, list[str], list[float]]:
     """Train; return the trace, what is named, and losses of evaluation and the terms of each step."""
     torch.manual_seed(5)  # of the constructor's values
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        engine, batches = make_engine(own), OwnBatches(own.batches)
+        engine, batches = make_engine(own), CustomBatches(own.batches)
         dp, config = engine.mesh.dp, own.case.config
         trace = trained(engine, own.case.steps, lambda step: batches.batch(config, step, dp.index, dp.size))
         found = engine.eval_batch(batches.batch(config, 9, dp.index, dp.size), own.loss)
@@ -147,13 +147,13 @@ def run_own(own: OwnCase, threads: int = 1) -> tuple[Trace, list[str], list[floa
 
 
 @pytest.fixture(scope="module")
-def alone(pool: WorkerPool) -> Callable[[OwnCase], tuple[Trace, list[str], list[float]]]:
+def alone(pool: WorkerPool) -> Callable[[CustomCase], tuple[Trace, list[str], list[float]]]:
     known: dict[Any, tuple[Trace, list[str], list[float]]] = {}
 
-    def run(case: OwnCase) -> tuple[Trace, list[str], list[float]]:
+    def run(case: CustomCase) -> tuple[Trace, list[str], list[float]]:
         key = case.make, str(case.loss)
         if key not in known:
-            (known[key],) = pool.run(1, run_own, case)
+            (known[key],) = pool.run(1, run_custom, case)
         return known[key]
 
     return run
@@ -180,7 +180,7 @@ def test_bits_are_those_of_one_process(pool: WorkerPool, alone: Any, name: str) 
     expected, named, evaluated = alone(own())
     assert named == []
     case = own(**LAYOUTS[name])
-    for found, others, of_rank in pool.run(case.case.world_size, run_own, case):
+    for found, others, of_rank in pool.run(case.case.world_size, run_custom, case):
         assert not differences(expected, found)[:6]
         assert (others, of_rank) == ([], evaluated)
 
@@ -190,14 +190,14 @@ def test_bits_with_a_mean_for_a_loss(pool: WorkerPool, alone: Any, layout: str) 
     expected, named, evaluated = alone(own(loss=mean_loss))
     assert named == []
     case = own(loss=mean_loss, **LAYOUTS[layout])
-    for found, _, of_rank in pool.run(case.case.world_size, run_own, case):
+    for found, _, of_rank in pool.run(case.case.world_size, run_custom, case):
         assert not differences(expected, found)[:6]
         assert of_rank == evaluated
 
 
 @pytest.mark.parametrize("threads", slow_but([2, 4], sweep=[4]))
 def test_bits_do_not_depend_on_threads(pool: WorkerPool, alone: Any, threads: int) -> None:
-    (found,) = pool.run(1, run_own, own(), threads)
+    (found,) = pool.run(1, run_custom, own(), threads)
     assert not differences(alone(own())[0], found[0])[:6]
 
 
@@ -208,12 +208,12 @@ REPLICATED = Plan(layers=PLAN.layers)
 @pytest.mark.slow
 @pytest.mark.parametrize("pp", [2])
 def test_a_tied_weight_of_layers_that_nothing_cuts(pool: WorkerPool, pp: int) -> None:
-    def case(pp: int) -> OwnCase:
+    def case(pp: int) -> CustomCase:
         made = own(pp=pp, accumulation=4)
-        return OwnCase(made.make, REPLICATED.build(Mine()), made.batches, made.loss, made.case)
+        return CustomCase(made.make, REPLICATED.build(Mine()), made.batches, made.loss, made.case)
 
-    (expected,) = pool.run(1, run_own, case(1))
-    for found, _, _ in pool.run(pp, run_own, case(pp)):
+    (expected,) = pool.run(1, run_custom, case(1))
+    for found, _, _ in pool.run(pp, run_custom, case(pp)):
         assert not differences(expected[0], found)[:6]
 
 
@@ -262,12 +262,12 @@ def fractions(batch: dict[str, Tensor]) -> dict[str, Tensor | float]:
 @pytest.mark.parametrize("pp", slow_but([1, 2], 1))
 def test_what_is_not_known_is_named_once(pool: WorkerPool, pp: int) -> None:
     case = own(OddModel, pp=pp, accumulation=4)
-    for _, named, _ in pool.run(pp, run_own, case):
+    for _, named, _ in pool.run(pp, run_custom, case):
         assert named == [f"{__name__}.Odd", "torch.functional.einsum", "torch.nn.functional.softplus"]
 
 
 def test_sums_outside_the_passes_are_named(pool: WorkerPool) -> None:
-    ((_, named, _),) = pool.run(1, run_own, own(RunningModel, CountedLoss(_terms, fractions)))
+    ((_, named, _),) = pool.run(1, run_custom, own(RunningModel, CountedLoss(_terms, fractions)))
     assert named == [
         "counts of the loss that are not whole numbers",
         *(f"the buffer blocks.{number}.seen, a mean over samples" for number in range(3)),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.support.own_models import OwnBatches, OwnCase, in_layout, make_engine, one_process, own_case
+from tests.support.custom_models import CustomBatches, CustomCase, custom_case, in_layout, make_engine, one_process
 from tests.support.parity import Trace, departures
 from tests.support.sweep import sweep
 
@@ -12,10 +12,10 @@ ALONE: dict[tuple[str, int, str], Trace] = {}
 
 
 @pytest.fixture(scope="module")
-def alone(pool) -> Callable[[OwnCase, str], Trace]:
+def alone(pool) -> Callable[[CustomCase, str], Trace]:
     """What one process computes; once for all layouts."""
 
-    def trace(own: OwnCase, kind: str) -> Trace:
+    def trace(own: CustomCase, kind: str) -> Trace:
         key = (kind, len(own.plan.layers), own.case.dtype)
         if key not in ALONE:
             ALONE[key] = pool.run(1, one_process, own)[0]
@@ -49,26 +49,26 @@ LAYOUTS = [
     quick=(0, 4),
     slow=slice(1, None, 3),
 )
-def test_own_models_compute_what_one_process_does(pool, alone, kind: str, layout: dict, dtype: str) -> None:
-    own = own_case(kind, blocks=4, dtype=dtype, **layout)
+def test_custom_models_compute_what_one_process_does(pool, alone, kind: str, layout: dict, dtype: str) -> None:
+    own = custom_case(kind, blocks=4, dtype=dtype, **layout)
     traces = pool.run(own.case.world_size, in_layout, own)
     assert departures(alone(own, kind), traces, own.case) == []
 
 
-def logged(own: OwnCase) -> tuple[dict[str, float], float, tuple[float, int]]:
+def logged(own: CustomCase) -> tuple[dict[str, float], float, tuple[float, int]]:
     """The terms and the loss of a step, and an evaluation after it."""
     engine = make_engine(own)
     dp = engine.mesh.dp
-    batch = OwnBatches(own.batches).batch(own.case.config, 0, dp.index, dp.size)
+    batch = CustomBatches(own.batches).batch(own.case.config, 0, dp.index, dp.size)
     result = engine.train_step(batch, 0)
     return dict(result.terms), result.loss, engine.evaluate(batch)
 
 
 def test_terms_are_logged_and_evaluated_alike_in_every_layout(pool) -> None:
-    (terms, loss, (total, samples)), *_ = pool.run(1, logged, own_case("masked", dtype="fp64"))
+    (terms, loss, (total, samples)), *_ = pool.run(1, logged, custom_case("masked", dtype="fp64"))
     assert loss == pytest.approx(terms["tokens"] + 0.3 * terms["size"], rel=1e-12)
     assert samples == 24
-    for found in pool.run(4, logged, own_case("masked", dtype="fp64", dp=2, pp=2, accumulation=3)):
+    for found in pool.run(4, logged, custom_case("masked", dtype="fp64", dp=2, pp=2, accumulation=3)):
         assert found[0] == pytest.approx(terms, rel=1e-11)
         assert found[1] == pytest.approx(loss, rel=1e-11)
         assert found[2] == (pytest.approx(total, rel=1e-11), samples)

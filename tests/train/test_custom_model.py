@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.api import own_plain_model
-from tests.support import own_token_model
+from tests.api import custom_plain_model
+from tests.support import custom_token_model
 from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, train_rank
 from tests.verify import custom_cut_model
@@ -17,7 +17,7 @@ from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.errors import UserError
 from threefold.verify.worker_pool import WorkerError
 
-FILE = Path(own_token_model.__file__)
+FILE = Path(custom_token_model.__file__)
 
 
 def custom_run(run: Run, file: Path = FILE, **changes: object) -> Run:
@@ -73,7 +73,7 @@ def test_a_checkpoint_has_the_file_of_its_model(pool, small_run: Run, tmp_path: 
 @pytest.mark.slow
 def test_a_model_without_anything_of_this_package_and_its_own_loss(pool, small_run: Run, tmp_path: Path) -> None:
     file = tmp_path / "plain.py"
-    file.write_text(Path(own_plain_model.__file__).read_text() + own_plain_model.PLAN)
+    file.write_text(Path(custom_plain_model.__file__).read_text() + custom_plain_model.PLAN)
     own = (("model.architecture", "own"), ("model.file", f"{file}:Plain"), ("model.arguments", {"vocab_size": 301}))
     run = small_run.but(dropout=0.0, set=own)
     pool.run(1, train_rank, run, tmp_path / "alone")
@@ -100,7 +100,7 @@ def test_cuts_of_a_layer_and_of_standalone_parameters_resume_without_them(pool, 
 
 
 FROZEN = """
-from tests.support.own_token_model import Tiny as Whole
+from tests.support.custom_token_model import Tiny as Whole
 
 
 class Tiny(Whole):

@@ -1,4 +1,4 @@
-"""The model of own.yaml."""
+"""The model of custom.yaml."""
 
 import torch
 from torch import Tensor, nn

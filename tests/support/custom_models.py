@@ -207,7 +207,7 @@ masked_loss = CountedLoss(_token_terms, _token_counts)
 
 
 @dataclass(frozen=True)
-class OwnCase:
+class CustomCase:
     """User's own model, its batches and its loss, in a layout."""
 
     make: Callable[[], nn.Module]
@@ -217,11 +217,11 @@ class OwnCase:
     case: Case = field(default_factory=Case)
 
 
-def own_case(kind: str, blocks: int = 3, **case: Any) -> OwnCase:
+def custom_case(kind: str, blocks: int = 3, **case: Any) -> CustomCase:
     given = Case(**{"optimizer": "sgd", "layers": blocks, **case})
     if kind == "masked":
-        return OwnCase(partial(MaskedModel, blocks), plan_of(blocks), masked_batch, masked_loss, given)
-    return OwnCase(partial(StreamModel, blocks), plan_of(blocks), stream_batch, mean_loss, given)
+        return CustomCase(partial(MaskedModel, blocks), plan_of(blocks), masked_batch, masked_loss, given)
+    return CustomCase(partial(StreamModel, blocks), plan_of(blocks), stream_batch, mean_loss, given)
 
 
 FROZEN = {
@@ -241,8 +241,8 @@ def _freezing(make: Callable[[], nn.Module], patterns: Sequence[str]) -> nn.Modu
     return model
 
 
-def frozen_case(which: str, **layout: object) -> OwnCase:
-    own = own_case("masked", blocks=4, **layout)
+def frozen_case(which: str, **layout: object) -> CustomCase:
+    own = custom_case("masked", blocks=4, **layout)
     make = partial(_freezing, own.make, FROZEN[which])
     frozen = frozenset(name for name, parameter in make().named_parameters() if not parameter.requires_grad)
     assert frozen
@@ -250,7 +250,7 @@ def frozen_case(which: str, **layout: object) -> OwnCase:
 
 
 @dataclass(frozen=True)
-class OwnBatches(BatchSource):
+class CustomBatches(BatchSource):
     """Global batches made by a function of the step."""
 
     make: Callable[[int], Any]
@@ -261,21 +261,21 @@ class OwnBatches(BatchSource):
         return map_tensors(self.make(step), lambda tensor: tensor[rows])
 
 
-def one_process(own: OwnCase) -> Trace:
+def one_process(own: CustomCase) -> Trace:
     """Run the plain model with the whole batch in one pass."""
-    config, batches = own.case.config, OwnBatches(own.batches)
+    config, batches = own.case.config, CustomBatches(own.batches)
     return Trace.last(reference.one_process(own.make, own.plan, config, batches, own.case.steps, own.loss))
 
 
-def make_engine(own: OwnCase) -> Engine:
+def make_engine(own: CustomCase) -> Engine:
     config = own.case.config
     return Engine(
         own.make, own.plan, Mesh(Layout.from_config(config.parallel), in_tree=config.train.exact), config, loss=own.loss
     )
 
 
-def in_layout(own: OwnCase) -> Trace:
+def in_layout(own: CustomCase) -> Trace:
     """Run the engine on this rank of the layout."""
-    engine, batches = make_engine(own), OwnBatches(own.batches)
+    engine, batches = make_engine(own), CustomBatches(own.batches)
     dp, config = engine.mesh.dp, own.case.config
     return trained(engine, own.case.steps, lambda step: batches.batch(config, step, dp.index, dp.size))

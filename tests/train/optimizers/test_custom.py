@@ -143,9 +143,9 @@ def test_the_users_lion_is_the_built_in_one_to_the_bit(
     own = run.but(set=(*run.set, ("optimizer.name", f"{file}:Lion"), ("optimizer.arguments", arguments)))
     pool.run(4, _without_eps, given, tmp_path / "built-in")
     pool.run(4, _without_eps, own, tmp_path / "own")
-    own_steps, steps = steps_of(tmp_path / "own"), steps_of(tmp_path / "built-in")
+    found, steps = steps_of(tmp_path / "own"), steps_of(tmp_path / "built-in")
     for number, step in steps.items():
-        assert [own_steps[number][key] for key in ("loss", "grad_norm")] == [step[key] for key in ("loss", "grad_norm")]
+        assert [found[number][key] for key in ("loss", "grad_norm")] == [step[key] for key in ("loss", "grad_norm")]
 
 
 OPTIMIZERS = ["Numbered", "ByWholeNorm", "Factored", "Lion", "frozen_sgd"]

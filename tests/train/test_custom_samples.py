@@ -124,7 +124,7 @@ def test_the_last_batch_of_an_evaluation_is_filled_with_the_first_samples(file: 
     assert batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 0, 1]]
 
 
-def test_a_key_beside_tokens_and_labels_reaches_an_own_model(file: Path) -> None:
+def test_a_key_beside_tokens_and_labels_reaches_a_custom_model(file: Path) -> None:
     batch = loader_of(file, "named", model={"vocab_size": 9}).batch(2)
     assert sorted(batch) == ["kind", "labels", "tokens"]
     assert len(set(batch["kind"].tolist())) == 4

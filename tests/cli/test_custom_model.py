@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import own_token_model, ready
+from tests.support import custom_token_model, ready
 from tests.support.command import Command
 from tests.train.support import steps_of
 
-FILE = Path(own_token_model.__file__)
+FILE = Path(custom_token_model.__file__)
 CONFIG = """\
 data: {{path: {tokens}, sequence_length: 16, split: "80,20"}}
 train: {{max_steps: 4, global_batch_size: 8, eval_every: 0, device: cpu}}

@@ -136,7 +136,7 @@ def test_a_run_whose_replicas_read_the_same_samples_ends_at_its_first_step(
     assert found == ["At step 1 the replicas dp 0 and dp 1 read the same samples; each must have its own."] * 2
 
 
-class OwnRows:
+class CustomRows:
     """A user's own data set of tokens that gives each rank every other sample."""
 
     def __init__(self) -> None:
@@ -150,7 +150,7 @@ class OwnRows:
         return [(place + each) % 300 for each in range(17)]
 
 
-def run_on_own_rows(run: Run, folder: Path) -> str:
+def run_on_custom_rows(run: Run, folder: Path) -> str:
     try:
         train_rank(run, folder)
     except UserError as error:
@@ -159,9 +159,9 @@ def run_on_own_rows(run: Run, folder: Path) -> str:
 
 
 def test_a_run_refuses_a_data_set_that_shards_itself(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
-    run = small_run.but(data=Path(f"{__name__}:OwnRows"), dp=2)
-    for told in pool.run(2, run_on_own_rows, run, tmp_path / "run"):
+    run = small_run.but(data=Path(f"{__name__}:CustomRows"), dp=2)
+    for told in pool.run(2, run_on_custom_rows, run, tmp_path / "run"):
         assert told.startswith(
-            f"data.path is {__name__}:OwnRows, which has another first sample on rank 1 than on rank 0, as a data set "
-            "that shards itself by rank has"
+            f"data.path is {__name__}:CustomRows, which has another first sample on rank 1 than on rank 0, as a data "
+            "set that shards itself by rank has"
         )

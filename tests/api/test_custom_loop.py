@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import threefold
-from tests.support.own_models import MaskedModel, masked_batch, masked_loss, plan_of
+from tests.support.custom_models import MaskedModel, masked_batch, masked_loss, plan_of
 from tests.support.parity import whole_tensors
 from tests.support.sentences import sentence
 from tests.support.sweep import sweep
