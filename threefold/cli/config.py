@@ -25,7 +25,7 @@ app = CommandLine(help="Show, compare, size and convert configs.")
 def show(config: ConfigFile, trust_code: TrustCode = False, overrides: Overrides = None) -> None:
     """Check CONFIG against its data and this machine, and print it with every setting resolved.
 
-    The config of a run that names code, such as an own model, is printed as it is stored, and no code runs.
+    The config of a run that names code, such as a custom model, is printed as it is stored, and no code runs.
 
     Examples:
       threefold config show run.yaml --set parallel.tp=2
@@ -50,7 +50,7 @@ def diff(
 ) -> None:
     """Print the settings in which two configs differ, including derived settings.
 
-    Where the config of a run names code, such as an own model, no code runs, and both are compared as they are
+    Where the config of a run names code, such as a custom model, no code runs, and both are compared as they are
     stored.
 
     Exit status: 0 if all settings are equal; 1 if any differs; 2 if one of the configs is invalid.

@@ -158,7 +158,7 @@ class ModelConfig(Section):
 
     @property
     def title(self) -> str:
-        """Name for titles and summaries: the preset, an own model's file, or the family; the last with its sizes."""
+        """Name for titles and summaries: the preset, a custom model's file, or the family; the last with its sizes."""
         preset = PRESETS.get(self.preset or "", {})
         if preset and all(self.value_of(name) == value for name, value in preset.items()):
             return str(self.preset)
