@@ -46,7 +46,7 @@ def seal(checkpoint: Path) -> None:
 
 @pytest.fixture(scope="module")
 def honest(pool: WorkerPool, small_run: Run, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run of an own model and one of a GPT."""
+    """A folder with a run of a custom model and one of a GPT."""
     folder = tmp_path_factory.mktemp("honest")
     own = (("model.architecture", "own"), ("model.file", f"{FILE}:Tiny"), ("model.arguments", {"blocks": 1}))
     pool.run(1, train_rank, small_run.but(steps=1, dropout=0.0, set=own), folder / "own")

@@ -1,4 +1,4 @@
-"""What an own model keeps beside its weights: buffers that forward updates, and generators that it draws from."""
+"""What a custom model keeps beside its weights: buffers that forward updates, and generators that it draws from."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""A run of an own model checks its layout before its first step, in its own ranks, and remembers what it found."""
+"""A run of a custom model checks its layout before its first step, in its own ranks, and remembers what it found."""
 
 import contextlib
 import io
