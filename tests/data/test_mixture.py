@@ -21,7 +21,7 @@ from threefold.data.samples import (
     MixedSamples,
     MixturePart,
     Samples,
-    whole_shares,
+    whole_weights,
 )
 from threefold.errors import UserError
 from threefold.random import KeyedPermutation
@@ -89,7 +89,7 @@ def test_every_count_is_within_one_of_its_weight_at_all_times(weights: tuple[flo
 
 def test_weights_of_many_digits_are_rounded_and_tiny_ones_refused() -> None:
     weights = (123_456_789, 987_654_321, 555_555_557)
-    assert sum(whole_shares(weights)) == LONGEST_PERIOD
+    assert sum(whole_weights(weights)) == LONGEST_PERIOD
     blend, n = Blend(weights), 100_000
     for count, weight in zip(blend.counts(n).tolist(), weights, strict=True):
         assert abs(count - n * weight / sum(weights)) < 2

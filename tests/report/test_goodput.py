@@ -52,7 +52,7 @@ def test_steps_after_a_restart_are_repeated_ones(tmp_path: Path) -> None:
     assert (ended.step, ended.attempts, ended.restarts) == (6, 2, 1)
     parts = ended.steps + ended.repeated + ended.evaluating + ended.saving + ended.starting + ended.lost
     assert 0 < parts <= ended.total + 1e-9
-    assert ended.share == ended.steps / ended.total
+    assert ended.fraction == ended.steps / ended.total
 
 
 def test_a_new_run_has_a_new_ledger_and_a_resumed_one_goes_on(tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ def test_metrics_have_it_beside_the_steps(tmp_path: Path) -> None:
     found = read_metrics_file(metrics)
     assert ([line["step"] for line in found.lines], [line["step"] for line in found.goodput]) == ([1, 2, 3], [1, 3])
     assert found.damaged == found.repeated == ()
-    assert found.goodput[1]["goodput"] == pytest.approx(made.goodput.share, abs=1e-3)
+    assert found.goodput[1]["goodput"] == pytest.approx(made.goodput.fraction, abs=1e-3)
     assert set(found.goodput[1]["seconds"]) >= {"steps", "saving", "evaluating", "starting", "lost", "repeated"}
     resumed = MetricsFile(metrics, path)
     resumed.before_fit(2)

@@ -24,7 +24,7 @@ from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.data.corpus import Content, Corpus
 from threefold.data.dataset import open_dataset
-from threefold.data.samples import ConsumedSamples, whole_shares
+from threefold.data.samples import ConsumedSamples, whole_weights
 from threefold.data.tokenizer import TextRule, load_tokenizer, loaded
 from threefold.doors import needed
 from threefold.errors import UserError
@@ -242,8 +242,8 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
         for name in {**before[section], **now[section]}:
             key = f"{section}.{name}"
             old, new = before[section].get(name), now[section].get(name)
-            if key == "data.mixture" and whole_shares(stored_weights) == whole_shares(weights):
-                continue  # equal shares; the corpora may have moved
+            if key == "data.mixture" and whole_weights(stored_weights) == whole_weights(weights):
+                continue  # equal weights; the corpora may have moved
             if old != new and not _is_free(key):
                 yield key, old, new
 

@@ -2,7 +2,7 @@
 
 A backend adds in its own order: gloo's and NCCL's rings begin at a different rank for each part of a tensor, and NCCL's
 trees follow the machines. Here a backend only moves numbers, and ranks add them with torch's operations, on any device:
-every rank gets its share of all summands (all-to-all), adds them up in the tree, and sends the sum to the others
+every rank gets its part of all summands (all-to-all), adds them up in the tree, and sends the sum to the others
 (all-gather). That is as many bytes as a ring.
 """
 
@@ -84,7 +84,7 @@ def reduce_scatter(out: Tensor, flat: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def _start_exchange(whole: Tensor, group: dist.ProcessGroup) -> Callable[[], list[Tensor]]:
-    """Start to send each rank its share of `whole`; return a function that waits for this rank's share of each."""
+    """Start to send each rank its part of `whole`; return a function that waits for this rank's part of each."""
     received = torch.empty_like(whole)
     work = dist.all_to_all_single(received, whole, group=group, async_op=True)
 

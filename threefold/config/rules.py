@@ -90,29 +90,30 @@ def batch_sizes(config: Config, largest: int) -> dict[str, int]:
         if total % dp:
             rule = f"must be a multiple of parallel.dp {dp}; use {nearest_multiple(total, dp)}"
             raise problem(config, "train.global_batch_size", rule, value=total)
-        share = total // dp
-        if (factor := micro or steps) and share % factor:
-            rule = f"must divide global_batch_size {total} / dp {dp} = {share}; use {nearest_divisor(factor, share)}"
+        samples = total // dp
+        if (factor := micro or steps) and samples % factor:
+            works = nearest_divisor(factor, samples)
+            rule = f"must divide global_batch_size {total} / dp {dp} = {samples}; use {works}"
             raise problem(config, f"train.{'micro_batch_size' if micro else 'gradient_accumulation_steps'}", rule)
         if not factor:
-            sizes = default_micro_batches(config, share)
+            sizes = default_micro_batches(config, samples)
             micro = next((size for size in sizes if size <= largest), sizes[-1])
-        micro, steps = micro or share // steps, steps or share // micro
+        micro, steps = micro or samples // steps, steps or samples // micro
     return {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": steps}
 
 
-def default_micro_batches(config: Config, share: int | None = None) -> list[int]:
+def default_micro_batches(config: Config, samples: int | None = None) -> list[int]:
     """Return the possible default micro-batch sizes, largest first.
 
     They fit the schedule and keep it busy; if none does, there is only the smallest.
     """
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
-    share = share or config.train.global_batch_size // parallel.dp  # of a resolved config
+    samples = samples or config.train.global_batch_size // parallel.dp  # of a resolved config
     wanted = 2 * parallel.pp if parallel.pp > 1 else 1
-    counts = divisors(share)
+    counts = divisors(samples)
     taken = [count for count in counts if schedule.accepts(parallel.pp, count)] or counts
-    busy = [share // count for count in taken if count >= wanted]
-    return busy or [share // taken[-1]]
+    busy = [samples // count for count in taken if count >= wanted]
+    return busy or [samples // taken[-1]]
 
 
 def _division_rules(config: Config) -> Broken:
@@ -291,8 +292,8 @@ def _sequence_rules(config: Config) -> Broken:
         rule = "the tensor-parallel ranks share the sequence and parallel.tp is 1; use false or tp 2"
         yield "parallel.sequence_parallel", rule
     chunks = 2 * parallel.cp if parallel.cp > 1 else 1
-    shares = parallel.cp * parallel.tp if parallel.sequence_parallel else parallel.cp
-    unit = lcm(chunks, shares)
+    ranks = parallel.cp * parallel.tp if parallel.sequence_parallel else parallel.cp
+    unit = lcm(chunks, ranks)
     if length % unit:
         key = "parallel.cp" if length % chunks else "parallel.sequence_parallel"
         rule = f"the ranks share each sequence in {unit} equal parts; use data.sequence_length"

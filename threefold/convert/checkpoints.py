@@ -30,7 +30,7 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
 from threefold.host import return_freed_memory
-from threefold.huggingface.shards import CODES, Shards, in_shares
+from threefold.huggingface.shards import CODES, Shards, in_chunks
 from threefold.output import Progress, check_replaceable, staged_directory, write_durably
 from threefold.report.checkpoints import choose, group_of, locate, saved_at
 
@@ -199,10 +199,10 @@ def _write_run(
     _copy(checkpoint, texts, folder)
     tensors: dict[str, StoredTensor] = {}
     files = {}
-    for number, share in enumerate(in_shares(source.planned, request.shard_bytes)):
+    for number, chunk in enumerate(in_chunks(source.planned, request.shard_bytes)):
         part = run / f"part-{number}"
         part.mkdir()
-        save_tensors_alone({each: source.streamed(each) for each in share}, part)
+        save_tensors_alone({each: source.streamed(each) for each in chunk}, part)
         name = f"tensors-{number:05d}.bin"
         written, data = read_index(part), read_data_files(part)
         for old, file in data.items():

@@ -188,7 +188,7 @@ def _layout(mapping: KeyMapping, world: int | None) -> int:
     """Convert the layout; return the replicas of ours for each one of Colossal-AI's."""
     size, pp = _degree(mapping, "tensor"), _degree(mapping, "pipeline")
     mode = mapping.take("parallel.tensor.mode", text, "1d")
-    replicas, tp, shares = mapping.replicas(world, size * pp, "world size"), size, 1
+    replicas, tp, further = mapping.replicas(world, size * pp, "world size"), size, 1
     if mode == "sequence":
         tp = 1
         mapping.settings.update({"parallel.cp": size, "parallel.cp_method": "ring"})
@@ -196,21 +196,21 @@ def _layout(mapping: KeyMapping, world: int | None) -> int:
     elif mode in _GRIDS and size > 1:
         heads = mapping.settings.get("model.num_attention_heads", size)
         tp = max(part for part in range(1, size + 1) if size % part == 0 and heads % part == 0)
-        shares = size // tp
+        further = size // tp
         split = f"weights are split along one dim only, by parallel.tp {tp}"
-        rest = f", and samples over parallel.dp {replicas * shares}" if shares > 1 else ""
+        rest = f", and samples over parallel.dp {replicas * further}" if further > 1 else ""
         mapping.note("parallel.tensor.mode", mode, split + rest)
         mapping.leave_idle(["parallel.tensor.depth"], "of the grid of parallel.tensor.mode")
     elif mode not in ("1d", "None") and size > 1:
         mapping.note("parallel.tensor.mode", mode, "none of 1d, 2d, 2.5d, 3d and sequence", unsupported=True)
-    mapping.settings.update({"parallel.dp": replicas * shares, "parallel.tp": tp, "parallel.pp": pp})
+    mapping.settings.update({"parallel.dp": replicas * further, "parallel.tp": tp, "parallel.pp": pp})
     chunks = mapping.take("NUM_CHUNKS", whole, 1)
     mapping.put_chunks(mapping.take("model.num_chunks", whole, chunks), "model.num_chunks")
-    return shares
+    return further
 
 
-def _batch(mapping: KeyMapping, shares: int) -> None:
-    dp, pp = mapping.settings["parallel.dp"] // shares, mapping.settings["parallel.pp"]
+def _batch(mapping: KeyMapping, further: int) -> None:
+    dp, pp = mapping.settings["parallel.dp"] // further, mapping.settings["parallel.pp"]
     size, parts = mapping.take("BATCH_SIZE", count), mapping.take("NUM_MICRO_BATCHES", count, 1)
     steps = mapping.take("gradient_accumulation", count, 1)
     if size is None:
@@ -219,7 +219,7 @@ def _batch(mapping: KeyMapping, shares: int) -> None:
         raise UserError(f"{mapping.where}: NUM_MICRO_BATCHES is {parts} but must divide BATCH_SIZE {size}.")
     if parts > 1 and pp == 1:
         mapping.note("NUM_MICRO_BATCHES", parts, "also holds without a pipeline: gradients of micro-batches add up")
-    total, micro = size * steps * dp, max(1, size // parts // shares)
+    total, micro = size * steps * dp, max(1, size // parts // further)
     mapping.settings.update({"train.global_batch_size": total, "train.micro_batch_size": micro})
     reason = f"taken as a replica's: train.global_batch_size {total} = {size} · {steps} accumulated · dp {dp}"
     mapping.note("BATCH_SIZE", size, reason)

@@ -45,8 +45,8 @@ class SharedMemorySizes(NamedTuple):
 
 USUAL_SIZES = SharedMemorySizes()
 
-_SHARE_BYTES = 64
-"""Alignment of the shares, so that no two ranks write to one cache line."""
+_PART_BYTES = 64
+"""Alignment of the parts, so that no two ranks write to one cache line."""
 
 _KEPT_VIEWS = 256
 """Number of message sizes whose views of the slots are cached; a training step has a few."""
@@ -86,9 +86,9 @@ class _Views(NamedTuple):
 
     slots: list[Tensor]  # [elements] of each rank
     rows: Tensor  # the slots as one tensor, [ranks, elements]
-    shares: list[Tensor]  # the elements of each rank's slot that this rank adds if ranks divide the additions
-    result: Tensor  # [elements] of the sum, to which all ranks write their shares
-    local_part: Tensor  # this rank's share of `result`
+    parts: list[Tensor]  # the elements of each rank's slot that this rank adds if ranks divide the additions
+    result: Tensor  # [elements] of the sum, to which all ranks write their parts
+    local_part: Tensor  # this rank's part of `result`
 
 
 class SharedMemoryGroup(HostGroup):
@@ -215,8 +215,8 @@ class SharedMemoryGroup(HostGroup):
             piece = target[start : start + count]
             added = torch.float32.itemsize if piece.dtype in HALVES else piece.itemsize
             if (self._size - 2) * piece.numel() * added >= self._sharing_bytes:
-                # Each rank combines its share; then all read all shares.
-                self._accumulate(combine, views.shares, views.local_part)
+                # Each rank combines its part; then all read all parts.
+                self._accumulate(combine, views.parts, views.local_part)
                 self._round(operation, piece.dtype, count)
                 piece.copy_(views.result)
             else:
@@ -247,8 +247,8 @@ class SharedMemoryGroup(HostGroup):
 
     def _make_views(self, slots: Tensor, dtype: torch.dtype, count: int) -> _Views:
         *each, result = (slot.view(dtype)[:count] for slot in slots)
-        share = -(-count * dtype.itemsize // (self._size * _SHARE_BYTES)) * _SHARE_BYTES // dtype.itemsize
-        local = slice(share * self._index, share * (self._index + 1))
+        length = -(-count * dtype.itemsize // (self._size * _PART_BYTES)) * _PART_BYTES // dtype.itemsize
+        local = slice(length * self._index, length * (self._index + 1))
         return _Views(each, slots[:-1].view(dtype)[:, :count], [slot[local] for slot in each], result, result[local])
 
     @staticmethod

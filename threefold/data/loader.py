@@ -155,8 +155,8 @@ class Loader:
         They share the batches by weight, but each gets at least one and at most as many as it has.
         """
         parts = self._heldout_samples().parts
-        shares = [max(1, round(part.weight * limit)) if limit else None for part in parts]
-        return [(part, self.eval_batch_count(share, part.samples)) for part, share in zip(parts, shares, strict=True)]
+        counts = [max(1, round(part.weight * limit)) if limit else None for part in parts]
+        return [(part, self.eval_batch_count(count, part.samples)) for part, count in zip(parts, counts, strict=True)]
 
     def eval_batches(self, limit: int | None = None, of: Samples | None = None) -> Iterator[Any]:
         """Yield the first `limit` held-out batches (None or 0: all), in file order, always the same.

@@ -140,7 +140,7 @@ class Samples:
 
 @dataclass(frozen=True)
 class MixturePart:
-    """One corpus of a mixture: its name, its samples, and its share of the samples that a run reads."""
+    """One corpus of a mixture: its name, its samples, and its fraction of the samples that a run reads."""
 
     name: str
     samples: Samples
@@ -182,27 +182,27 @@ class Blend:
 
     Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): after any number n of
     samples, the count of each corpus differs from n · weight by at most 1 − 1 / (2k − 2), the best bound that holds for
-    all weights. The assignment repeats as soon as all shares, int64 [k], are whole numbers, so one period is stored.
+    all weights. The assignment repeats as soon as all counts, int64 [k], are whole numbers, so one period is stored.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self.shares = np.array(whole_shares(weights), dtype=np.int64)
-        self.period = int(self.shares.sum())
-        self._corpora = _assign(self.shares.tolist())
+        self.counts = np.array(whole_weights(weights), dtype=np.int64)
+        self.period = int(self.counts.sum())
+        self._corpora = _assign(self.counts.tolist())
         self._before = np.empty(self.period, dtype=np.int64)
-        for corpus, share in enumerate(self.shares):
-            self._before[self._corpora == corpus] = np.arange(share)
+        for corpus, count in enumerate(self.counts):
+            self._before[self._corpora == corpus] = np.arange(count)
 
     def __call__(self, counters: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the corpus of each sample of a run, and how many of that corpus come before it: two int64 [rows]."""
         periods, places = np.divmod(counters, self.period)
         corpora = self._corpora[places]
-        return corpora, periods * self.shares[corpora] + self._before[places]
+        return corpora, periods * self.counts[corpora] + self._before[places]
 
     def counts(self, samples: int) -> Int64Array:
         """Count how many of a run's first `samples` samples come from each corpus: int64 [k]."""
         periods, rest = divmod(samples, self.period)
-        return periods * self.shares + np.bincount(self._corpora[:rest], minlength=len(self.shares))
+        return periods * self.counts + np.bincount(self._corpora[:rest], minlength=len(self.counts))
 
 
 class MixedSamples(Samples):
@@ -286,7 +286,7 @@ class MixedSamples(Samples):
         return np.concatenate([read(*each) for each in divided])[back]
 
 
-def whole_shares(weights: Sequence[float]) -> list[int]:
+def whole_weights(weights: Sequence[float]) -> list[int]:
     """Return the samples of each corpus in a period of at most `LONGEST_PERIOD`, in the ratios of the weights."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     total = sum(exact)
@@ -294,35 +294,35 @@ def whole_shares(weights: Sequence[float]) -> list[int]:
     period = math.lcm(*(part.denominator for part in parts))
     if period <= LONGEST_PERIOD:
         return [int(part * period) for part in parts]
-    shares = [int(part * LONGEST_PERIOD) for part in parts]
-    largest_rest_first = sorted(range(len(parts)), key=lambda i: shares[i] - parts[i] * LONGEST_PERIOD)
-    for i in largest_rest_first[: LONGEST_PERIOD - sum(shares)]:
-        shares[i] += 1
-    for weight, share in zip(weights, shares, strict=True):
-        if share == 0:
+    counts = [int(part * LONGEST_PERIOD) for part in parts]
+    largest_rest_first = sorted(range(len(parts)), key=lambda i: counts[i] - parts[i] * LONGEST_PERIOD)
+    for i in largest_rest_first[: LONGEST_PERIOD - sum(counts)]:
+        counts[i] += 1
+    for weight, count in zip(weights, counts, strict=True):
+        if count == 0:
             raise UserError(
                 f"data.mixture has a weight of {weight:g}, which is less than one sample in {LONGEST_PERIOD:,}; "
                 f"use {float(total / LONGEST_PERIOD):.2g} at least, or leave it out."
             )
-    return shares
+    return counts
 
 
-def _assign(shares: list[int]) -> Int64Array:
-    """Return the corpus of each sample of a period: int64 [sum of shares].
+def _assign(counts: list[int]) -> Int64Array:
+    """Return the corpus of each sample of a period: int64 [sum of counts].
 
     Sample j of corpus i may come as sample n (from 1) while the count stays within the bound: not before n · weight ≥ j
     + d and not after n · weight ≤ j + 1 − d, with d = 1 / (2k − 2). Among the candidates, the one with the earliest
     deadline is chosen.
     """
-    period, parts = sum(shares), 2 * len(shares) - 2
+    period, parts = sum(counts), 2 * len(counts) - 2
     if not parts:
         return np.zeros(period, dtype=np.int64)
 
     def window(corpus: int, sample: int) -> tuple[int, int]:
-        unit = shares[corpus] * parts
+        unit = counts[corpus] * parts
         return -(-(sample * parts + 1) * period // unit), ((sample + 1) * parts - 1) * period // unit
 
-    waiting = [(*window(corpus, 0), corpus, 0) for corpus in range(len(shares))]
+    waiting = [(*window(corpus, 0), corpus, 0) for corpus in range(len(counts))]
     heapq.heapify(waiting)
     ready: list[tuple[int, int, int]] = []
     chosen = np.empty(period, dtype=np.int64)

@@ -42,10 +42,10 @@ class Pieces(NamedTuple):
         """Return the pieces of this rank."""
         tp, positions, context = mesh.tp, grain.positions, grain.context // mesh.cp.size
         over_tp, features = partial(all_reduce, axis=tp), grain.tensor // tp.size
-        shares = whole = RowSum(positions, context=context)
+        split = whole = RowSum(positions, context=context)
         if sequence_parallel and context == 1:
-            shares = RowSum(positions // tp.size, over_tp)
+            split = RowSum(positions // tp.size, over_tp)
         elif sequence_parallel:
             gather = partial(all_gather_equal, axis=tp, dim=0)
-            shares = RowSum(context * positions // tp.size, None, context, gather)
-        return cls(features, shares, whole, RowSum(features, over_tp, context))
+            split = RowSum(context * positions // tp.size, None, context, gather)
+        return cls(features, split, whole, RowSum(features, over_tp, context))

@@ -184,5 +184,5 @@ def wait_for_all() -> None:
 
 
 def threads_per_rank(local_world_size: int) -> int:
-    """Return the number of threads per rank: the user's choice, or else the share of this host's cores."""
+    """Return the number of threads per rank: the user's choice, or else its part of this host's cores."""
     return chosen_threads() or max(1, usable_cores() // local_world_size)

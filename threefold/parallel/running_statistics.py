@@ -119,8 +119,8 @@ class RunningStatistics:
             each.begin()
         self._running = True
 
-    def finish(self, share: float) -> None:
-        """End the step: set each changed buffer to its mean, weighted by `share`, this rank's share of the samples.
+    def finish(self, fraction: float) -> None:
+        """End the step: set each changed buffer to its mean, weighted by this rank's `fraction` of the samples.
 
         Collective over the replicas and the tensor ranks. Raises a `UserError` if a change depends on the layout.
         """
@@ -141,7 +141,7 @@ class RunningStatistics:
                     "be known; write to it in every forward pass, if only the value that it has."
                 )
         if self._moving:
-            self._take_means(share)
+            self._take_means(fraction)
 
     def undo(self) -> None:
         """Restore the buffers from before the last step, whose update is skipped."""
@@ -201,7 +201,7 @@ class RunningStatistics:
                 )
 
     @torch.no_grad()
-    def _take_means(self, share: float) -> None:
+    def _take_means(self, fraction: float) -> None:
         moving, replicas = self._moving, self._mesh.replicas
         means: list[Tensor] = []
         for each in moving:
@@ -209,7 +209,7 @@ class RunningStatistics:
             if each.count == 1 and replicas.size == 1:
                 means.append(each.results)
             elif each.value.is_floating_point():
-                means.append(each.results.double() * (share / each.count))
+                means.append(each.results.double() * (fraction / each.count))
             else:  # equal everywhere, or refused
                 means.append(each.results.double() * (1 / replicas.size))
         if replicas.size > 1:

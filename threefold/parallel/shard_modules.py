@@ -94,7 +94,7 @@ class ConcatenatedLinear(ColumnParallelLinear):
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute this rank's share of each group, concatenated, from `input` as for `ColumnParallelLinear`."""
+        """Compute this rank's shard of each group, concatenated, from `input` as for `ColumnParallelLinear`."""
         features = _gathered(super().forward(input), -(-self.features // self.axis.size), self.axis)
         size = self.features // self.groups
         start, end = shard_bounds(size, self.axis.size, self.axis.index)
@@ -145,7 +145,7 @@ class GroupedHeadsLinear(ColumnParallelLinear):
         return layer
 
     def forward(self, input: Tensor) -> Tensor:
-        """Compute this rank's share of a unit from `input` as for `ColumnParallelLinear`."""
+        """Compute this rank's shard of a unit from `input` as for `ColumnParallelLinear`."""
         output = super().forward(input)
         if not self.unit.is_shared(self.axis.size):  # it has all of its units
             return self._parts(output, self.axis.size, 0)
@@ -155,9 +155,9 @@ class GroupedHeadsLinear(ColumnParallelLinear):
         start = number * self.unit.size if self.sharing.size > ranks else 0
         return self._parts(features.narrow(-1, start, self.unit.size), self.unit.count, index)
 
-    def _parts(self, features: Tensor, shares: int, index: int) -> Tensor:
-        """Select this rank's parts of `features`, which are one of `shares` equal shares of the units."""
-        units = features.unflatten(-1, (self.unit.count // shares, -1))
+    def _parts(self, features: Tensor, ranks: int, index: int) -> Tensor:
+        """Select this rank's parts of `features`, one of `ranks` equal shards of the units."""
+        units = features.unflatten(-1, (self.unit.count // ranks, -1))
         count = self.unit_parts * self.unit.count // max(self.axis.size, self.unit.count)  # of each of these units
         found, start = [], 0
         for name, size in self.unit.parts:

@@ -53,7 +53,7 @@ class Evaluated:
     """Layout with its estimated time and memory.
 
     `peak_bytes` has the largest rank at each pp coordinate, and `limits` the causes that take most of a step, the
-    largest first, each with its share of the step; `details` are further figures for `--json`.
+    largest first, each with its fraction of the step; `details` are further figures for `--json`.
     """
 
     choice: LayoutChoice
@@ -164,7 +164,7 @@ class LeastBytes:
         sizes = np.array([each["train.micro_batch_size"] for each in options.micro_batch])
         modes = [each["train.recompute"] for each in options.recompute]
         shards = [each["parallel.sequence_parallel"] for each in options.sequence_parallel]
-        counts = mesh.share // sizes
+        counts = mesh.sequences // sizes
         states = self._states_of(mesh, options, ranks, False)[:, None, :]  # [rows, micro, zero]
         if self._device == "cpu":
             growing = self._states_of(mesh, options, ranks, True)[:, None, :]
@@ -376,7 +376,7 @@ class LeastSeconds:
             sharded = options.sequence_parallel[sequence]["parallel.sequence_parallel"]
             parts.append((sharded, options.recompute[recompute]["train.recompute"], sizes[micro]))
         micro, sequences, recomputes = (np.concatenate(each) for each in zip(*indices, strict=True))
-        counts = mesh.share // sizes[micro]
+        counts = mesh.sequences // sizes[micro]
         found = np.full(options.shape, np.inf)
         hardware = self._hardware.shared_by(mesh.gpus)
         config, system = self._in_layout(mesh), self._system
@@ -397,7 +397,7 @@ class LeastSeconds:
         key = mesh, sharded, mode
         if key not in self._configs:
             axes, schedule = (mesh.dp, mesh.tp, mesh.pp, mesh.cp, mesh.ep), self._config.parallel.schedule
-            choice = LayoutChoice(*axes, 0, schedule, 1, 1, mesh.share, mode, sharded)
+            choice = LayoutChoice(*axes, 0, schedule, 1, 1, mesh.sequences, mode, sharded)
             self._configs[key] = in_layout(self._config, choice)
         return self._configs[key]
 

@@ -53,7 +53,7 @@ def matrix_seconds(
 
 
 def _filled(multiprocessors: int, rows: float, columns: int, count: int) -> float:
-    """Return the share of the multiprocessors' time spent on output rather than on partial tiles and waves."""
+    """Return the fraction of the multiprocessors' time spent on output rather than on partial tiles and waves."""
     if multiprocessors == 1:
         return 1.0
     best = 0.0
@@ -76,8 +76,8 @@ def attention_seconds(
     """Estimate fused attention: `flops` without the masked part, for queries that attend to `length` positions at
     most."""
     reached = hardware.achievable
-    share = reached.attention_backward if backward else reached.attention
-    fraction = share * head_dim / (head_dim + reached.attention_depth) * length / (length + reached.attention_length)
+    best = reached.attention_backward if backward else reached.attention
+    fraction = best * head_dim / (head_dim + reached.attention_depth) * length / (length + reached.attention_length)
     return flops / (hardware.matrix_rate(dtype) * fraction) + reached.kernel
 
 
@@ -134,7 +134,7 @@ def send_seconds(hardware: Hardware, group: Group, nbytes: Number) -> Number:
 _GRADIENT_PIECES = 12
 """Pieces in which gradients are reduced during the backward pass; the last is exposed."""
 _CONTENTION = 0.25
-"""Slowdown of computation by a concurrent collective, as a share of its time: both need compute units and memory."""
+"""Slowdown of computation by a concurrent collective, over the time of that: both need compute units and memory."""
 
 
 def gradient_seconds(
@@ -309,7 +309,7 @@ _TENSOR_PIECES = 4
 """Pieces of an overlapped tensor-parallel collective and its matrix product; the first piece is exposed."""
 
 _HOST_FORWARD = 1 / 3
-"""Forward pass's share of the host's work for a block."""
+"""Forward pass's fraction of the host's work for a block."""
 
 
 class Seconds(NamedTuple):
@@ -412,14 +412,14 @@ def _without_latency(hardware: Hardware, in_block: float) -> Hardware:
     return replace(hardware, inside=replace(hardware.inside, latency=0.0)) if in_block else hardware
 
 
-def _host(block: RankBlock, hardware: Hardware, share: float, kernels: float) -> float:
+def _host(block: RankBlock, hardware: Hardware, fraction: float, kernels: float) -> float:
     """Return the host work that lengthens a pass: all of it on a CPU, on a GPU what outlasts the kernels."""
     reached = hardware.achievable
-    work = reached.block * share
+    work = reached.block * fraction
     if block.tp > 1:
-        work += reached.tensor_block * share
+        work += reached.tensor_block * fraction
     if block.cp > 1:
-        work += reached.context_block * share
+        work += reached.context_block * fraction
     return work if hardware.device == "cpu" else positive(work - kernels)
 
 

@@ -288,8 +288,8 @@ def measured_entry(found: Examination) -> Hardware | None:
     if is_gpu:
         properties = torch.cuda.get_device_properties(0)
         title, bytes_of_rank = properties.name, int(properties.total_memory)
-    link, shares = measured_link(most), dict.fromkeys(("matrix", "memory", "link", "network"), 1.0)
-    shares |= attention_shares(most, peaks)
+    link, fractions = measured_link(most), dict.fromkeys(("matrix", "memory", "link", "network"), 1.0)
+    fractions |= attention_fractions(most, peaks)
     measured = f"{most.ranks} local ranks of {most.threads} threads at the same time"
     entry = Hardware(
         name=THIS_MACHINE,
@@ -301,7 +301,7 @@ def measured_entry(found: Examination) -> Hardware | None:
         gpus_per_node=most.ranks,
         inside=link,
         between=link,
-        achievable=Achievable(**shares, matrix_depth=depth, kernel=most.kernel, step=0.0, block=most.block),
+        achievable=Achievable(**fractions, matrix_depth=depth, kernel=most.kernel, step=0.0, block=most.block),
         cores=0 if is_gpu else machine.cores,
         sources=(f"threefold doctor on {machine.host}: {measured}",),
     )
@@ -451,7 +451,7 @@ def _all_reduces(timed: _Timed, mesh: Mesh, nbytes: int) -> dict[str, Collective
     return found
 
 
-def attention_shares(rates: RankRates, peaks: Mapping[str, float]) -> dict[str, float]:
+def attention_fractions(rates: RankRates, peaks: Mapping[str, float]) -> dict[str, float]:
     """Return the fractions of attention, in the first dtype that has rates, and the sizes that reach half of them."""
     names = "attention", "attention_backward", "attention_length", "attention_depth"
     dtype = next((dtype for dtype in peaks if rates.attention.get(dtype)), None)

@@ -73,7 +73,7 @@ class StepTime:
 
 
 def waiting_share(world: int) -> float:
-    """Return the share of a step that the slowest of `world` devices lags behind their mean: √(2 ln n) deviations,
+    """Return the fraction of a step that the slowest of `world` devices lags behind their mean: √(2 ln n) deviations,
     with a relative standard deviation of 0.4 %."""
     return 0.004 * sqrt(2 * log(world)) if world > 1 else 0.0
 
@@ -127,16 +127,16 @@ def gradient_time(
 def update_time(config: Config, hardware: Hardware, system: System, zero: int, elements: Number) -> Number:
     """Return the seconds of the update of a rank with some weights; see `gradient_time`."""
     precision, parallel = config.precision, config.parallel
-    share = parallel.dp * parallel.cp if zero or system.sharded_optimizer else 1
+    ranks = parallel.dp * parallel.cp if zero or system.sharded_optimizer else 1
     states = max(optimizer_states(config.optimizer))
-    return cost.update_seconds(hardware, elements / share, states, precision.itemsize, precision.master_weights)
+    return cost.update_seconds(hardware, elements / ranks, states, precision.itemsize, precision.master_weights)
 
 
 def exposed_bubble(busy: float, bubble: float, hardware: Hardware) -> float:
     """Return the part of the bubble that lengthens a step in which a rank is busy. Ranks that share cores yield them
     while they wait, down to the step time of ranks with a core each."""
-    share = hardware.cores / hardware.gpus_per_node if hardware.cores else 1.0
-    return max(0.0, (busy + bubble) * share - busy) if share < 1 else bubble
+    fraction = hardware.cores / hardware.gpus_per_node if hardware.cores else 1.0
+    return max(0.0, (busy + bubble) * fraction - busy) if fraction < 1 else bubble
 
 
 def stage_passes(config: Config, hardware: Hardware, system: System) -> list[Passes]:
@@ -241,12 +241,12 @@ class Estimate:
 
     @property
     def mfu(self) -> float:
-        """Model FLOPs utilisation: the share of the peak matrix rate that the model's operations take."""
+        """Model FLOPs utilisation: the fraction of the peak matrix rate that the model's operations take."""
         return self.model_flops / self._most_flops
 
     @property
     def hfu(self) -> float:
-        """Hardware FLOPs utilisation: the share of the peak matrix rate that all executed operations take."""
+        """Hardware FLOPs utilisation: the fraction of the peak matrix rate that all executed operations take."""
         return self.hardware_flops / self._most_flops
 
     @property
@@ -271,8 +271,8 @@ class Estimate:
     @property
     def error_band(self) -> tuple[float, float]:
         """Seconds between which nine in ten steps are expected."""
-        share = self.hardware.uncertainty
-        return self.step_seconds / (1 + share), self.step_seconds * (1 + share)
+        error = self.hardware.uncertainty
+        return self.step_seconds / (1 + error), self.step_seconds * (1 + error)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values: seconds, bytes and operations."""

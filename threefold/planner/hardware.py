@@ -35,7 +35,7 @@ class Achievable:
         attention, attention_backward: best fraction of the matrix rate in each pass of fused (flash) attention.
         attention_length: positions at which attention reaches half of its best, as diagonal blocks are half masked.
         attention_depth: head dim at which attention reaches half of its best.
-        general_attention: share of these fractions that kernels not tuned for the device type reach.
+        general_attention: part of these fractions that kernels not tuned for the device type reach.
         memory: fraction of the memory bandwidth in elementwise work on large tensors.
         link, network: fraction of the bandwidth inside a node, and between nodes, in large collectives.
         kernel: time between the end of one kernel and the start of the next.
@@ -75,7 +75,7 @@ class Hardware:
         system: training system whose kernels and overlap an estimate assumes by default.
         gpt_system: default system for GPTs, as most were trained on the device in earlier years; empty for `system`.
         sharded_system: default system with `parallel.zero` 2 or 3; empty for `system`.
-        uncertainty: largest error of most estimates (9 of 10 published steps, if any), as a share of the step.
+        uncertainty: largest error of most estimates (9 of 10 published steps, if any), as a fraction of the step.
         cores: CPU cores, which the ranks of a node take in turns if they are more; 0 if each rank has its own.
         dollars_per_hour: price of a device; None if unknown.
     """
@@ -114,7 +114,7 @@ class Hardware:
         """Return a CPU's share for each of `ranks` ranks on one host; a GPU is unchanged."""
         if self.device != "cpu" or ranks == self.gpus_per_node:
             return self
-        share = self.gpus_per_node / ranks
+        fraction = self.gpus_per_node / ranks
         # Ranks that are more than the cores take turns on them.
         before, after = (max(1.0, count / self.cores) if self.cores else 1.0 for count in (self.gpus_per_node, ranks))
         faster = before / after
@@ -122,9 +122,9 @@ class Hardware:
         of_host = ("kernel", "block", "sharded_block", "tensor_block", "context_block")
         return replace(
             self,
-            matrix_rates={dtype: rate * share for dtype, rate in self.matrix_rates.items()},
-            memory_bytes=int(self.memory_bytes * share),
-            memory_bandwidth=self.memory_bandwidth * share,
+            matrix_rates={dtype: rate * fraction for dtype, rate in self.matrix_rates.items()},
+            memory_bytes=int(self.memory_bytes * fraction),
+            memory_bandwidth=self.memory_bandwidth * fraction,
             gpus_per_node=ranks,
             inside=link,
             between=link,

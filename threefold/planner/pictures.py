@@ -32,7 +32,7 @@ OF_ACTION: Final = {"F": "forward", "B": "backward", "I": "backward input", "W":
 """Kind of span for each kind of action."""
 _MOST_DRAWN, _MOST_LABELS, _SMALLEST_LABEL = 4000, 5000, 3.6
 _DIGIT, _AROUND = 0.64, 2.2
-"""Width of a digit as a share of the font size; space beside a label, in points."""
+"""Width of a digit as a fraction of the font size; space beside a label, in points."""
 
 
 class TimeSpan(NamedTuple):
@@ -61,7 +61,7 @@ def spans_of(timeline: Timeline) -> list[TimeSpan]:
 
 
 def draw_timeline(path: Path, spans: Sequence[TimeSpan], title: str, subtitle: str = "", called: str = "stage") -> None:
-    """Draw a timeline of the ranks, in ms, and beside each rank the share of the drawn time in which it is busy.
+    """Draw a timeline of the ranks, in ms, and beside each rank the fraction of the drawn time in which it is busy.
 
     Where spans of a rank overlap, later ones hide earlier ones. The subtitle should give the bubble, as the picture
     does not. Many thousands of ms are shown as s; a row is `called` a stage or a rank.
@@ -132,7 +132,7 @@ def _label_spans(axes: "Axes", spans: Sequence[TimeSpan], points: float, row: fl
 
 
 def _mark_ranks(axes: "Axes", spans: Sequence[TimeSpan], ranks: int, length: float) -> None:
-    """Label the ranks on the left, and the share of time in which each is busy on the right."""
+    """Label the ranks on the left, and the fraction of time in which each is busy on the right."""
     places = list(range(0, ranks, max(1, -(-ranks // _MARKED))))
     axes.set_yticks(places)
     busy = [0.0] * ranks
@@ -153,7 +153,7 @@ NAME: Final = "timeline"
 class MeasuredStep(NamedTuple):
     """Step of a real run, numbered from 1, from its recorded spans, whose times are in ms.
 
-    The bubble is the share of the longest time from a stage's first action to its last that a stage waits, averaged
+    The bubble is the fraction of the longest time from a stage's first action to its last that a stage waits, averaged
     over stages, as for a simulated schedule; the seconds are those from the first span's start to the last one's end.
     """
 

@@ -191,14 +191,14 @@ _MOST_ZERO: Final = next(each.le for each in ParallelConfig.model_fields["zero"]
 
 @dataclass(frozen=True)
 class MeshSizes:
-    """Sizes of the mesh axes, and the sequences of a replica in a step (`share`)."""
+    """Sizes of the mesh axes, and the `sequences` of a replica in a step."""
 
     dp: int
     tp: int
     pp: int
     cp: int
     ep: int
-    share: int
+    sequences: int
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -241,19 +241,20 @@ class Space:
         """Return the options of a mesh; meshes with equal values of a dim share one tuple of them."""
         levels = tuple(range(_MOST_ZERO + 1)) if mesh.dp * mesh.cp > 1 else (0,)
         return Options(
-            self._micro_batches(mesh.share),
+            self._micro_batches(mesh.sequences),
             self._values("parallel.sequence_parallel", (False, True) if mesh.tp > 1 else (False,)),
             self._values("train.recompute", _RECOMPUTE),
             self._schedules(mesh.pp),
             self._values("parallel.zero", levels),
         )
 
-    def _list_micro_batches(self, share: int) -> tuple[Settings, ...]:
+    def _list_micro_batches(self, sequences: int) -> tuple[Settings, ...]:
         size, count = KEYS["micro_batch_size"], KEYS["accumulation"]
         if self.config.train.exact:  # sample groups run, whatever the micro-batch size
             group = self.config.train.grain_leaf
-            return ({size: group, count: max(1, share // group)},)
-        return tuple(each for one in divisors(share) for each in self._combined({size: [one], count: [share // one]}))
+            return ({size: group, count: max(1, sequences // group)},)
+        sizes = ({size: [one], count: [sequences // one]} for one in divisors(sequences))
+        return tuple(each for chosen in sizes for each in self._combined(chosen))
 
     def _list_schedules(self, pp: int) -> tuple[Settings, ...]:
         """List each schedule with each number of stages per rank that the layers allow."""

@@ -137,13 +137,13 @@ class Kernels:
 
 
 FRAGMENTATION: Final = 0.05
-"""Memory that a GPU's caching allocator loses between blocks of different sizes, as a share of transient tensors."""
+"""Memory that a GPU's caching allocator loses between blocks of different sizes, over that of transient tensors."""
 
 
 @dataclass(frozen=True)
 class Keeps:
     """Memory behaviour of a training system on a device: the tensors that its kernels keep for the backward pass, and
-    the share of transient tensors that its allocator loses.
+    the fraction of transient tensors that its allocator loses.
 
     With `casts_logits`, separate kernels cast narrow logits to fp32 on a GPU. The allocator's blocks for the narrow
     logits are too small for the wide ones, and stay reserved.

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _SAME: Final = 0.0005  # relative change of the loss that is not a change
-_WORTH_SAYING: Final = 0.01  # share of a step that its ranks wait for each other, below which it is left out
-_WORTH_A_LOOK: Final = 0.5  # share of a step that its ranks wait for each other, from which on it is coloured
+_WORTH_SAYING: Final = 0.01  # fraction of a step that its ranks wait for each other, below which it is left out
+_WORTH_A_LOOK: Final = 0.5  # fraction of a step that its ranks wait for each other, from which on it is coloured
 _AVERAGED: Final = 20  # steps over which a live line averages speed and time
 _WITH_BAR, _BAR = 150, 30  # columns of a terminal from which on a live line has a bar, and its cells
 _SECONDS_BETWEEN_REFRESHES: Final = 0.1

@@ -109,7 +109,7 @@ class Curves:
 
 
 def sparkline(values: list[float], cells: int = 40) -> str:
-    """Draw values as a line of at most `cells` characters, each the mean of its share of them; empty without values."""
+    """Draw values as a line of at most `cells` characters, each the mean of some of them; empty without values."""
     count = min(cells, len(values))
     bounds = [place * len(values) // count for place in range(count + 1)] if count else []
     means = [sum(values[begin:end]) / (end - begin) for begin, end in pairwise(bounds)]

@@ -55,7 +55,7 @@ LEDGER: Final = {
 """Parts of a run's time, and their names in a report."""
 
 _SAME: Final = 1e-3
-"""Difference of two losses, as a share of them, up to which they count as the same: rounding grows as weights move."""
+"""Relative difference of two losses up to which they count as the same: rounding grows as weights move."""
 
 Settings = Mapping[str, Mapping[str, Any]]
 
@@ -122,14 +122,16 @@ def _compare(runs: Sequence[RunRecord], documents: Sequence[dict[str, Any]]) -> 
         document["difference"] = found.document() if found.last_step else None
     if not compared:
         return ""
-    difference, share, name, step = worst
+    difference, relative, name, step = worst
     layouts = len({document["summary"].get("layout") for document in documents})
     where = f"in {layouts} layouts" if layouts > 1 else f"in {len(runs)} runs"
     over = f"{where} over {counted(len(compared), 'step')}"
     if not difference:
         return f"The same loss {over}, equal in every digit."
-    same = f"The same loss {over}" if share <= _SAME else f"The losses {over} differ"
-    return f"{same}: the largest difference is {difference:.2g} ({share:.1g} of the loss), of {name} at step {step:,}."
+    same = f"The same loss {over}" if relative <= _SAME else f"The losses {over} differ"
+    return (
+        f"{same}: the largest difference is {difference:.2g} ({relative:.1g} of the loss), of {name} at step {step:,}."
+    )
 
 
 def _run(run: RunRecord) -> dict[str, Any]:
@@ -265,7 +267,7 @@ def _results(run: RunRecord) -> dict[str, str]:
         "speed": f"{curves.total('read') / seconds:,.0f} tokens/s, {duration} a step",
         "MFU": f"{work / capacity:.1%}" if capacity else "",
         "compute": f"{scale * (work / seconds):,.1f} model {unit} a rank" if work else "",
-        "time of a step": ", ".join(f"{word} {share:.0%}" for word, share in phases.items() if share >= 0.005),
+        "time of a step": ", ".join(f"{word} {fraction:.0%}" for word, fraction in phases.items() if fraction >= 0.005),
         "waiting": f"{curves.total('waited') / seconds:.0%} of it, in collectives" if curves.total("waited") else "",
         "memory": f"{format_bytes(int(memory))} on the rank that takes most" if memory else "",
     }
@@ -288,7 +290,7 @@ def _goodput(run: RunRecord) -> str:
     restarts = f", {counted(found.restarts, 'restart')}" if found.restarts else ""
     resumed = found.attempts - found.restarts - 1
     again = f", resumed {how_often(resumed)}" if resumed > 0 else ""
-    return f"{found.share:.1%} of {clock(found.total)}{restarts}{again}"
+    return f"{found.fraction:.1%} of {clock(found.total)}{restarts}{again}"
 
 
 def _checkpoints(folder: Path) -> tuple[dict[str, Any], int]:

@@ -23,15 +23,15 @@ INK, GREY, LINE, FAINT = "#262626", "#6b6b6b", "#b5b5b5", "#e9e9e9"
 
 TITLE_SIZE, TEXT_SIZE, SMALL_SIZE = 11.0, 9.0, 7.5
 _LETTER, _LEADING = 0.6, 1.35
-"""Approximate width of a letter and height of a line, as shares of the font size."""
+"""Approximate width of a letter and height of a line, as fractions of the font size."""
 _EDGE: Final = 0.1
 """Distance of titles from the edges of a figure, in inches."""
 
 
-def lighter(color: str, share: float) -> tuple[float, float, float]:
-    """Mix a colour, as `#rrggbb`, with a share of white from 0 to 1."""
+def lighter(color: str, fraction: float) -> tuple[float, float, float]:
+    """Mix a colour, as `#rrggbb`, with a fraction of white from 0 to 1."""
     parts = (int(color[place : place + 2], 16) / 255 for place in (1, 3, 5))
-    red, green, blue = (part + (1 - part) * share for part in parts)
+    red, green, blue = (part + (1 - part) * fraction for part in parts)
     return red, green, blue
 
 

@@ -1,7 +1,7 @@
 """Ledger of a run's time over all its attempts, and its goodput.
 
 The ledger, RUN/goodput.json, is overwritten in place after each step, evaluation and checkpoint, so it is valid
-whenever the processes are killed. *Goodput* is the share of time in steps made for the first time, as defined in
+whenever the processes are killed. *Goodput* is the fraction of time in steps made for the first time, as defined in
 https://cloud.google.com/blog/products/ai-machine-learning/goodput-metric-as-measure-of-ml-productivity.
 """
 
@@ -57,7 +57,7 @@ class Goodput:
     at: float = 0.0
 
     @property
-    def share(self) -> float:
+    def fraction(self) -> float:
         """The goodput, from 0 to 1."""
         return self.steps / self.total if self.total > 0 else 0.0
 
@@ -72,7 +72,7 @@ class Goodput:
         parts |= {"saving": self.saving, "starting": self.starting, "lost to restarts": self.lost}
         listed = ", ".join(f"{name} {seconds:.1f}" for name, seconds in parts.items() if seconds >= 0.05)
         restarts = f", {counted(self.restarts, 'restart')}" if self.restarts else ""
-        return f"{self.share:.1%} of {self.total:,.1f} s{restarts} ({listed})"
+        return f"{self.fraction:.1%} of {self.total:,.1f} s{restarts} ({listed})"
 
     @classmethod
     def read(cls, path: Path) -> Self | None:

@@ -55,7 +55,7 @@ def loss_line(run: RunRecord) -> str:
     means = run.curves.means("loss")
     ends = f"loss {means[0]:.4f} → {means[-1]:.4f}" if means else "no finite loss"
     found = run.goodput
-    return "  ".join(filter(None, (sparkline(means), ends, f"goodput {found.share:.1%}" if found else "")))
+    return "  ".join(filter(None, (sparkline(means), ends, f"goodput {found.fraction:.1%}" if found else "")))
 
 
 def _draw(lines: list[str], drawn: int) -> int:

@@ -111,7 +111,7 @@ class MetricsFile(RunFile):
 
     def after_checkpoint(self, step: int, path: Path) -> None:
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
-            values = {"step": step, "goodput": round(found.share, 6), "seconds": found.seconds()}
+            values = {"step": step, "goodput": round(found.fraction, 6), "seconds": found.seconds()}
             self.file.write(json.dumps({**values, "restarts": found.restarts}))
 
 

@@ -72,9 +72,9 @@ def summarize(stored: StoredTokens, progress: Progress) -> TokenSummary:
         if chunk[place] > highest:
             highest, highest_place = int(chunk[place]), start + place
         progress.advance(chunk.nbytes)
-    share = float(counts[common] / counts.sum())
+    fraction = float(counts[common] / counts.sum())
     sizes = len(lengths), len(lengths) - len(filled), int(lengths[longest]), longest
-    return TokenSummary(*sizes, highest, highest_place, int(ends[common]), share)
+    return TokenSummary(*sizes, highest, highest_place, int(ends[common]), fraction)
 
 
 def _holds(stored: StoredTokens, token: str, place: int) -> str:

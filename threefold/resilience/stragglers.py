@@ -21,7 +21,7 @@ FACTOR: Final = 1.3
 class Straggler:
     """Rank that is slower than the median of the ranks with the same work.
 
-    `factor` is its busy time as a multiple of the median, `waited` the share of the time that it waited,
+    `factor` is its busy time as a multiple of the median, `waited` the fraction of the time that it waited,
     `others_waited` that of the median rank, and `alike` whether the compared ranks have the same work.
     """
 

@@ -133,13 +133,13 @@ class GradientUpdate:
         if self._statistics is not None and not self._statistics.is_idle:
             self._statistics.begin()
 
-    def finish(self, share: float = 1.0) -> None:
-        """Sum the gradients over the ranks. `share` is this rank's share of the samples, for means of buffers."""
+    def finish(self, fraction: float = 1.0) -> None:
+        """Sum the gradients over the ranks. This rank has a `fraction` of the samples, for means of buffers."""
         # Over the replicas (dp · cp), each of which had its own samples or positions: wait for the all-reduces, or with
         # ZeRO the reduce-scatters.
         self.gradients.finish()
         if self._statistics is not None and not self._statistics.is_idle:
-            self._statistics.finish(share)
+            self._statistics.finish(fraction)
         # Uses of a tied weight on this rank whose gradients were summed apart, as if each were on a stage of its own.
         for leaf, copy in self._copies:
             self.gradients[leaf].add_(self.gradients[copy])

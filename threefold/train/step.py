@@ -154,7 +154,7 @@ class GradientStep(GradientUpdate):
             self._is_first = False
         # 3. Gradient sync, and the loss scale divided out.
         self.mesh.heartbeat.activity(Activity.GRADIENT_SUM)
-        self.finish(self._batch.share)
+        self.finish(self._batch.fraction)
         for name in () if self.buffers.is_idle else self.buffers.means:
             self.arithmetic.note(f"the buffer {name}, a mean over samples")
         self.unscale_(scale)

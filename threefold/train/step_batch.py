@@ -29,13 +29,13 @@ class BatchFacts(NamedTuple):
         counted, read: valid tokens, and tokens without padding; samples for both if the batch has no tokens.
         factor: factor of a micro-batch's summed loss in the backward pass: one over the valid tokens of the global
             batch, times the loss scale.
-        share: fraction of the global batch's samples that this rank computes, for means over them.
+        fraction: of the global batch's samples, those that this rank computes, for means over them.
         sums: terms of a user's loss, added up as micro-batches run; None if the last layer computes the loss.
     """
 
     counted: int
     factor: float
-    share: float
+    fraction: float
     samples: int
     padding: int
     read: int
@@ -113,11 +113,11 @@ class BatchPreparation:
         """Prepare a batch whose loss is `loss` of the last layer's output."""
         local, sizes = self.custom_samples(batch, loss, step, rows, outputs)
         samples = sum(sizes)
-        share = batch_size(local.data) / samples / self.mesh.cp.size
+        fraction = batch_size(local.data) / samples / self.mesh.cp.size
         counted, padding, length = samples, 0, 1
         if is_of_tokens(batch):
             (counted, padding), length = self._count(batch), batch.labels.shape[1]
-        return local, BatchFacts(counted, scale, share, samples, padding, samples * length - padding, local.loss)
+        return local, BatchFacts(counted, scale, fraction, samples, padding, samples * length - padding, local.loss)
 
     def custom_samples(
         self,

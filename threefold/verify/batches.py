@@ -47,8 +47,8 @@ class BatchSource(ABC):
             return batch
         generator = torch.Generator().manual_seed(stream_key("label masks", config.train.seed, step))
         chance = torch.rand((size, batch.labels.shape[1]), generator=generator)[batch.rows]
-        shares = torch.linspace(-0.1, 1.05 if size > 3 else 0.7, size).roll(size // 2)
-        masked = chance < shares[batch.rows].unsqueeze(1)
+        fractions = torch.linspace(-0.1, 1.05 if size > 3 else 0.7, size).roll(size // 2)
+        masked = chance < fractions[batch.rows].unsqueeze(1)
         return replace(batch, labels=batch.labels.masked_fill(masked, IGNORE_INDEX))
 
 

@@ -147,11 +147,11 @@ def compose(base: Config, spec: LayoutSpec) -> Config:
     for key, value in spec.settings:
         section, name = key.split(".")
         settings[section][name] = value
-    share = base.train.global_batch_size // layout.dp
+    samples = base.train.global_batch_size // layout.dp
     if not base.train.global_batch_size % layout.dp and "gradient_accumulation_steps" not in settings["train"]:
         fixed = _schedule(spec).micro_batches
         counts = [fixed] if fixed else [2 * layout.pp, layout.pp, 1]
-        wanted = next((count for count in counts if share % count == 0), None)
+        wanted = next((count for count in counts if samples % count == 0), None)
         settings["train"]["gradient_accumulation_steps"] = wanted
     return resolve(config_of(settings), vocab_size=1)
 
@@ -264,11 +264,11 @@ def candidates(layout: Layout, experts: int) -> Iterator[LayoutSpec]:
 
     Expert-parallel sizes divide the number of the model's `experts`.
     """
-    shares = [ep for ep in range(1, layout.dp + 1) if layout.dp % ep == 0 == experts % ep and (experts or ep == 1)]
+    sizes = [ep for ep in range(1, layout.dp + 1) if layout.dp % ep == 0 == experts % ep and (experts or ep == 1)]
     schedules = SCHEDULES if layout.pp > 1 else ("1f1b",)
     stages = range(4) if layout.dp > 1 else (0,)
     shared = (False, True) if layout.tp > 1 else (False,)
-    for ep, schedule, zero, sequence in product(shares, schedules, stages, shared):
+    for ep, schedule, zero, sequence in product(sizes, schedules, stages, shared):
         given = {"parallel.schedule": schedule, "parallel.zero": zero, "parallel.sequence_parallel": sequence}
         settings = tuple((key, value) for key, value in given.items() if value not in ("1f1b", 0, False))
         yield LayoutSpec(replace(layout, ep=ep), settings)
@@ -406,10 +406,10 @@ def select_exact(small: Config, ranks: int, everything: bool) -> Selection:
     )
     if not everything:
         return Selection(covering(small, ranks).specs, outside)
-    share, specs = small.train.global_batch_size, []
+    samples, specs = small.train.global_batch_size, []
     inside = (spec for spec, reason in reasons.items() if reason is None)
     for spec, extras in zip(inside, cycle(_EXTRAS), strict=False):
-        most = share // spec.layout.dp
+        most = samples // spec.layout.dp
         given = [(key, most if value == "most" else value) for key, value in extras.items()]
         specs.append(_with_valid(small, spec, given, suits))
     return Selection(tuple(specs), outside)

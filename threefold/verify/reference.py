@@ -41,7 +41,7 @@ FILE = "one-process.pt"
 SAMPLES, TOKENS, READ, RATE = "samples", "valid tokens", "tokens read", "learning rate"
 """Numbers that a run logs of a step."""
 CLIP_SHARE = 0.5
-"""Share of the first gradient norm that gradients are clipped to while verifying, if the config clips."""
+"""Fraction of the first gradient norm that gradients are clipped to while verifying, if the config clips."""
 
 
 @dataclass
@@ -90,7 +90,7 @@ class OneProcess:
             labels; with `loss`, its `forward` takes the inputs of a batch, or its layers are called one by one.
         plan: plan of the initial values, and of the layers of a model without a `forward`.
         loss: function of the model's output and the batch.
-        clip_share: share of the first gradient norm to clip to, if the config clips at all, so that the clip is active;
+        clip_fraction: part of the first gradient norm to clip to, if the config clips at all, so that it is active;
             None for the config's limit.
     """
 
@@ -100,9 +100,9 @@ class OneProcess:
         plan: ModelPlan,
         config: Config,
         loss: LossFunction | None = None,
-        clip_share: float | None = None,
+        clip_fraction: float | None = None,
     ) -> None:
-        self.plan, self.config, self.loss, self.clip_share = plan, config, loss, clip_share
+        self.plan, self.config, self.loss, self.clip_fraction = plan, config, loss, clip_fraction
         self.model = construct(make_model, config.train.seed)
         convert_floats_(self.model, DTYPES[config.precision.dtype])
         parameters = dict(self._parameters())
@@ -120,7 +120,7 @@ class OneProcess:
         kind = _Added if config.optimizer.name not in BUILT_IN else _OPTIMIZERS[config.optimizer.name]
         self.optimizer = kind(self.trained, config.optimizer, plan)
         leverage = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
-        limit = 0.0 if clip_share else config.optimizer.clip_grad_norm
+        limit = 0.0 if clip_fraction else config.optimizer.clip_grad_norm
         self.trace = Trace(initial=self._weights(), leverage=leverage, limit=limit)
 
     def step(self, batch: Any, step: int, updates: bool = True, evaluates: bool = False) -> None:
@@ -183,8 +183,8 @@ class OneProcess:
 
     def _update(self, step: int) -> None:
         trace, trained = self.trace, self.trained
-        if not trace.limit and self.clip_share and self.config.optimizer.clip_grad_norm:
-            trace.limit = trace.norms[-1] * self.clip_share
+        if not trace.limit and self.clip_fraction and self.config.optimizer.clip_grad_norm:
+            trace.limit = trace.norms[-1] * self.clip_fraction
         torch.nn.utils.clip_grad_norm_(trained.values(), trace.limit or float("inf"))
         clipped = torch.nn.utils.get_total_norm(list(map(_gradient, trained.values()))).item()
         trace.coefficients.append(clipped / trace.norms[-1] if trace.norms[-1] else 1.0)
@@ -201,10 +201,10 @@ def one_process(
     rows: BatchSource,
     steps: int,
     loss: LossFunction | None = None,
-    clip_share: float | None = None,
+    clip_fraction: float | None = None,
 ) -> Trace:
     """Train for `steps` steps on one device, on the global batches of `rows`; other arguments as for `OneProcess`."""
-    run = OneProcess(make_model, plan, config, loss, clip_share)
+    run = OneProcess(make_model, plan, config, loss, clip_fraction)
     evaluated = min(1, steps - 1)  # with later steps, which would show any side effect
     for step in range(steps):
         run.step(rows.batch(config, step), step, evaluates=step == evaluated)

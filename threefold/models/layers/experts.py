@@ -78,8 +78,8 @@ class Routing(nn.Module):
         chosen = F.one_hot(experts, self.experts).sum(2).to(weights.dtype) * (local > 0).unsqueeze(-1)
         counts = self._sum_over_shares(chosen.sum(1))  # [B, E]
         counted = (weights > 0).sum(1, keepdim=True).clamp_min(1)
-        shares = counts / (counted * self.per_token)
-        balance = self.experts * (shares.unsqueeze(1) * probabilities).sum(-1)
+        fractions = counts / (counted * self.per_token)
+        balance = self.experts * (fractions.unsqueeze(1) * probabilities).sum(-1)
         stray = logits.logsumexp(-1).square()
         return (local * (self.aux_loss * balance + self.z_loss * stray)).sum()
 

@@ -80,7 +80,7 @@ def command(
 
 
 _SMALLEST = 0.005
-"""Smallest share of a step that is shown as a cause of its own."""
+"""Smallest fraction of a step that is shown as a cause of its own."""
 _LARGE = 2 * 10**9
 """Bytes of a rank from which memory is shown in GB."""
 

@@ -135,7 +135,7 @@ def _print_simulation(found: "Simulation") -> None:
     for rank, busy in enumerate(timeline.busy):
         times = (facts["start"][rank], facts["end"][rank], busy, longest - busy)
         counts = (f"{facts[key][rank]:.4g}" for key in held)
-        # A bubble is a share of the longest rank's time, so that the mean is the total bubble.
+        # A bubble is a fraction of the longest rank's time, so that the mean is the total bubble.
         rows.append((str(rank), *(f"{time:,.1f}" for time in times), f"{1 - busy / longest:.1%}", *counts))
     print_table(header, shortened(rows))
     most = max(found.peaks)

@@ -12,7 +12,7 @@ class Performance:
     Attributes:
         flops_per_second: model FLOPs of the step per second and rank, averaged over the
             ranks; None for a custom model.
-        mfu: share of a rank's peak rate that this is; None if the peak is not known.
+        mfu: fraction of a rank's peak rate that this is; None if the peak is not known.
         memory: peak memory of this rank in bytes: resident memory of its process on a CPU, memory reserved by torch on
             a GPU.
         largest_memory, largest_rank: peak memory of the rank that uses most, among those that this one hears of.
