@@ -37,7 +37,7 @@ def test_every_part_has_a_canary() -> None:
             elif isinstance(node, ast.Assign | ast.AnnAssign):
                 target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
                 names.add(ast.unparse(target))
-    assert {"assert_async", "StridedPlacement", "PiecewiseTensor", "NO_TORCH_FUNCTION", "finish_backward"} <= names
+    assert {"assert_async", "StridedPlacement", "ChunkedTensor", "NO_TORCH_FUNCTION", "finish_backward"} <= names
     text = "".join(file.read_text() for file in (Path(__file__), ROOT / "tests/torch_private/test_tensors.py"))
     public = {name for name in names if not name.startswith("_")}
     assert {name for name in public if not re.search(rf"\b{name}\b", text)} == set()
@@ -316,10 +316,10 @@ def _parts_of_a_tensor() -> tuple[Any, ...]:
     return (start, size, mine), local_box(copied)[2:], local_box(summed)[3]
 
 
-def test_piecewise_tensor(tmp_path: Path) -> None:
-    from threefold.torch_private.distributed import PiecewiseTensor
+def test_chunked_tensor(tmp_path: Path) -> None:
+    from threefold.torch_private.distributed import ChunkedTensor
 
-    class Part(PiecewiseTensor):
+    class Part(ChunkedTensor):
         def chunks(self) -> list[ChunkStorageMetadata]:
             return [ChunkStorageMetadata(torch.Size([0]), torch.Size([4]))]
 
@@ -327,7 +327,7 @@ def test_piecewise_tensor(tmp_path: Path) -> None:
             data = TensorWriteData(self.chunks()[0], TensorProperties(dtype=self.dtype), torch.Size([4]))
             return [WriteItem(MetadataIndex(name, torch.Size([0])), WriteItemType.SHARD, tensor_data=data)]
 
-        def piece(self, index: MetadataIndex) -> torch.Tensor:
+        def chunk_at(self, index: MetadataIndex) -> torch.Tensor:
             return self.storage_of_it
 
     def part_of(tensor: torch.Tensor) -> Part:

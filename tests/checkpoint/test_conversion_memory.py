@@ -12,7 +12,7 @@ from torch import Tensor
 from tests.support.command import Silent
 from threefold.checkpoint.folder import LOOP, path_of
 from threefold.checkpoint.manifest import Facts, write_manifest
-from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
+from threefold.checkpoint.tensors import ReadableChunk, ReadableTensor, save_tensors_alone
 from threefold.convert.checkpoints import Conversion, Format, convert_checkpoint
 from threefold.host import return_freed_memory
 from threefold.verify.worker_pool import WorkerPool
@@ -32,12 +32,12 @@ def write_large(run: Path) -> None:
     folder.mkdir(parents=True)
     tensors: dict[str, Tensor] = {}
     for number in range(TENSORS):
-        pieces = [
-            TensorPiece((first, 0), (ROWS // 2, 1024), lambda number=number, first=first: rows(number, first))  # type: ignore[misc]
+        chunks = [
+            ReadableChunk((first, 0), (ROWS // 2, 1024), lambda number=number, first=first: rows(number, first))  # type: ignore[misc]
             for first in (0, ROWS // 2)
         ]
         name = f"model.{number}" if number % 3 else f"optimizer.{number}.exp_avg"
-        tensors[name] = PiecedTensor((ROWS, 1024), torch.float32, pieces)
+        tensors[name] = ReadableTensor((ROWS, 1024), torch.float32, chunks)
     save_tensors_alone(tensors, folder)
     (folder / LOOP).write_text("{}")
     write_manifest(folder, Facts(1, 0, 0, eod=None, tokenizer_sha256=None, tokens=0, documents=0))

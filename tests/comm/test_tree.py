@@ -32,7 +32,7 @@ def by_hand(parts: list[Tensor]) -> Tensor:
 
 
 def exact_axis(transport: str) -> Axis:
-    layout, sizes = Layout(tp=dist.get_world_size()), SharedMemorySizes(4096, 4096)  # more than one piece, and shares
+    layout, sizes = Layout(tp=dist.get_world_size()), SharedMemorySizes(4096, 4096)  # more than one chunk, and parts
     axis = Mesh(layout, shared_memory=transport == "memory", in_tree=True, sizes=sizes).tp
     assert axis.in_tree
     assert axis.shares_memory == (transport == "memory")

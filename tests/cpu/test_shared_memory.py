@@ -22,7 +22,7 @@ FLOATS = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 DTYPES = [*FLOATS, torch.int64, torch.int32, torch.uint8, torch.bool]
 SHAPES = [(), (0,), (1,), (7,), (3, 0, 2), (5, 3), (1000,), (33, 65), (4099,)]
 PAGE = 4096
-"""The smallest slot: most shapes above go in several pieces."""
+"""The smallest slot: most shapes above go in several chunks."""
 
 
 def test_one_rank(pool):

@@ -281,8 +281,8 @@ def test_sums_of_gradients() -> None:
     assert sums == pytest.approx((4 + 2) * 7 / 8)  # fp32 gradients scattered, bf16 weights gathered
     hidden = gradient_seconds(hardware, core, group, 1e9, 100.0, 200.0, micro_batches=4)
     assert hidden < sums / 2
-    piece = sums / 12  # exposed; the others slow the computation
-    assert hidden == pytest.approx(piece + (sums - piece) / 4)
+    chunk = sums / 12  # exposed; the others slow the computation
+    assert hidden == pytest.approx(chunk + (sums - chunk) / 4)
     sharded = gradient_seconds(hardware, core, group, 1e9, 1.0, 2.0, micro_batches=4, zero=3)
     assert sharded > sums
     assert gradient_seconds(hardware, core, Group(1, 1, 8), 1e9, 1.0, 2.0) == 0

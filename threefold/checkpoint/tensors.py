@@ -52,13 +52,13 @@ from threefold.host import begin_writing, finish_writing
 from threefold.output import write_durably
 from threefold.parallel.parameter import offset
 from threefold.random.tensor_hash import PartHash, fingerprint_of
-from threefold.torch_private.distributed import PiecewiseTensor, StridedPlacement
+from threefold.torch_private.distributed import ChunkedTensor, StridedPlacement
 
 _BLOCK: Final = 4 << 20
 """Bytes hashed and moved at a time, few enough to still be in the processor's cache for the second use."""
 _AHEAD: Final = 32 << 20  # bytes after which writeback starts, so that little is left to wait for at the end
 
-ALIGNMENT: Final = 64  # alignment in bytes of tensors that share one piece of memory or a mapped file
+ALIGNMENT: Final = 64  # alignment in bytes of tensors that share one block of memory or a mapped file
 
 
 def save_tensors(tensors: Mapping[str, Tensor], folder: Path, world: Axis) -> None:
@@ -121,13 +121,13 @@ def detached(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for name, tensor in found.items():
         if isinstance(tensor, DTensor) and any(isinstance(each, StridedPlacement) for each in tensor.placements):
             shard = tensor.to_local()
-            piece = TensorPiece(tuple(offset(tensor)), tuple(shard.shape), shard.detach)
-            found[name] = PiecedTensor(tensor.shape, tensor.dtype, [piece], shard)
+            chunk = ReadableChunk(tuple(offset(tensor)), tuple(shard.shape), shard.detach)
+            found[name] = ReadableTensor(tensor.shape, tensor.dtype, [chunk], shard)
     return found
 
 
 @dataclass(frozen=True)
-class TensorPiece:
+class ReadableChunk:
     """A box of a tensor: its offsets, its sizes and the function that reads it."""
 
     offsets: tuple[int, ...]
@@ -135,19 +135,19 @@ class TensorPiece:
     read: Callable[[], Tensor]
 
 
-class PiecedTensor(PiecewiseTensor):
-    """A tensor made of pieces, in torch.distributed.checkpoint's protocol for sharded tensors."""
+class ReadableTensor(ChunkedTensor):
+    """A tensor made of chunks, in torch.distributed.checkpoint's protocol for sharded tensors."""
 
     _whole: torch.Size
-    _pieces: dict[torch.Size, TensorPiece]
+    _chunks: dict[torch.Size, ReadableChunk]
 
     def __new__(
-        cls, shape: Sequence[int], dtype: torch.dtype, pieces: Sequence[TensorPiece], memory: Tensor | None = None
+        cls, shape: Sequence[int], dtype: torch.dtype, chunks: Sequence[ReadableChunk], memory: Tensor | None = None
     ) -> Self:
-        """Make a tensor from pieces that do not overlap, on the `memory` of a shard or on none."""
+        """Make a tensor from chunks that do not overlap, on the `memory` of a shard or on none."""
         memory = torch.empty(tuple(shape), dtype=dtype, device="meta") if memory is None else memory
         self = memory.as_subclass(cls)
-        self._whole, self._pieces = torch.Size(shape), {torch.Size(piece.offsets): piece for piece in pieces}
+        self._whole, self._chunks = torch.Size(shape), {torch.Size(chunk.offsets): chunk for chunk in chunks}
         return self
 
     def size(self, dim: int | None = None) -> Any:
@@ -155,7 +155,7 @@ class PiecedTensor(PiecewiseTensor):
         return self._whole if dim is None else self._whole[dim]
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets, torch.Size(piece.sizes)) for offsets, piece in self._pieces.items()]
+        return [ChunkStorageMetadata(offsets, torch.Size(chunk.sizes)) for offsets, chunk in self._chunks.items()]
 
     def write_items(self, name: str) -> list[WriteItem]:
         properties, items = TensorProperties(dtype=self.dtype), []
@@ -164,8 +164,8 @@ class PiecedTensor(PiecewiseTensor):
             items.append(WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
         return items
 
-    def piece(self, index: MetadataIndex) -> Tensor:
-        return self._pieces[cast(torch.Size, index.offset)].read()
+    def chunk_at(self, index: MetadataIndex) -> Tensor:
+        return self._chunks[cast(torch.Size, index.offset)].read()
 
 
 class _Storage:

@@ -24,13 +24,13 @@ from threefold.checkpoint.index import (
     read_index,
 )
 from threefold.checkpoint.manifest import WRITER, Checkpoint, read_manifest, read_writer, write_manifest
-from threefold.checkpoint.tensors import ALIGNMENT, PiecedTensor, TensorPiece, read_chunk, save_tensors_alone
+from threefold.checkpoint.tensors import ALIGNMENT, ReadableChunk, ReadableTensor, read_chunk, save_tensors_alone
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.files import shown
 from threefold.foreign import FolderFiles
 from threefold.host import return_freed_memory
-from threefold.huggingface.shards import CODES, Shards, in_chunks
+from threefold.huggingface.shards import CODES, Shards, in_groups
 from threefold.output import Progress, check_replaceable, staged_directory, write_durably
 from threefold.report.checkpoints import choose, group_of, locate, saved_at
 
@@ -164,14 +164,14 @@ class TensorSource:
             )
         return converted
 
-    def streamed(self, name: str) -> PiecedTensor:
+    def streamed(self, name: str) -> ReadableTensor:
         """Return a tensor that is read chunk by chunk, with the chunks of the checkpoint."""
         planned = self.planned[name]
-        pieces = [
-            TensorPiece(chunk.offsets, chunk.sizes, partial(self.read_chunk, name, chunk)) for chunk in planned.chunks
+        chunks = [
+            ReadableChunk(chunk.offsets, chunk.sizes, partial(self.read_chunk, name, chunk)) for chunk in planned.chunks
         ]
-        empty = TensorPiece((0,) * len(planned.shape), planned.shape, partial(self.read, name))
-        return PiecedTensor(planned.shape, planned.dtype, pieces or [empty])
+        empty = ReadableChunk((0,) * len(planned.shape), planned.shape, partial(self.read, name))
+        return ReadableTensor(planned.shape, planned.dtype, chunks or [empty])
 
     def mapped(self, names: Iterable[str], scratch: Path) -> dict[str, Tensor]:
         """Return tensors backed by a memory-mapped scratch file, each with its own storage."""
@@ -199,10 +199,10 @@ def _write_run(
     _copy(checkpoint, texts, folder)
     tensors: dict[str, StoredTensor] = {}
     files = {}
-    for number, chunk in enumerate(in_chunks(source.planned, request.shard_bytes)):
+    for number, group in enumerate(in_groups(source.planned, request.shard_bytes)):
         part = run / f"part-{number}"
         part.mkdir()
-        save_tensors_alone({each: source.streamed(each) for each in chunk}, part)
+        save_tensors_alone({each: source.streamed(each) for each in group}, part)
         name = f"tensors-{number:05d}.bin"
         written, data = read_index(part), read_data_files(part)
         for old, file in data.items():

@@ -37,9 +37,9 @@ class SharedMemorySizes(NamedTuple):
     """Sizes at which shared-memory collectives split their work; they change no result."""
 
     slot: int = 2 << 20
-    """Bytes of a piece of a message; larger pieces fall out of the cache that the ranks share."""
+    """Bytes of a chunk of a message; larger chunks fall out of the cache that the ranks share."""
     sharing: int = 1 << 20
-    """Value of piece bytes · (ranks − 2) at or above which ranks divide the additions of a piece: measured with 3, 4
+    """Value of chunk bytes · (ranks − 2) at or above which ranks divide the additions of a chunk: measured with 3, 4
     and 8 ranks on two cores; below it, the second round costs more than the additions saved."""
 
 
@@ -166,7 +166,7 @@ class SharedMemoryGroup(HostGroup):
         if opts.reduceOp != dist.ReduceOp.SUM or not self._takes(source):
             return self._gloo.reduce_scatter_single(output, source, opts)
         parts, local = _flat(source).view(self._size, output.numel()), output.view(-1)
-        for start, count in self._pieces(local, self._capacity // (source.itemsize * self._size)):
+        for start, count in self._chunks(local, self._capacity // (source.itemsize * self._size)):
             views = self._exchange("reduce_scatter", parts[:, start : start + count])
             summands = [slot.view(self._size, count)[self._index] for slot in views.slots]
             self._accumulate(torch.add, summands, local[start : start + count])
@@ -177,14 +177,14 @@ class SharedMemoryGroup(HostGroup):
         if not self._takes(tensor):
             return self._gloo.broadcast(tensors, opts)
         flat = _flat(tensor)
-        for start, count in self._pieces(flat, self._capacity // flat.itemsize):
-            piece = flat[start : start + count]
+        for start, count in self._chunks(flat, self._capacity // flat.itemsize):
+            chunk = flat[start : start + count]
             slot = self._views_of(flat.dtype, count).slots[opts.rootRank]
             if self._index == opts.rootRank:
-                slot.copy_(piece)
+                slot.copy_(chunk)
             self._round("broadcast_", flat.dtype, count, opts.rootRank)
             if self._index != opts.rootRank:
-                piece.copy_(slot)
+                chunk.copy_(slot)
         _write_back(flat, tensor)
         return _DONE
 
@@ -205,31 +205,31 @@ class SharedMemoryGroup(HostGroup):
         _write_back(flat, tensor)
 
     def _all_gather(self, flat: Tensor, gathered: Tensor) -> None:
-        for start, count in self._pieces(flat, self._capacity // flat.itemsize):
+        for start, count in self._chunks(flat, self._capacity // flat.itemsize):
             views = self._exchange("all_gather", flat[start : start + count])
             gathered[:, start : start + count].copy_(views.rows)
 
     def _reduce(self, operation: str, source: Tensor, target: Tensor, combine: Callable[..., Tensor]) -> None:
-        for start, count in self._pieces(source, self._capacity // source.itemsize):
+        for start, count in self._chunks(source, self._capacity // source.itemsize):
             views = self._exchange(operation, source[start : start + count])
-            piece = target[start : start + count]
-            added = torch.float32.itemsize if piece.dtype in HALVES else piece.itemsize
-            if (self._size - 2) * piece.numel() * added >= self._sharing_bytes:
+            chunk = target[start : start + count]
+            added = torch.float32.itemsize if chunk.dtype in HALVES else chunk.itemsize
+            if (self._size - 2) * chunk.numel() * added >= self._sharing_bytes:
                 # Each rank combines its part; then all read all parts.
                 self._accumulate(combine, views.parts, views.local_part)
-                self._round(operation, piece.dtype, count)
-                piece.copy_(views.result)
+                self._round(operation, chunk.dtype, count)
+                chunk.copy_(views.result)
             else:
-                self._accumulate(combine, views.slots, piece)
+                self._accumulate(combine, views.slots, chunk)
 
     def _accumulate(self, combine: Callable[..., Tensor], parts: list[Tensor], out: Tensor) -> None:
         accumulate(combine, parts, out, self._rounding)
 
-    def _exchange(self, operation: str, piece: Tensor) -> _Views:
-        """Run one round in which every rank contributes `piece`; return all slots, each with its rank's piece."""
-        views = self._views_of(piece.dtype, piece.numel())
-        views.slots[self._index].view(piece.shape).copy_(piece)
-        self._round(operation, piece.dtype, piece.numel())
+    def _exchange(self, operation: str, chunk: Tensor) -> _Views:
+        """Run one round in which every rank contributes `chunk`; return all slots, each with its rank's chunk."""
+        views = self._views_of(chunk.dtype, chunk.numel())
+        views.slots[self._index].view(chunk.shape).copy_(chunk)
+        self._round(operation, chunk.dtype, chunk.numel())
         return views
 
     def _round(self, operation: str, dtype: torch.dtype, count: int, source: int = 0) -> None:
@@ -252,7 +252,7 @@ class SharedMemoryGroup(HostGroup):
         return _Views(each, slots[:-1].view(dtype)[:, :count], [slot[local] for slot in each], result, result[local])
 
     @staticmethod
-    def _pieces(flat: Tensor, longest: int) -> list[tuple[int, int]]:
+    def _chunks(flat: Tensor, longest: int) -> list[tuple[int, int]]:
         total = flat.numel()
         return [(start, min(longest, total - start)) for start in range(0, total, longest)]
 

@@ -186,23 +186,23 @@ class Blend:
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
-        self.counts = np.array(whole_weights(weights), dtype=np.int64)
-        self.period = int(self.counts.sum())
-        self._corpora = _assign(self.counts.tolist())
+        self.in_period = np.array(whole_weights(weights), dtype=np.int64)
+        self.period = int(self.in_period.sum())
+        self._corpora = _assign(self.in_period.tolist())
         self._before = np.empty(self.period, dtype=np.int64)
-        for corpus, count in enumerate(self.counts):
+        for corpus, count in enumerate(self.in_period):
             self._before[self._corpora == corpus] = np.arange(count)
 
     def __call__(self, counters: Int64Array) -> tuple[Int64Array, Int64Array]:
         """Return the corpus of each sample of a run, and how many of that corpus come before it: two int64 [rows]."""
         periods, places = np.divmod(counters, self.period)
         corpora = self._corpora[places]
-        return corpora, periods * self.counts[corpora] + self._before[places]
+        return corpora, periods * self.in_period[corpora] + self._before[places]
 
     def counts(self, samples: int) -> Int64Array:
         """Count how many of a run's first `samples` samples come from each corpus: int64 [k]."""
         periods, rest = divmod(samples, self.period)
-        return periods * self.counts + np.bincount(self._corpora[:rest], minlength=len(self.counts))
+        return periods * self.in_period + np.bincount(self._corpora[:rest], minlength=len(self.in_period))
 
 
 class MixedSamples(Samples):

@@ -22,7 +22,7 @@ from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import choose_type, imported_config, left_out, split, write_model, write_texts
 from threefold.huggingface.mapping import WeightMap
-from threefold.huggingface.shards import Shards, in_chunks
+from threefold.huggingface.shards import Shards, in_groups
 from threefold.huggingface.source import choose_exported
 from threefold.models.source import bound_arguments, file_source
 from threefold.output import Progress, check_replaceable, staged_directory
@@ -112,8 +112,8 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
         texts = write_texts(checkpoint.path, partial)
         with Shards(partial, planned, request.shard_bytes) as shards:
             sizes = {name: StoredTensor(stored[name][0], name_of(dtypes[name])) for name in weights}
-            for chunk in in_chunks(sizes, 64 << 20):  # small tensors are read together
-                ours = {name: torch.empty(size.shape, dtype=size.dtype) for name, size in chunk.items()}
+            for group in in_groups(sizes, 64 << 20):  # small tensors are read together
+                ours = {name: torch.empty(size.shape, dtype=size.dtype) for name, size in group.items()}
                 load_tensors({MODEL + name: tensor for name, tensor in ours.items()}, checkpoint.path, alone=True)
                 for name, tensor in ours.items():
                     parts = [{name: tensor}] if kind is None else [split(slab, tensor) for slab in weights[name]]

@@ -134,14 +134,14 @@ def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
 def _contents(path: Path) -> Iterable[Stored]:
     with _opened(path) as file:
         for key in file.keys():  # noqa: SIM118
-            piece = file.get_slice(key)
-            kind = piece.get_dtype()
+            found = file.get_slice(key)
+            kind = found.get_dtype()
             if kind not in DTYPES and not _BUFFERS.fullmatch("." + key):
                 raise UserError(
                     f"{path} holds {key} as {kind} and Threefold reads {', '.join(DTYPES)}; "
                     "take a copy of the model that is not quantised."
                 )
-            yield Stored(path, key, tuple(piece.get_shape()), DTYPES.get(kind, torch.float32))
+            yield Stored(path, key, tuple(found.get_shape()), DTYPES.get(kind, torch.float32))
 
 
 def texts_of(source: Path) -> dict[str, str]:
@@ -201,10 +201,10 @@ def imported_config(checkpoint: Path) -> dict[str, Any]:
     return read_json(checkpoint, name) if FolderFiles(checkpoint).holds(name) else {}
 
 
-BOX_BYTES: Final = 16 << 20  # maximum bytes that are read at once and stored as one piece
-SMALL: Final = 1 << 18  # bytes up to which a tensor is stored as one piece
+BOX_BYTES: Final = 16 << 20  # maximum bytes that are read at once and stored as one chunk
+SMALL: Final = 1 << 18  # bytes up to which a tensor is stored as one chunk
 BOXES: Final = 8
-"""Minimum number of pieces of a larger tensor, so that each of as many ranks can read only its own shard."""
+"""Minimum number of chunks of a larger tensor, so that each of as many ranks can read only its own shard."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import CONFIG, PREFIX, TOKENIZER, WITH_TOKENIZER, path_of
 from threefold.checkpoint.index import name_of
 from threefold.checkpoint.manifest import Facts, write_manifest
-from threefold.checkpoint.tensors import PiecedTensor, TensorPiece, save_tensors_alone
+from threefold.checkpoint.tensors import ReadableChunk, ReadableTensor, save_tensors_alone
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.data.tokenizer import find_end, loaded
@@ -67,7 +67,7 @@ class Imported:
 
 
 def import_model(request: Import, progress: Progress) -> Imported:
-    """Create a run whose checkpoint of step 0 has the weights of a Hugging Face model, a piece at a time in memory."""
+    """Create a run whose checkpoint of step 0 has the weights of a Hugging Face model, a chunk at a time in memory."""
     return_freed_memory()
     check_replaceable(request.out, [request.source], request.overwrite)
     values = read_json(request.source, THEIR_CONFIG)
@@ -181,7 +181,7 @@ def _check_tie(files: TensorFiles, weights: list[WeightMap]) -> None:
 
 
 def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, progress: Progress) -> dict[str, Tensor]:
-    """Return the checkpoint's tensors by name, in the files' dtypes; they are read piece by piece as they are saved."""
+    """Return the checkpoint's tensors by name, in the files' dtypes; they are read chunk by chunk as they are saved."""
     grouped: dict[str, list[WeightMap]] = {}
     for weight in weights:
         grouped.setdefault(weight.name, []).append(weight)
@@ -193,13 +193,13 @@ def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, pro
         rule, last = plan.split_of(name), len(slabs[0].shape) - (slabs[0].expert is None)
         by_columns = rule is not None and last > 0 and rule.cut_dim(name.rpartition(".")[2], "tp") == last
         parts = [(weight, box) for weight in slabs for box in boxes(weight, dtype.itemsize, by_columns)]
-        pieces = [_piece(weight, box, dtype, files, progress) for weight, box in parts]
+        chunks = [_chunk(weight, box, dtype, files, progress) for weight, box in parts]
         stack = () if slabs[0].expert is None else (len(slabs),)
-        tensors[MODEL + name] = PiecedTensor((*stack, *slabs[0].shape), dtype, pieces)
+        tensors[MODEL + name] = ReadableTensor((*stack, *slabs[0].shape), dtype, chunks)
     return tensors
 
 
-def _piece(weight: WeightMap, box: Box, dtype: torch.dtype, files: TensorFiles, progress: Progress) -> TensorPiece:
+def _chunk(weight: WeightMap, box: Box, dtype: torch.dtype, files: TensorFiles, progress: Progress) -> ReadableChunk:
     dims = (box.rows, box.columns)[: len(weight.shape)]
     offsets, sizes = tuple(first for first, _ in dims), tuple(end - first for first, end in dims)
 
@@ -209,8 +209,8 @@ def _piece(weight: WeightMap, box: Box, dtype: torch.dtype, files: TensorFiles, 
         return tensor if weight.expert is None else tensor[None]
 
     if weight.expert is None:
-        return TensorPiece(offsets, sizes, read)
-    return TensorPiece((weight.expert, *offsets), (1, *sizes), read)
+        return ReadableChunk(offsets, sizes, read)
+    return ReadableChunk((weight.expert, *offsets), (1, *sizes), read)
 
 
 def _shown(shape: tuple[int, ...]) -> str:

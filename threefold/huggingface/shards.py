@@ -25,21 +25,21 @@ class Shards:
     def __init__(self, folder: Path, tensors: Mapping[str, StoredTensor], limit: int, stem: str = "model") -> None:
         self._open = ExitStack()
         self._places: dict[str, tuple[IO[bytes], int, StoredTensor]] = {}
-        chunks = list(in_chunks(tensors, limit))
-        count = len(chunks)
+        groups = list(in_groups(tensors, limit))
+        count = len(groups)
         self.names = [f"{stem}-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
         if count == 1:
             self.names = [f"{stem}.safetensors"]
         else:
             total = sum(tensor.bytes for tensor in tensors.values())
-            weights = {each: name for name, chunk in zip(self.names, chunks, strict=True) for each in chunk}
+            weights = {each: name for name, group in zip(self.names, groups, strict=True) for each in group}
             index = {"metadata": {"total_size": total}, "weight_map": weights}
             path = folder / f"{stem}.safetensors.index.json"
             path.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-        for name, chunk in zip(self.names, chunks, strict=True):
+        for name, group in zip(self.names, groups, strict=True):
             header: dict[str, object] = {"__metadata__": {"format": "pt"}}
             starts, end = {}, 0
-            for each, planned in chunk.items():
+            for each, planned in group.items():
                 starts[each], end = end, end + planned.bytes
                 offsets = [starts[each], end]
                 header[each] = {"dtype": CODES[planned.dtype], "shape": planned.shape, "data_offsets": offsets}
@@ -49,7 +49,7 @@ class Shards:
             file.write(len(text).to_bytes(8, "little") + text)
             begin = file.tell()
             file.truncate(begin + end)
-            for each, planned in chunk.items():
+            for each, planned in group.items():
                 self._places[each] = (file, begin + starts[each], planned)
 
     def __enter__(self) -> "Shards":
@@ -71,14 +71,14 @@ class Shards:
             file.write(flat.view(torch.uint8).numpy().data)
 
 
-def in_chunks(tensors: Mapping[str, StoredTensor], limit: int) -> Iterator[dict[str, StoredTensor]]:
-    """Divide tensors into chunks of at most `limit` bytes, or of one larger tensor; yield at least one chunk."""
-    chunk: dict[str, StoredTensor] = {}
+def in_groups(tensors: Mapping[str, StoredTensor], limit: int) -> Iterator[dict[str, StoredTensor]]:
+    """Divide tensors into groups of at most `limit` bytes, or of one larger tensor; yield at least one group."""
+    group: dict[str, StoredTensor] = {}
     filled = 0
     for name, tensor in tensors.items():
-        if chunk and filled + tensor.bytes > limit:
-            yield chunk
-            chunk, filled = {}, 0
-        chunk[name] = tensor
+        if group and filled + tensor.bytes > limit:
+            yield group
+            group, filled = {}, 0
+        group[name] = tensor
         filled += tensor.bytes
-    yield chunk
+    yield group

@@ -173,9 +173,9 @@ def gradient_seconds(
         if zero == ZERO_WEIGHTS:
             return micro_batches * (blocks + 2 * gather + scatter)
         return blocks + gather + scatters * scatter
-    pieces = layers if zero == ZERO_WEIGHTS else 1
-    gather = pieces * ring_seconds(hardware, group, "all_gather", elements / pieces * itemsize)
-    scatter = pieces * ring_seconds(hardware, group, "reduce_scatter", elements / pieces * summed)
+    chunks = layers if zero == ZERO_WEIGHTS else 1
+    gather = chunks * ring_seconds(hardware, group, "all_gather", elements / chunks * itemsize)
+    scatter = chunks * ring_seconds(hardware, group, "reduce_scatter", elements / chunks * summed)
     if zero == ZERO_WEIGHTS:
         parts = exposed_part(gather, forward, layers), exposed_part(gather + scatter, backward, layers)
         exposed, whole = micro_batches * sum(parts), micro_batches * (2 * gather + scatter)
@@ -188,9 +188,9 @@ def gradient_seconds(
     return exposed + _CONTENTION * (whole - exposed)
 
 
-def exposed_part(collective: float, beside: float, pieces: int) -> float:
-    """Return the exposed part of a collective that runs in pieces during a computation: one piece and any excess."""
-    return collective / pieces + positive(collective * (1 - 1 / pieces) - beside)
+def exposed_part(collective: float, beside: float, chunks: int) -> float:
+    """Return the exposed part of a collective that runs in chunks during a computation: one chunk and any excess."""
+    return collective / chunks + positive(collective * (1 - 1 / chunks) - beside)
 
 
 def update_seconds(
@@ -306,7 +306,7 @@ def cost_block(config: Config, block: BlockShape, per_node: int, system: System)
 BUSIEST = 1.1
 """Load of the busiest rank of experts, as a multiple of the mean number of tokens; the others wait for it."""
 _TENSOR_PIECES = 4
-"""Pieces of an overlapped tensor-parallel collective and its matrix product; the first piece is exposed."""
+"""Chunks of an overlapped tensor-parallel collective and its matrix product; the first chunk is exposed."""
 
 _HOST_FORWARD = 1 / 3
 """Forward pass's fraction of the host's work for a block."""

@@ -28,7 +28,7 @@ class System:
         fused_loss: whether softmax and cross-entropy are one kernel over the logits in each direction.
         fused_gradients: whether weight-gradient products accumulate directly into the fp32 gradients.
         gradient_bytes: bytes per element in the data-parallel sum; 0 for the gradients' itemsize.
-        overlap_tensor: whether tensor-parallel collectives run in pieces during the neighbouring matrix products.
+        overlap_tensor: whether tensor-parallel collectives run in chunks during the neighbouring matrix products.
         overlap_tensor_backward: whether they overlap with weight gradients in the backward pass.
         overlap_context: whether context-parallel collectives overlap with attention.
         overlap_gradients: whether gradient sums overlap with the last backward pass, weight gathers with the first

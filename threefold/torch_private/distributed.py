@@ -358,8 +358,8 @@ NO_TORCH_FUNCTION: Any = torch._C._disabled_torch_function_impl
 documentation of subclasses says to use it. A public name would replace it."""
 
 
-class PiecewiseTensor(Tensor):
-    """Tensor that declares its pieces of a global tensor, in the protocol of `torch.distributed.checkpoint`.
+class ChunkedTensor(Tensor):
+    """Tensor that declares its chunks of a global tensor, in the protocol of `torch.distributed.checkpoint`.
 
     Why: `dcp.save` and `dcp.load` call these methods of tensors that are neither DTensors nor ShardedTensors, but only
     a private protocol (`_Checkpointable`) names them. A public protocol would replace it.
@@ -368,15 +368,15 @@ class PiecewiseTensor(Tensor):
     __torch_function__ = NO_TORCH_FUNCTION
 
     def chunks(self) -> list[ChunkStorageMetadata]:
-        """Return the pieces to load."""
+        """Return the chunks to load."""
         raise NotImplementedError
 
     def write_items(self, name: str) -> list[WriteItem]:
-        """Return the pieces to save, of the tensor with this name."""
+        """Return the chunks to save, of the tensor with this name."""
         raise NotImplementedError
 
-    def piece(self, index: MetadataIndex) -> Tensor:
-        """Return the piece at `index.offset`."""
+    def chunk_at(self, index: MetadataIndex) -> Tensor:
+        """Return the chunk at `index.offset`."""
         raise NotImplementedError
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
@@ -386,4 +386,4 @@ class PiecewiseTensor(Tensor):
         return self.write_items(name)
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return self.piece(index)
+        return self.chunk_at(index)

@@ -232,7 +232,7 @@ def run_exact_rank(
     hashes: list[str],
     threads: int | None = None,
 ) -> tuple[list[str], list[Difference]]:
-    """Train as a rank of the config's layout, in tiny pieces, and compare every bit with the trace in `folder`.
+    """Train as a rank of the config's layout, in tiny chunks, and compare every bit with the trace in `folder`.
 
     `hashes` are the fingerprints of one process after each step, the initial ones first. Return this rank's, and all
     differences in the first step that has any, in the order of the model.

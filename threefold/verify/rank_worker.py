@@ -1,4 +1,4 @@
-"""Verification on one rank: trains the layout in tiny pieces and compares it with the trace of one process."""
+"""Verification on one rank: trains the layout in tiny chunks and compares it with the trace of one process."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -43,8 +43,8 @@ from threefold.verify.reference import CLIP_SHARE, RATE, READ, SAMPLES, TOKENS, 
 CHUNKS: Final = ChunkSizes(bucket_bytes=8 << 10, norm_elements=16, logits_at_once=1 << 5)
 SHARED_MEMORY: Final = (4 << 10, 2 << 10)
 FILE_BYTES: Final = 16 << 10
-"""Sizes that divide even a shrunk model's tensors into several full and partial pieces, so that a mistake at a bound,
-or in all but the first piece, is no smaller than in the full model."""
+"""Sizes that divide even a shrunk model's tensors into several full and partial chunks, so that a mistake at a bound,
+or in all but the first chunk, is no smaller than in the full model."""
 
 
 MIXED: Final = "dropout, documents, loss scale"
@@ -74,7 +74,7 @@ class SecondRun:
 
 
 def tiny_mesh(config: Config) -> Mesh:
-    """Return the mesh of a config's layout, with tiny pieces in shared memory."""
+    """Return the mesh of a config's layout, with tiny chunks in shared memory."""
     return Mesh(Layout.from_config(config.parallel), in_tree=config.train.exact, sizes=SHARED_MEMORY)
 
 
@@ -115,7 +115,7 @@ def master_weights(engine: Engine) -> dict[str, Tensor]:
 
 
 class _Training:
-    """Training on this rank in the config's layout, in tiny pieces, compared with a trace step by step.
+    """Training on this rank in the config's layout, in tiny chunks, compared with a trace step by step.
 
     The second run has a `loss_scale`; its steps are those of `_STEPS`, on the batches of the first `batches` steps.
     """
