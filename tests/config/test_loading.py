@@ -9,6 +9,7 @@ from threefold.config.loading import config_of, known_keys, parse_value
 from threefold.config.model import FOR_SCALED_ROPE, ModelConfig
 from threefold.config.optimizer import HYPER_PARAMETERS, hyper_parameters
 from threefold.errors import UserError
+from threefold.models.deepseek import DeepseekConfig
 from threefold.models.llama import LlamaConfig
 
 SEVEN_LINES = """\
@@ -66,7 +67,8 @@ def test_resolved_config_loads_back_equal(tmp_path: Path) -> None:
 def test_resolved_config_has_every_setting(tmp_path: Path) -> None:
     config = resolve(load_config(write(tmp_path, SEVEN_LINES)), vocab_size=1000)
     filled = [f"{section}.{key}" for section, values in config.sections().items() for key in values]
-    idle = {f"model.{key}" for key in (*LlamaConfig.model_fields.keys() - ModelConfig.model_fields, *FOR_SCALED_ROPE)}
+    others = LlamaConfig.model_fields.keys() | DeepseekConfig.model_fields.keys()
+    idle = {f"model.{key}" for key in (*others - ModelConfig.model_fields.keys(), *FOR_SCALED_ROPE)}
     idle |= {f"optimizer.{key}" for key in HYPER_PARAMETERS if key not in hyper_parameters("adamw")}
     assert filled == [key for key in known_keys() if key not in {*_OPTIONAL, *idle}]
 

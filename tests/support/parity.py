@@ -158,6 +158,21 @@ MOE_SIZES: tuple[tuple[str, Any], ...] = (
     ("router_z_loss", 0.01),
 )
 MOE = Case(model=MOE_SIZES, positions="rope", sequence=12, dropout=0.1, tie=False, dtype="fp64", steps=2)
+DEEPSEEK_SIZES: tuple[tuple[str, Any], ...] = (
+    ("architecture", "deepseek"),
+    ("query_rank", 10),
+    ("key_value_rank", 14),
+    ("plain_head_dim", 5),
+    ("rope_head_dim", 4),
+    ("value_head_dim", 7),
+    ("rope_scaling", "yarn"),
+    ("rope_factor", 3.0),
+    ("rope_original_positions", 6),
+    ("rope_mscale_all_dim", 0.8),
+)
+DEEPSEEK = Case(
+    model=DEEPSEEK_SIZES, positions="rope", sequence=24, dropout=0.1, documents=True, tie=False, dtype="fp64", steps=2
+)
 
 
 def over(dp: int, tp: int, pp: int, *settings: tuple[str, Any], ep: int = 1, **changes: Any) -> Case:

@@ -59,6 +59,7 @@ SHAPES = frozenset(
         *("ffn_hidden_size", "vocab_size", "max_position_embeddings", "position_embedding", "tie_embeddings"),
         *("qkv_bias", "qk_norm", "num_experts", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
         *("shared_expert_gate", "moe_every", "dense_layers"),
+        *("query_rank", "key_value_rank", "plain_head_dim", "rope_head_dim", "value_head_dim"),
     )
 )
 """Settings that determine the shapes of the weights."""

@@ -42,6 +42,7 @@ FAMILIES: Final = Registry(
     {
         "gpt": "threefold.models.gpt:FAMILY",
         "llama": "threefold.models.llama:FAMILY",
+        "deepseek": "threefold.models.deepseek:FAMILY",
         "own": "threefold.models.family:CUSTOM_FAMILY",
     },
 )
@@ -77,7 +78,8 @@ class ModelConfig(Section):
     """Published model whose sizes are used; other settings that are given override the preset's."""
     architecture: Annotated[str, NameIn(FAMILIES)] = "gpt"
     """Model family: `gpt` (LayerNorm, biases, GELU); `llama` (RMSNorm, rotary positions, SwiGLU), which includes Qwen,
-    Mistral and, with `num_experts`, Mixtral; or `own`, the model in `file`."""
+    Mistral and, with `num_experts`, Mixtral; `deepseek`, like `llama` but for its latent attention; or `own`, the model
+    in `file`."""
     num_layers: int = Field(default=8, ge=1, le=MOST_LAYERS)
     """Number of transformer blocks."""
     hidden_size: int = Field(default=256, ge=1, le=WIDEST)
@@ -86,7 +88,7 @@ class ModelConfig(Section):
     """Attention heads in each block; a multiple of `parallel.tp`."""
     ffn_hidden_size: int = derived(ge=1, le=WIDEST_FFN)
     """Width of the feed-forward network; a multiple of `parallel.tp`. Default: 4 · `hidden_size` for `gpt`; 8/3 ·
-    `hidden_size`, rounded up to a multiple of 16, for `llama`."""
+    `hidden_size`, rounded up to a multiple of 16, for `llama` and `deepseek`."""
     vocab_size: int = derived(ge=1, le=MOST_IDS)
     """Rows of the embedding: at least the tokenizer's vocabulary; need not be divisible by `parallel.tp`. Default: the
     tokenizer's vocabulary (a preset's: the published one)."""
@@ -99,7 +101,7 @@ class ModelConfig(Section):
     """Dropout probability of attention weights."""
     position_embedding: Literal["learned", "rope"] = derived()
     """Position encoding: `learned`, one vector per position, or `rope` (rotary position embedding), which rotates
-    queries and keys and needs an even head width. `llama` always has `rope`. Default: `learned` for `gpt`."""
+    queries and keys and needs an even head width. Default: `learned` for `gpt`; all others have `rope`."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the angles of `rope`; longer sequences need a larger one."""
     rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
@@ -125,7 +127,7 @@ class ModelConfig(Section):
     initializer_range: float = Field(default=0.02, gt=0)
     """Standard deviation of the initial weights."""
     tie_embeddings: bool = derived()
-    """Whether the output head shares the token embedding's weight. Default: `true` for `gpt`, `false` for `llama`."""
+    """Whether the output head shares the token embedding's weight. Default: `true` for `gpt` alone."""
 
     comes_after: ClassVar[dict[str, str]] = {}
     """Setting of one family → the common setting after which it and its successors are listed; otherwise at the end."""
@@ -142,6 +144,8 @@ class ModelConfig(Section):
     qk_norm = unless_setting(lambda model: False)
     sliding_window = unless_setting(lambda model: 0)
     full_attention_layers = unless_setting(lambda model: 0)
+    key_value_rank = unless_setting(lambda model: 0)
+    rope_head_dim = unless_setting(lambda model: 0)
     num_experts = unless_setting(lambda model: 0)
     experts_per_token = unless_setting(lambda model: 0)
     expert_ffn_hidden_size = unless_setting(lambda model: 0)

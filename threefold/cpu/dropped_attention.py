@@ -56,7 +56,7 @@ class _DroppedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, documents, keys = ctx.saved_tensors
-        grad = grad.reshape(q.shape)
+        grad = grad.reshape(*q.shape[:-1], v.shape[-1])
         found = DROPPED_ATTENTION_BACKWARD(grad, q, k, v, documents, ctx.window, keys, ctx.layer)
         return *found, None, None, None, None
 
@@ -64,7 +64,7 @@ class _DroppedAttention(torch.autograd.Function):
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
 ) -> Tensor:
-    out, drop = q.new_empty(q.shape), head_drop(q, keys, layer.value)
+    out, drop = tiles.output_shape(q, k, v), head_drop(q, keys, layer.value)
     for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
         found = tiles.plain_tile(part.q, part.k, part.v, part.bias, _whole_drop(drop, part))
         out[part.at_queries] = found.transpose(1, 2)
@@ -85,5 +85,5 @@ def _whole_drop(drop: HeadDrop, part: tiles.TileInputs) -> tiles.Drop:
     return lambda weights: drop(part, weights, slice(None), slice(None))
 
 
-DROPPED_ATTENTION: Final[Any] = operator("dropped_attention", lambda q, *_: q.new_empty(q.shape))(_forward)
+DROPPED_ATTENTION: Final[Any] = operator("dropped_attention", tiles.output_shape)(_forward)
 DROPPED_ATTENTION_BACKWARD: Final[Any] = operator("dropped_attention_backward", tiles.gradient_shapes)(_backward)

@@ -102,7 +102,7 @@ class TileInputs:
     at_queries: Index  # in a tensor [B, Q, …]
     at_keys: Index  # in a tensor [B, K, …]
     q: Tensor  # [b, heads, queries, d]
-    k: Tensor  # [b, key-value heads, keys, d], as `v`
+    k: Tensor  # [b, key-value heads, keys, d], as `v`, whose heads may have another width
     v: Tensor
     # [queries, keys], −∞ for masked keys; None if there are none, or if a fused kernel needs only `tile.is_causal`.
     bias: Tensor | None
@@ -229,15 +229,15 @@ class _TiledAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums, documents = ctx.saved_tensors
-        grad = grad.reshape(q.shape)
+        grad = grad.reshape(out.shape)
         found = TILED_ATTENTION_BACKWARD(grad, q, k, v, out, sums, documents, ctx.window)
         return *found, None, None
 
 
 def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
     """Return the output [B, Q, heads, d], and for fused tiles the log-sum-exp of each query's scores [B, Q, heads]."""
-    out, sums = _forward_shapes(q)
-    for part in tile_inputs(q, k, v, AttentionMask(window, documents), _shortest_fused(q)):
+    out, sums = _forward_shapes(q, k, v)
+    for part in tile_inputs(q, k, v, AttentionMask(window, documents), _shortest_fused(q, v)):
         if _is_fused(part):
             found, total = cpu_attention(part.q, part.k, part.v, part.bias, part.tile.is_causal)
             sums[part.at_queries] = total.transpose(1, 2)
@@ -247,15 +247,19 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: 
     return out, sums
 
 
-def _forward_shapes(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty(q.shape[:-1], dtype=wide(q))
+def _forward_shapes(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return output_shape(q, k, v), q.new_empty(q.shape[:-1], dtype=wide(q))
+
+
+def output_shape(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
+    return q.new_empty(*q.shape[:-1], v.shape[-1])
 
 
 def _backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Tensor | None, window: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = TileGradients(q, k, v)
-    for part in tile_inputs(q, k, v, AttentionMask(window, documents), _shortest_fused(q)):
+    for part in tile_inputs(q, k, v, AttentionMask(window, documents), _shortest_fused(q, v)):
         upper = part.of_queries(grad)
         if _is_fused(part):
             below, total, causal = part.of_queries(out), part.of_queries(sums), part.tile.is_causal
@@ -270,13 +274,16 @@ TILED_ATTENTION: Final[Any] = operator("tiled_attention", _forward_shapes)(_forw
 TILED_ATTENTION_BACKWARD: Final[Any] = operator("tiled_attention_backward", gradient_shapes)(_backward)
 
 
-def _shortest_fused(x: Tensor) -> int | None:
-    """Return the minimum number of keys of a tile for torch's fused kernel; None on a GPU, where none takes tiles."""
-    if x.device.type != "cpu":
+def _shortest_fused(q: Tensor, v: Tensor) -> int | None:
+    """Return the minimum number of keys of a tile for torch's fused kernel; None where it takes no tiles.
+
+    It is one of CPUs, for values as wide as keys.
+    """
+    if q.device.type != "cpu" or q.shape[-1] != v.shape[-1]:
         return None
-    return _LONGEST_PLAIN + 1 if x.dtype == torch.bfloat16 else 0
+    return _LONGEST_PLAIN + 1 if q.dtype == torch.bfloat16 else 0
 
 
 def _is_fused(part: TileInputs) -> bool:
-    shortest = _shortest_fused(part.q)
+    shortest = _shortest_fused(part.q, part.v)
     return shortest is not None and len(part.tile.keys) >= shortest

@@ -53,6 +53,7 @@ def exact_rules(config: Config) -> Broken:
     of_part, ours = train.global_batch_size // samples, _is_of_this_package(config)
     along = takes_context_pieces(config)
     for key, broken, use in (
+        ("model.architecture", config.model.key_value_rank > 0, "llama"),  # latent attention
         ("parallel.sequence_parallel", parallel.sequence_parallel and not ours, "false"),
         ("parallel.cp", parallel.cp > 1 and not along, "1"),
         ("train.grain_context", train.grain_context > 1 and not along, "1"),

@@ -194,6 +194,8 @@ class Column(Split):
             values that one layer computes and `chunk(3, -1)` separates; `heads` counts the heads of one group. Ranks
             hold equal parts of the weight and gather all features, which costs an all-gather that separate layers
             avoid.
+        sums_input_gradient: whether the layer itself gives each rank its whole input, and sums the ranks' gradients of
+            it; False if a module before it does so (`AcrossHeads`).
 
     Example:
         >>> plan = threefold.Plan(
@@ -210,6 +212,7 @@ class Column(Split):
     unit: Unit | None = None
     heads: int = 0
     groups: int = 1
+    sums_input_gradient: bool = True
 
     parameters = {"weight": (Cut("tp", 0),), "bias": (Cut("tp", 0),)}  # noqa: RUF012
     needs_tensor_axis = True
@@ -271,13 +274,20 @@ class AttentionCore(Split):
 
 
 @dataclass(frozen=True)
+class AcrossHeads(Split):
+    """`SharedByHeads`, whose output the heads of all tensor ranks use."""
+
+    parameters = {}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
 class OverContext(Split):
     """`Rotary` on queries and keys for which all ranks of a tensor axis hold the same positions."""
 
 
 @dataclass(frozen=True)
 class OverSequence(Split):
-    """`Dropout` or `PositionEmbedding` on activations [B, S, …] that may be sharded along the sequence."""
+    """`Dropout`, `PositionEmbedding` or `Rotary` on activations [B, S, …] that may be sharded along the sequence."""
 
 
 @dataclass(frozen=True)

@@ -29,15 +29,19 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = _ALL_BEFORE
     """Attend from the last Q of K positions to the visible ones up to their own: [B, Q, heads · d].
 
     `q` is [B, Q, heads, d]; `k` and `v` [B, K, key-value heads, d], each head for a group of neighboring heads of `q`
-    (GQA). Of the mask's documents, those of the first K positions count.
+    (GQA). Values, and so the output, may have heads of another width. Of the mask's documents, those of the first K
+    positions count.
     """
     # The first queries of a window see everything before them; they are computed like the others, unless they are
     # alone.
     whole, windowed, mask = q.shape[1] == k.shape[1], mask.window > 0, mask.within(k.shape[1])
     hides = mask.window > 0 or mask.documents is not None
-    if not hides and (whole or (not windowed and (q.is_cuda or plain_attention_serves(k)))):
+    plain = q.is_cuda or plain_attention_serves(k)
+    # Torch's fused kernel of a CPU takes one width only; without it, the attention matrix would exist.
+    fused = whole and (_TILED is None or q.shape[-1] == v.shape[-1])
+    if not hides and (fused or (plain and (whole or not windowed))):
         return causal_attention(q, k, v)
-    if varlen_serves(q) and (lengths := varlen_lengths(q, k, mask)) is not None:
+    if varlen_serves(q) and v.shape[-1] <= q.shape[-1] and (lengths := varlen_lengths(q, k, mask)) is not None:
         return varlen_attention(q, k, v, lengths)
     if _TILED is not None:
         return _TILED(q, k, v, mask)
@@ -97,6 +101,9 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tenso
     """Compute `attention` for queries that `varlen_serves`: [B, Q, heads · d]."""
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 
+    width, narrower = v.shape[-1], q.shape[-1] - v.shape[-1]
+    if narrower:  # the kernel takes values as wide as keys
+        v = F.pad(v, (0, narrower))
     out = varlen_attn(
         q.flatten(0, 1),
         k.flatten(0, 1),
@@ -109,4 +116,4 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tenso
         enable_gqa=q.shape[2] != k.shape[2],
     )
     assert isinstance(out, Tensor)  # a tuple is returned only on request
-    return out.view(*q.shape[:2], -1)
+    return out.view(q.shape)[..., :width].flatten(2)

@@ -105,10 +105,10 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if plain_attention_serves(k):
         (batch, queries, heads, width), keys = q.shape, k.shape[1]
         k, v = serve_heads(k, heads), serve_heads(v, heads)
-        q, k, v = (each.transpose(1, 2).reshape(batch * heads, -1, width) for each in (q, k, v))
+        q, k, v = (each.transpose(1, 2).reshape(batch * heads, -1, each.shape[-1]) for each in (q, k, v))
         bias = torch.full((queries, keys), -torch.inf, dtype=q.dtype).triu_(1 + keys - queries)
         out = torch.baddbmm(bias, q, k.mT, alpha=width**-0.5).softmax(-1) @ v
-        return out.view(batch, heads, queries, width).transpose(1, 2).flatten(2)
+        return out.view(batch, heads, queries, -1).transpose(1, 2).flatten(2)
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     if q.shape[2] == k.shape[2]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from threefold.comm.axis import Axis
-from threefold.comm.differentiable import all_gather_equal, reduce_scatter
+from threefold.comm.differentiable import all_gather_equal, copy_to, gather_shares, reduce_scatter
 from threefold.config import ParallelConfig
 from threefold.doors import hook
 from threefold.errors import UserError
@@ -166,10 +166,13 @@ class ContextParallelAttention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """Attend from `q` [B, S / cp, heads, d], this rank's chunks in a row → [B, S / cp, heads · d].
 
-        Keys and values [B, S / cp, key-value heads, d] are of the same positions, documents of the whole sequence.
+        Keys and values [B, S / cp, key-value heads, d] are of the same positions, documents of the whole sequence; or
+        keys and values are of the whole sequence too, as `SharedOverRanks` gives them.
         """
         size = chunk_length(q.shape[1]) // self.runs
-        keys = [each.unbind() for each in self.gathered(torch.stack([k, v]))]
+        keys: list[tuple[Tensor, ...]] = [(k, v)]
+        if k.shape[1] == q.shape[1]:
+            keys = [each.unbind() for each in self.gathered(torch.stack([k, v]))]
         out = []
         for number, of_run, attend, queries in zip(
             self.numbers, keys + keys[::-1], self.chunks, q.split(size, 1), strict=True
@@ -181,6 +184,27 @@ class ContextParallelAttention(nn.Module):
     def gathered(self, shard: Tensor) -> Sequence[Tensor]:
         """Gather keys and values [2, B, S, heads, d] of the whole sequence, once for each run of chunks."""
         return (_GatherSequence.apply(shard, self.axis, 2),)
+
+
+class SharedOverRanks(nn.Module):
+    """`SharedByHeads` for latents of which each rank computes those of its positions.
+
+    A rank gets those of all positions that its attention takes keys of: with `cp_method: all-gather` the whole
+    sequence's, so that latents cross the context axis and not the wider keys and values of all heads.
+    """
+
+    def __init__(self, context: ShardingContext) -> None:
+        super().__init__()
+        self.tp, self.cp, self.sequence_dim = context.tp, context.cp, context.sequence_dim
+        self.gathers = context.cp.size > 1 and context.parallel.cp_method != "ring"
+
+    def forward(self, latents: Tensor) -> Tensor:
+        """[B, S of this rank, n] → [B, S of its keys, n]; backward sums the gradients over the ranks."""
+        if self.sequence_dim is None:
+            latents = copy_to(latents, self.tp)
+        else:
+            latents = gather_shares(latents, self.tp, self.sequence_dim)
+        return _GatherSequence.apply(latents, self.cp, 1) if self.gathers else latents
 
 
 def of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> CausalAttention:
@@ -270,8 +294,8 @@ class RingAttention(nn.Module):
         """Attend as `ContextParallelAttention.forward` does, with the same shapes and errors."""
         chunk_length(q.shape[1])  # refuses an odd number of positions
         p = self.dropout.p if self.dropout.draws(samples.keys) else 0.0
-        ring = _Ring(self.axis, self.heads, p, self.dropout.site, samples, self.window)
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+        ring = _Ring(self.axis, self.heads, p, self.dropout.site, samples, self.window, (k.shape, v.shape))
         out: Tensor = _Attention.apply(q, k, v, ring)
         return out.transpose(1, 2).flatten(2)
 
@@ -286,6 +310,13 @@ class _Ring:
     site: int
     samples: SampleInfo
     window: int
+    shapes: tuple[torch.Size, torch.Size]  # of a rank's keys and values, [B, key-value heads, S / cp, d]
+
+    def keys_and_values(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        """View a rank's block as its keys and its values, whose heads may have another width."""
+        of_k, of_v = self.shapes
+        k, v = block.split((of_k.numel(), of_v.numel()))
+        return k.view(of_k), v.view(of_v)
 
     def rounds(self, block: Tensor) -> Iterator[tuple[int, Tensor]]:
         """Yield each block with its owner's index: this rank's own first, then those of the ranks before it."""
@@ -325,9 +356,10 @@ class _RingTile:
         """Select the tile's queries from `x` [B, heads, S / cp, …]."""
         return x[self.tile.rows, :, self.at_queries]
 
-    def of_keys(self, block: Tensor) -> Tensor:
-        """Select the tile's keys and values from a block [2, B, key-value heads, S / cp, d]."""
-        return block[:, self.tile.rows, :, self.at_keys]
+    def of_keys(self, block: Tensor) -> tuple[Tensor, Tensor]:
+        """Select the tile's keys and values from a rank's block: [b, key-value heads, keys, d] each."""
+        k, v = self.ring.keys_and_values(block)
+        return k[self.tile.rows, :, self.at_keys], v[self.tile.rows, :, self.at_keys]
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
         """Return scores [b, heads, queries, keys] in fp32 or wider, −∞ where a query does not attend."""
@@ -348,14 +380,14 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
-        local = torch.stack([k, v])  # in one message
-        out = torch.zeros(q.shape, dtype=wide, device=q.device)
+        local = torch.cat([k.flatten(), v.flatten()])  # in one message
+        out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
         total = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)  # log-sum-exp of the scores so far
         held = q.shape[2]
         for owner, block in ring.rounds(local):
             for part in ring.of_owner(owner, len(q), chunk_length(held)):
                 query, mean, sofar = (part.of_queries(each) for each in (q, out, total))
-                key, value = serve_heads(part.of_keys(block), q.shape[1], dim=2)
+                key, value = (serve_heads(each, q.shape[1], dim=1) for each in part.of_keys(block))
                 scores = part.scores(query, key)
                 joined = torch.logaddexp(sofar, scores.logsumexp(-1))
                 base = _finite(joined)
@@ -372,7 +404,7 @@ class _Attention(torch.autograd.Function):
         q, local, out, total = ctx.saved_tensors
         ring: _Ring = ctx.ring
         common = (grad * out).sum(-1)  # the softmax denominator's part of each score's gradient
-        grad_q = torch.zeros_like(out)
+        grad_q = torch.zeros(q.shape, dtype=out.dtype, device=q.device)
         grad_local = torch.zeros(local.shape, dtype=out.dtype, device=local.device)
         held = q.shape[2]
         for owner, block in ring.rounds(local):
@@ -380,24 +412,24 @@ class _Attention(torch.autograd.Function):
                 query, upper, base, shared, to_query = (
                     part.of_queries(each) for each in (q, grad, _finite(total), common, grad_q)
                 )
-                key, value = serve_heads(part.of_keys(block), q.shape[1], dim=2)
+                key, value = (serve_heads(each, q.shape[1], dim=1) for each in part.of_keys(block))
                 to_key, to_value = part.of_keys(grad_local)
                 weights = (part.scores(query, key) - base.unsqueeze(-1)).exp_()
                 dropped = part.drop(weights, held * ring.axis.size)
-                to_value.add_(_gathered(dropped.to(q.dtype).mT @ upper, local))
+                to_value.add_(_gathered(dropped.to(q.dtype).mT @ upper, to_value))
                 of_weights = part.drop((upper @ value.mT).to(out.dtype), held * ring.axis.size)
                 of_scores = weights.mul_(of_weights.sub_(shared.unsqueeze(-1))).mul_(q.shape[-1] ** -0.5).to(q.dtype)
                 to_query.add_(of_scores @ key)
-                to_key.add_(_gathered(of_scores.mT @ query, local))
+                to_key.add_(_gathered(of_scores.mT @ query, to_key))
             # The gradient travels behind its block and is back at the block's owner after a full round.
             grad_local = ring.axis.start_shift(grad_local)()
-        grad_k, grad_v = grad_local.to(q.dtype)
+        grad_k, grad_v = ring.keys_and_values(grad_local.to(q.dtype))
         return grad_q.to(q.dtype), grad_k, grad_v, None
 
 
 def _gathered(gradient: Tensor, like: Tensor) -> Tensor:
-    """Sum a key or value gradient [b, heads, keys, d] over the heads that share a key-value head."""
-    return gradient.unflatten(1, (like.shape[2], -1)).sum(2)
+    """Sum a key or value gradient [b, heads, keys, d] over the heads that share a key-value head of `like`."""
+    return gradient.unflatten(1, (like.shape[1], -1)).sum(2)
 
 
 def _finite(total: Tensor) -> Tensor:

@@ -16,8 +16,9 @@ from threefold.models import sharding
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import Linear, PositionEmbedding
 from threefold.models.layers.experts import Experts, Routing
+from threefold.models.layers.latent_attention import SharedByHeads
 from threefold.ops.arithmetic import FLOAT8, LayerArithmetic
-from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext
+from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext, SharedOverRanks
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 from threefold.parallel.experts import ParallelExperts, ParallelRouting
 from threefold.parallel.leaf import local
@@ -202,7 +203,9 @@ def _column(rule: sharding.Column, module: nn.Linear, context: ShardingContext) 
     if rule.unit is not None and rule.unit.is_shared(arithmetic.feature_parts(tp.size)):
         sharing = context.tp_shares.get(tp.size // rule.unit.count)
         return GroupedHeadsLinear.from_units(module, tp, rule.unit, sharing, sequence_dim=dim, arithmetic=arithmetic)
-    return ColumnParallelLinear.from_linear(module, tp, gather_output=False, sequence_dim=dim, arithmetic=of_units)
+    layer = ColumnParallelLinear.from_linear(module, tp, gather_output=False, sequence_dim=dim, arithmetic=of_units)
+    layer.sums_input_gradient = rule.sums_input_gradient
+    return layer
 
 
 def _row(rule: sharding.Row, module: nn.Linear, context: ShardingContext) -> nn.Module:
@@ -238,13 +241,17 @@ def _attention_core(rule: sharding.AttentionCore, module: CausalAttention, conte
     return module
 
 
+def _across_heads(rule: sharding.AcrossHeads, module: nn.Module, context: ShardingContext) -> nn.Module:
+    return SharedOverRanks(context)
+
+
 def _over_context(rule: sharding.OverContext, module: Rotary, context: ShardingContext) -> nn.Module:
     cut = context.cut.across_context
     return module.of_positions(cut) if cut.shares > 1 else module
 
 
 def _over_sequence(
-    rule: sharding.OverSequence, module: Dropout | PositionEmbedding, context: ShardingContext
+    rule: sharding.OverSequence, module: Dropout | PositionEmbedding | Rotary, context: ShardingContext
 ) -> nn.Module:
     if isinstance(module, Dropout):
         return module.of_part({1: context.cut})
@@ -269,8 +276,9 @@ SHARDINGS: dict[type[sharding.Split], Sharding] = {
     sharding.Vocab: Sharding((nn.Embedding, nn.Linear), _vocab),
     sharding.VocabLoss: Sharding((nn.Module,), _vocab_loss),
     sharding.AttentionCore: Sharding((CausalAttention,), _attention_core),
+    sharding.AcrossHeads: Sharding((SharedByHeads,), _across_heads),
     sharding.OverContext: Sharding((Rotary,), _over_context),
-    sharding.OverSequence: Sharding((Dropout, PositionEmbedding), _over_sequence),
+    sharding.OverSequence: Sharding((Dropout, PositionEmbedding, Rotary), _over_sequence),
     sharding.TokenRouting: Sharding((Routing,), _token_routing),
     sharding.OverExperts: Sharding((Experts,), _over_experts),
     sharding.Replicated: Sharding((nn.Module,), _unchanged),

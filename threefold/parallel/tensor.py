@@ -151,6 +151,7 @@ class ColumnParallelLinear(SplitLinear):
 
     Attributes:
         unit_parts: parts that the plan's unit of output features is divided into.
+        sums_input_gradient: whether the layer gives each rank the whole input and sums their gradients of it.
 
     Example:
         >>> up = threefold.ColumnParallelLinear(512, 2048, mesh.tp, gather_output=False)
@@ -160,6 +161,7 @@ class ColumnParallelLinear(SplitLinear):
 
     rule = Column()
     unit_parts: int = 1
+    sums_input_gradient: bool = True
 
     @explaining_arguments
     def __init__(
@@ -214,6 +216,8 @@ class ColumnParallelLinear(SplitLinear):
         return self._over_whole_input(lambda whole: compute(whole, _computed(self.weight)), x)
 
     def _over_whole_input(self, compute: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+        if not self.sums_input_gradient:
+            return compute(x)
         if self.sequence_dim is None:
             return compute(copy_to(x, self.axis))
         return over_gathered(compute, x, self.axis, self.sequence_dim)

@@ -70,8 +70,9 @@ class ModelDescription:
                 counted += weight.multiply_adds * (self.config.experts_per_token if weight.is_of_experts else 1)
             seen = min(self.config.window(number) or self._length, self._length)
             heads = sum(rule.heads for rule in self.rules(layer) if isinstance(rule, sharding.AttentionCore))
-            keys = (weight.parts["key"] for weight in self.weights[layer] if "key" in weight.parts)
-            counted += 2 * heads * next(keys, self.config.head_dim) * seen
+            both = (weight.parts for weight in self.weights[layer] if "key" in weight.parts)
+            parts = next(both, {"key": self.config.head_dim, "value": self.config.head_dim})
+            counted += heads * (parts["key"] + self.config.rope_head_dim + parts["value"]) * seen
         # Two operations each in the forward pass, the gradient of the input, and the gradient of the weight.
         return float(6 * counted)
 

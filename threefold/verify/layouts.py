@@ -22,6 +22,8 @@ from threefold.exact.rules import GRAIN, takes_context_pieces
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
 """Target sizes of shrinking, unless a layout needs more."""
+_LATENT = {"query_rank": 6, "key_value_rank": 7, "plain_head_dim": 3, "rope_head_dim": 4, "value_head_dim": 5}
+"""Those of latent attention, whose widths are all different."""
 _DROPOUT = 0.1
 """Dropout of the second run if the config has none."""
 _WINDOW = 2
@@ -94,6 +96,9 @@ def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
     served = model.num_attention_heads // model.num_key_value_heads
     heads = groups * min(served, -(-_SERVED // sharing) * sharing)
     head_dim = min(model.head_dim, _HEAD_DIM - model.head_dim % 2)
+    latent = {name: min(getattr(model, name), most) for name, most in _LATENT.items()} if model.key_value_rank else {}
+    if latent:
+        head_dim = latent["plain_head_dim"] + latent["rope_head_dim"]
     hidden = max(1, round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_dim)))
 
     def inner(width: int) -> int:
@@ -105,6 +110,7 @@ def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
         "num_key_value_heads": groups,
         "head_dim": head_dim,
         "hidden_size": hidden,
+        **latent,
         "ffn_hidden_size": inner(model.ffn_hidden_size),
         "expert_ffn_hidden_size": inner(model.expert_ffn_hidden_size),
         "shared_expert_ffn_hidden_size": inner(model.shared_expert_ffn_hidden_size),

@@ -32,7 +32,7 @@ class CausalAttention(nn.Module):
         """Attend from the last Q of K positions to those up to their own, within documents if `samples` has any.
 
         `q` [B, Q, heads, d], `k` and `v` [B, K, key-value heads, d] → [B, Q, heads · d]; each key-value head serves a
-        group of neighboring heads of `q` (GQA).
+        group of neighboring heads of `q` (GQA). Values, and so the output, may have heads of another width.
         """
         hidden = AttentionMask(self.window, None if samples.documents is None else samples.documents[:, : k.shape[1]])
         if samples.keys is None or not self.dropout.draws(samples.keys):
@@ -63,14 +63,14 @@ class Rotary(nn.Module):
         self.held = held or Slice()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling or RopeScaling()
 
-    def forward(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-        """Rotate `q` and `k` [B, S, heads, d]; computed in fp32 at least."""
+    def forward(self, *heads: Tensor) -> tuple[Tensor, ...]:
+        """Rotate queries, keys or both, [B, S, heads, d] each; computed in fp32 at least."""
         # Exact angles of far positions need fp64; a table of them would be a buffer that every rank has to fill.
-        size = q.shape[1]
-        turns = frequencies(self.head_dim, self.theta, self.scaling, self.held.whole(size), q.device)
-        wide = torch.promote_types(q.dtype, torch.float32)
-        cos, sin = cos_and_sin(self.held.indices(size, q.device), turns, self.scaling.attention_factor, wide)
-        return _turn(q, cos, sin), _turn(k, cos, sin)
+        size, device = heads[0].shape[1], heads[0].device
+        turns = frequencies(self.head_dim, self.theta, self.scaling, self.held.whole(size), device)
+        wide = torch.promote_types(heads[0].dtype, torch.float32)
+        cos, sin = cos_and_sin(self.held.indices(size, device), turns, self.scaling.attention_factor, wide)
+        return tuple(_turn(each, cos, sin) for each in heads)
 
     def of_positions(self, held: Positions) -> "Rotary":
         """Return this layer for queries and keys that cover other positions."""

@@ -5,6 +5,8 @@ a 64-bit number per sample that keys the dropout masks, and the documents that t
 with dropout gets its name in the model, which also keys its masks.
 """
 
+from typing import ClassVar
+
 from torch import Tensor, nn
 
 from threefold.models.layers.attention import CausalAttention, Rotary
@@ -62,10 +64,12 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """One transformer layer, with normalization before each half."""
 
+    attention: ClassVar[type[nn.Module]] = Attention
+
     def __init__(self, config: LlamaConfig, layer: int, name: str) -> None:
         super().__init__()
         self.attn_norm = _norm(config.hidden_size, config)
-        self.attn = Attention(config, layer, f"{name}.attn")
+        self.attn = self.attention(config, layer, f"{name}.attn")
         self.mlp_norm = _norm(config.hidden_size, config)
         dense = not config.has_experts(layer)
         self.mlp = SwiGLU(config.hidden_size, config.ffn_hidden_size) if dense else MixtureOfExperts(config)
@@ -82,9 +86,11 @@ class Block(nn.Module):
 class Llama(Decoder):
     """The whole model, of a resolved config (no field is None)."""
 
+    block: ClassVar[type[nn.Module]] = Block
+
     def __init__(self, config: LlamaConfig) -> None:
         head = Head(_norm(config.hidden_size, config), config.hidden_size, config.vocab_size)
-        blocks = (Block(config, layer, f"blocks.{layer}") for layer in range(config.num_layers))
+        blocks = (self.block(config, layer, f"blocks.{layer}") for layer in range(config.num_layers))
         super().__init__(Input(config), blocks, head, config.tie_embeddings)
 
 

@@ -2,6 +2,7 @@
 
 from threefold.models import sharding
 from threefold.models.family import Shapes
+from threefold.models.layers.mixture_config import MixtureConfig
 from threefold.models.llama import LlamaConfig
 from threefold.models.plan import decoder_plan
 
@@ -13,9 +14,6 @@ def llama_plan(config: LlamaConfig, sequence_length: int) -> sharding.ModelPlan:
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     group = (("query", heads // groups * d), ("key", d), ("value", d))  # the rows of a GQA group
     split: dict[str, sharding.Split] = {
-        "embed.tokens": sharding.Vocab(),
-        "embed.dropout": sharding.OverSequence(),
-        "blocks.*.attn_norm": sharding.Replicated(),
         "blocks.*.attn.proj": sharding.Row(sharding.Unit("num_attention_heads", heads, (("head", d),))),
         "blocks.*.attn.qkv": sharding.Column(
             sharding.Unit("num_key_value_heads", groups, group, repeated=("key", "value"))
@@ -24,6 +22,24 @@ def llama_plan(config: LlamaConfig, sequence_length: int) -> sharding.ModelPlan:
         "blocks.*.attn.k_norm": sharding.PerHead(),
         "blocks.*.attn.rotary": sharding.OverContext(),
         "blocks.*.attn.core": sharding.AttentionCore(heads),
+        **block_split(config),
+    }
+    costs = []  # multiply-adds per token
+    for layer in range(config.num_layers):
+        seen = min(config.window(layer) or sequence_length, sequence_length)
+        costs.append(d * (config.hidden_size * (2 * heads + 2 * groups) + heads * seen) + mlp_cost(config, layer))
+    return decoder_plan(config, split, costs)
+
+
+# The rest is of all families whose blocks are Llama's but for their attention.
+
+
+def block_split(config: MixtureConfig) -> dict[str, sharding.Split]:
+    """Return the rules of a model's modules outside of attention."""
+    return {
+        "embed.tokens": sharding.Vocab(),
+        "embed.dropout": sharding.OverSequence(),
+        "blocks.*.attn_norm": sharding.Replicated(),
         "blocks.*.mlp_norm": sharding.Replicated(),
         **_mlp_split(config),
         "blocks.*.dropout.*": sharding.OverSequence(),
@@ -31,20 +47,18 @@ def llama_plan(config: LlamaConfig, sequence_length: int) -> sharding.ModelPlan:
         "head.output": sharding.Column(),
         "head.loss.cross_entropy": sharding.VocabLoss(config.vocab_size),
     }
-    costs = []  # multiply-adds per token
-    for layer in range(config.num_layers):
-        seen = min(config.window(layer) or sequence_length, sequence_length)
-        inner = config.ffn_hidden_size
-        if experts := config.num_experts if config.has_experts(layer) else 0:
-            inner = config.experts_per_token * config.expert_ffn_hidden_size + config.shared_expert_ffn_hidden_size
-        costs.append(
-            d * (config.hidden_size * (2 * heads + 2 * groups) + heads * seen)
-            + config.hidden_size * (3 * inner + experts)
-        )
-    return decoder_plan(config, split, costs)
 
 
-def _mlp_split(config: LlamaConfig) -> dict[str, sharding.Split]:
+def mlp_cost(config: MixtureConfig, layer: int) -> int:
+    """Return the multiply-adds of a token in a layer's feed-forward network or mixture of experts."""
+    inner, experts = config.ffn_hidden_size, 0
+    if config.has_experts(layer):
+        inner = config.experts_per_token * config.expert_ffn_hidden_size + config.shared_expert_ffn_hidden_size
+        experts = config.num_experts
+    return config.hidden_size * (3 * inner + experts)
+
+
+def _mlp_split(config: MixtureConfig) -> dict[str, sharding.Split]:
     split: dict[str, sharding.Split] = {}
     mixtures = [config.has_experts(layer) for layer in range(config.num_layers)]
     if not all(mixtures):
@@ -74,11 +88,9 @@ def _gated(name: str, setting: str, inner: int) -> dict[str, sharding.Split]:
 
 def layer_shapes(config: LlamaConfig, layer: str) -> Shapes:
     """Return the shape of each parameter of the layer with this name, in order, by its name in the layer."""
+    if not layer.startswith("blocks."):
+        return outer_shapes(config, layer)
     hidden = config.hidden_size
-    if layer == "embed":
-        return {"tokens.weight": (config.vocab_size, hidden)}
-    if layer == "head":
-        return {"norm.weight": (hidden,), "output.weight": (config.vocab_size, hidden)}
     width = config.num_attention_heads * config.head_dim
     rows = width + 2 * config.num_key_value_heads * config.head_dim
     heads = {"attn.q_norm.weight": (config.head_dim,), "attn.k_norm.weight": (config.head_dim,)}
@@ -90,11 +102,22 @@ def layer_shapes(config: LlamaConfig, layer: str) -> Shapes:
         **(heads if config.qk_norm else {}),
         "attn.proj.weight": (hidden, width),
         "mlp_norm.weight": (hidden,),
-        **(_experts(config) if config.has_experts(number) else _gated_shapes("mlp", hidden, config.ffn_hidden_size)),
+        **mlp_shapes(config, number),
     }
 
 
-def _experts(config: LlamaConfig) -> Shapes:
+def outer_shapes(config: MixtureConfig, layer: str) -> Shapes:
+    """Return the shapes of the first or the last layer's parameters, as `layer_shapes` does."""
+    hidden = config.hidden_size
+    if layer == "embed":
+        return {"tokens.weight": (config.vocab_size, hidden)}
+    return {"norm.weight": (hidden,), "output.weight": (config.vocab_size, hidden)}
+
+
+def mlp_shapes(config: MixtureConfig, layer: int) -> Shapes:
+    """Return the shapes of the parameters of a layer's feed-forward network or mixture of experts."""
+    if not config.has_experts(layer):
+        return _gated_shapes("mlp", config.hidden_size, config.ffn_hidden_size)
     hidden, experts, inner = config.hidden_size, config.num_experts, config.expert_ffn_hidden_size
     shared = config.shared_expert_ffn_hidden_size
     return {

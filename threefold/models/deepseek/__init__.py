@@ -1,0 +1,35 @@
+"""The family of DeepSeek-V2 and V3: its `model` section, with latent attention and experts."""
+
+from collections.abc import Iterator
+from typing import ClassVar, Final, Literal
+
+from threefold.models.family import Family
+from threefold.models.layers.latent_config import LatentConfig
+from threefold.models.layers.mixture_config import MixtureConfig
+
+_ROUND: Final = 16  # the default inner width of SwiGLU is a multiple of it
+
+
+class DeepseekConfig(LatentConfig, MixtureConfig):
+    """DeepSeek-V2 or V3."""
+
+    architecture: Literal["deepseek"] = "deepseek"
+    comes_after: ClassVar[dict[str, str]] = {**MixtureConfig.comes_after, **LatentConfig.comes_after}
+
+    def default_ffn_hidden_size(self) -> int:
+        """Return 8/3 of the hidden size, as for Llama."""
+        return -(-8 * self.hidden_size // (3 * _ROUND)) * _ROUND
+
+    def broken_rules(self) -> Iterator[tuple[str, str]]:
+        yield from self.broken_by_setting_unused()
+        yield from self.broken_by_latents()
+        yield from self.broken_by_experts()
+
+
+FAMILY = Family(
+    title="DeepSeek",
+    config=DeepseekConfig,
+    model="threefold.models.deepseek.model:Deepseek",
+    plan="threefold.models.deepseek.sharding:deepseek_plan",
+    shapes="threefold.models.deepseek.sharding:layer_shapes",
+)
