@@ -32,13 +32,13 @@ def meter_of(run: Run, heartbeat: PageHeartbeat, ranks: int, peak: float | None)
 def test_rates_are_the_model_flops_over_time_and_ranks(small_run: Run) -> None:
     meter = meter_of(small_run, PageHeartbeat(), 4, 1e6)
     meter.before_step()
-    found, config = meter.after_step(0.5), small_run.config
+    found, config = meter.after_step(1, 0.5), small_run.config
     length = config.data.sequence_length
     flops = model_flops_per_token(config.model, length)
     assert flops is not None
     assert found.flops_per_second == pytest.approx(flops * length * config.train.global_batch_size / 4 / 0.5)
     assert found.mfu == pytest.approx(found.flops_per_second / 1e6)
-    assert meter_of(small_run, PageHeartbeat(), 4, None).after_step(0.5).mfu is None
+    assert meter_of(small_run, PageHeartbeat(), 4, None).after_step(1, 0.5).mfu is None
 
 
 def test_the_rank_that_takes_most_memory_and_the_time_waited(small_run: Run) -> None:
@@ -53,7 +53,7 @@ def test_the_rank_that_takes_most_memory_and_the_time_waited(small_run: Run) -> 
     meter.before_step()
     with heartbeat.waiting(wait_code("barrier", 0)):
         pass
-    found = meter.after_step(1.0)
+    found = meter.after_step(1, 1.0)
     assert (found.largest_memory, found.largest_rank) == (1 << 50, 2)
     assert 0 < read(pages[0]).memory == found.memory < 1 << 50
     assert found.waited == pytest.approx(heartbeat.waited - before - outside)

@@ -12,6 +12,7 @@ from tests.support.devices import device_of
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
+from threefold.config.by_step import entries_of, value_at
 from threefold.config.resolve import resolve
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch, BatchSlice
@@ -77,7 +78,8 @@ class Case:
     @property
     def unsplit(self) -> "Case":
         """Return the case for one process, which is the same for every layout, schedule and accumulation."""
-        alone = replace(self, dp=1, tp=1, pp=1, cp=1, schedule="1f1b", accumulation=1, settings=())
+        parts = 1 if len(entries_of(self.batch)) == 1 else 0  # a number that divides batches of every size
+        alone = replace(self, dp=1, tp=1, pp=1, cp=1, schedule="1f1b", accumulation=parts, settings=())
         return replace(alone, compile=False, shared_memory=True, device="cpu")
 
     @property
@@ -108,7 +110,7 @@ class Case:
             "train": {
                 "max_steps": 100,
                 "global_batch_size": self.batch,
-                "gradient_accumulation_steps": self.accumulation,
+                "gradient_accumulation_steps": self.accumulation or None,
                 "seed": 11,
                 "device": "cpu",
                 "compile": self.compile,
@@ -199,10 +201,11 @@ class Trace(reference.Trace):
 def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
     """Return random tokens and labels; `uneven` masks a different share of each row, some rows entirely."""
     generator = torch.Generator().manual_seed(1000 + step)
-    tokens = torch.randint(0, case.vocab, (case.batch, case.sequence), generator=generator)
-    labels = torch.randint(0, case.vocab, (case.batch, case.sequence), generator=generator)
+    size = value_at(case.batch, step)
+    tokens = torch.randint(0, case.vocab, (size, case.sequence), generator=generator)
+    labels = torch.randint(0, case.vocab, (size, case.sequence), generator=generator)
     if case.uneven:
-        share = torch.linspace(-0.1, 1.05, case.batch).unsqueeze(1)
+        share = torch.linspace(-0.1, 1.05, size).unsqueeze(1)
         labels[torch.rand(labels.shape, generator=generator) < share] = IGNORE_INDEX
     if case.counted:
         first, end = case.counted
@@ -215,14 +218,14 @@ def documents_of(case: Case, step: int) -> Tensor | None:
     if not case.documents:
         return None
     generator = torch.Generator().manual_seed(2000 + step)
-    begins = torch.rand(case.batch, case.sequence, generator=generator) < 0.2
+    begins = torch.rand(value_at(case.batch, step), case.sequence, generator=generator) < 0.2
     begins[0] = begins[-1] = False
     return begins.cumsum(1)
 
 
 def shard_of(case: Case, step: int, dp: int) -> Batch:
     tokens, labels = global_batch(case, step)
-    size = case.batch // case.dp
+    size = value_at(case.batch, step) // case.dp
     rows = torch.arange(dp * size, (dp + 1) * size)
     documents = documents_of(case, step)
     return Batch(tokens[rows], labels[rows], rows, None if documents is None else documents[rows])

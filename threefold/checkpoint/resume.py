@@ -22,6 +22,7 @@ from threefold.checkpoint.folder import (
 from threefold.checkpoint.manifest import Checkpoint, read_writer
 from threefold.comm.layout import Layout
 from threefold.config import Config
+from threefold.config.by_step import value_at
 from threefold.data.corpus import Content, Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.samples import ConsumedSamples, whole_weights
@@ -174,7 +175,8 @@ def _allowed_changes(checkpoint: Checkpoint, stored: Config, config: Config) -> 
 def _other_batch(checkpoint: Checkpoint, stored: Config, config: Config) -> str:
     """Describe the effect of another global batch size, as a clause."""
     consumed, train = consumed_by(checkpoint, config), config.train
-    ratio = train.global_batch_size / stored.train.global_batch_size
+    sizes = train.global_batch_size, stored.train.global_batch_size
+    ratio = value_at(sizes[0], checkpoint.step) / value_at(sizes[1], checkpoint.step - 1)
     before = stored.optimizer.lr
     return (
         f"step {checkpoint.step + 1:,} reads on after the {consumed.samples:,} samples consumed, and as steps count "

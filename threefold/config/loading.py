@@ -196,6 +196,10 @@ def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str,
         return f"{where}{key} is {_shown(values['data']['mixture'])} but {rule}."
     if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{where}{key} is {_shown(first['input'])} but must be a section with settings below it."
+    if first["type"] == "by_step":
+        entry = first["ctx"]
+        rule = f"its entry {entry['step']}: {_shown(entry['value'])} must be {_expected(entry['problem'])}"
+        return f"{where}{key} is {_shown(first['input'])} but {rule}."
     given = first["input"] if len(first["loc"]) < 3 else values[first["loc"][0]][first["loc"][1]]
     expected = _OF_SEVERAL_KINDS.get(key) or _expected(first)
     return f"{where}{key} is {_shown(given)} but must be {expected}."

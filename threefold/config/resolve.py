@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from threefold.config.by_step import steps_to_sum
 from threefold.config.loading import config_of, problem
 from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules import batch_sizes, check
@@ -75,7 +76,7 @@ def _steps_of_epochs(config: Config, epochs: int, samples: int | None) -> int:
     if samples is None:
         return config.train.max_steps if is_given or "train.max_steps" in config.derived else MOST_STEPS
     total = batch_sizes(config, largest=1)["global_batch_size"]
-    steps = -(-epochs * samples // total)
+    steps = steps_to_sum(total, epochs * samples)
     if is_given and config.train.max_steps != steps:
         rule = f"train.epochs is {epochs} too, and {epochs} · {samples:,} samples in batches of {total} are"
         raise problem(config, "train.max_steps", f"{rule} {steps} steps; leave one of the two out")

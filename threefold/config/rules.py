@@ -6,6 +6,7 @@ from functools import partial
 from math import gcd, lcm, log2
 from typing import Final
 
+from threefold.config.by_step import entries_of
 from threefold.config.loading import problem
 from threefold.config.model import CUSTOM, FAMILIES
 from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, hyper_parameters
@@ -80,40 +81,50 @@ def batch_sizes(config: Config, largest: int) -> dict[str, int]:
     total, micro, steps = train.global_batch_size, train.micro_batch_size, train.gradient_accumulation_steps
     if micro and steps:
         product = micro * steps * dp
-        if total and total != product:
+        if total and int(total) != product:
             rule = f"must be micro_batch_size {micro} · gradient_accumulation_steps {steps} · dp {dp} = {product}"
             rule = f"{rule}; set it to {product} or leave one of the three out"
             raise problem(config, "train.global_batch_size", rule)
-        total = product
+        total = total or product
     else:
         total = total or DEFAULT_GLOBAL_BATCH_SIZE
-        if total % dp:
-            rule = f"must be a multiple of parallel.dp {dp}; use {nearest_multiple(total, dp)}"
-            raise problem(config, "train.global_batch_size", rule, value=total)
+        _check_multiples(config, total, dp, f"parallel.dp {dp}")
         samples = total // dp
-        if (factor := micro or steps) and samples % factor:
+        if (factor := micro or steps) and samples % factor and not (micro and len(entries_of(total)) > 1):
             works = nearest_divisor(factor, samples)
-            rule = f"must divide global_batch_size {total} / dp {dp} = {samples}; use {works}"
+            rule = f"must divide global_batch_size {total:d} / dp {dp} = {samples}; use {works}"
             raise problem(config, f"train.{'micro_batch_size' if micro else 'gradient_accumulation_steps'}", rule)
         if not factor:
-            sizes = default_micro_batches(config, samples)
+            sizes = default_micro_batches(config, total)
             micro = next((size for size in sizes if size <= largest), sizes[-1])
-        micro, steps = micro or samples // steps, steps or samples // micro
+        micro, steps = micro or samples // steps, steps or max(1, samples // micro)
+    _check_multiples(config, total, micro * dp, f"train.micro_batch_size {micro} · parallel.dp {dp} = {micro * dp}")
     return {"global_batch_size": total, "micro_batch_size": micro, "gradient_accumulation_steps": steps}
 
 
-def default_micro_batches(config: Config, samples: int | None = None) -> list[int]:
-    """Return the possible default micro-batch sizes, largest first.
+def _check_multiples(config: Config, total: int, unit: int, named: str) -> None:
+    for step, size in entries_of(total):
+        if size % unit:
+            use = f"must be a multiple of {named}; use {nearest_multiple(size, unit)}"
+            raise problem(config, "train.global_batch_size", f"{_of_entry(total, step, size)}{use}", value=total)
+
+
+def _of_entry(value: int, step: int, each: int) -> str:
+    """Return the beginning of a rule about one entry of a setting; empty for a setting that does not change."""
+    return "" if len(entries_of(value)) == 1 else f"its entry {step}: {each} "
+
+
+def default_micro_batches(config: Config, total: int | None = None) -> list[int]:
+    """Return the possible default micro-batch sizes, largest first, for a global batch size or the config's.
 
     They fit the schedule and keep it busy; if none does, there is only the smallest.
     """
     parallel, schedule = config.parallel, config.parallel.pipeline_schedule
-    samples = samples or config.train.global_batch_size // parallel.dp  # of a resolved config
+    counts = [size // parallel.dp for _, size in entries_of(total or config.train.global_batch_size)]
     wanted = 2 * parallel.pp if parallel.pp > 1 else 1
-    counts = divisors(samples)
-    taken = [count for count in counts if schedule.accepts(parallel.pp, count)] or counts
-    busy = [samples // count for count in taken if count >= wanted]
-    return busy or [samples // taken[-1]]
+    sizes = divisors(gcd(*counts))[::-1]
+    taken = [s for s in sizes if all(schedule.accepts(parallel.pp, samples // s) for samples in counts)] or sizes
+    return [size for size in taken if min(counts) // size >= wanted] or [taken[-1]]
 
 
 def _division_rules(config: Config) -> Broken:
@@ -181,6 +192,8 @@ def _pipeline_rules(config: Config) -> Broken:
 def _micro_batches_rules(config: Config) -> Broken:
     train, schedule, pp, dp = config.train, config.parallel.pipeline_schedule, config.parallel.pp, config.parallel.dp
     given = train.gradient_accumulation_steps
+    if pp > 1 and len(entries_of(train.global_batch_size)) > 1:
+        yield from _changing_micro_batches_rules(config)
     if pp == 1 or schedule.accepts(pp, given):
         return
     use = "another number"  # a schedule in Python may support few
@@ -192,6 +205,20 @@ def _micro_batches_rules(config: Config) -> Broken:
             use = f"{larger} with train.global_batch_size {larger * train.micro_batch_size * dp}"
     rule = f"parallel.schedule {schedule.name} {schedule.micro_batch_rule(pp, given)}; use {use}"
     yield "train.gradient_accumulation_steps", rule
+
+
+def _changing_micro_batches_rules(config: Config) -> Broken:
+    schedule, pp, total = config.parallel.pipeline_schedule, config.parallel.pp, config.train.global_batch_size
+    unit = config.train.micro_batch_size * config.parallel.dp
+    for step, size in entries_of(total):
+        if not schedule.accepts(pp, count := size // unit):
+            counts = (schedule.micro_batches,) if schedule.micro_batches else range(1, count + 2 * pp)
+            fitting = (each for each in counts if schedule.accepts(pp, each))
+            nearest = min(fitting, key=lambda each: abs(each - count), default=None)
+            use = "another number" if nearest is None else str(nearest * unit)
+            rule = f"is in {count} micro-batches, and parallel.schedule {schedule.name}"
+            rule = f"{rule} {schedule.micro_batch_rule(pp, count)}; use {use}"
+            yield "train.global_batch_size", f"{_of_entry(total, step, size)}{rule}"
 
 
 def check(config: Config, vocab_size: int) -> None:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from threefold.config.by_step import ByStep
 from threefold.config.data import DataConfig
 from threefold.config.model import MOST_LAYERS, ModelConfig, model_settings
 from threefold.config.optimizer import OptimizerConfig
@@ -115,14 +116,17 @@ class TrainConfig(Section):
     max_seconds: float = derived(gt=0, le=MOST_SECONDS)
     """Time limit of the run in seconds, from its start. The run saves a checkpoint early enough to finish in time, and
     ends as it does after SIGTERM. Default: none."""
-    global_batch_size: int = derived(ge=1, le=MOST_SEQUENCES)
-    """Sequences in an optimizer step, over all ranks. Default: follows from the other two, else 32."""
+    global_batch_size: Annotated[int, Field(ge=1, le=MOST_SEQUENCES), ByStep()] = derived()
+    """Sequences in an optimizer step, over all ranks. By step, such as `{0: 256, 1000: 512}` for 512 after the first
+    1000 steps, each value is a multiple of `micro_batch_size` · `parallel.dp` (docs/training.md). Default: follows from
+    the other two, else 32."""
     micro_batch_size: int = derived(ge=1, le=MOST_SEQUENCES)
     """Sequences that go through the model at once on one replica. Default: follows from the other two, else the largest
     size that fits into a rank's memory, divides the replica's share and leaves a pipeline two micro-batches per stage.
     The default has at most 8192 tokens on a CPU, or 32768 on a GPU."""
     gradient_accumulation_steps: int = derived(ge=1, le=MOST_SEQUENCES)
-    """Micro-batches of one replica in an optimizer step. Default: follows from the batch sizes."""
+    """Micro-batches of one replica in an optimizer step, the largest if batch sizes change. Default: follows from the
+    batch sizes."""
     seed: int = Field(default=1234, ge=0, lt=2**32)
     """Seed of the initial weights, the sample order and dropout."""
     init_from: PathText = ""

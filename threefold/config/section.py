@@ -20,6 +20,7 @@ from pydantic import (
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
+from threefold.config.by_step import plain
 from threefold.files import hide_secrets, local_rule, shown, without_secrets
 from threefold.plugins import Registry, one_of
 
@@ -146,7 +147,7 @@ class Section(BaseModel):
     def settings(self) -> dict[str, Any]:
         """Return the settings that have a value, as plain YAML values."""
         values = {key: getattr(self, key) for key in type(self).model_fields}
-        return {k: list(v) if isinstance(v, tuple) else v for k, v in values.items() if v is not None}
+        return {k: list(v) if isinstance(v, tuple) else plain(v) for k, v in values.items() if v is not None}
 
 
 def nearest_multiple(value: int, divisor: int) -> int:

@@ -35,7 +35,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class BatchSlice:
-    """A data-parallel rank's slice of the global batch: a contiguous block of its rows."""
+    """A data-parallel rank's slice of the global batch: a contiguous block of its rows.
+
+    Where the batch size changes by step, the slice is of a batch of the largest size, as evaluations read.
+    """
 
     global_batch_size: int
     dp_index: int = 0
@@ -121,7 +124,11 @@ class Loader:
 
     def sample_indices(self, step: int) -> Int64Array:
         """Return the training samples that are this rank's rows in the batch of `step` (from 0): int64 [rows]."""
-        return self.train.ordered(self.consumed.before(step) + self.slice.rows, self.seed)
+        return self.train.ordered(self.consumed.before(step) + self.rows(step), self.seed)
+
+    def rows(self, step: int) -> Int64Array:
+        """Return this rank's rows of the global batch of `step` (from 0), int64 [rows]."""
+        return replace(self.slice, global_batch_size=self.consumed.size(step)).rows
 
     def sample_name(self, index: int) -> str:
         """Name a training sample: its number, or in a mixture its number in its corpus and the corpus's name."""
@@ -186,8 +193,9 @@ class Loader:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read_train(self, step: int, keyed: bool = False) -> Any:
-        passes = self.train.passes(self.consumed.before(step) + self.slice.rows)
-        return self._make_batch(self.train, self.sample_indices(step), self._keys(passes) if keyed else None)
+        rows = self.rows(step)
+        keys = self._keys(self.train.passes(self.consumed.before(step) + rows)) if keyed else None
+        return self._make_batch(self.train, self.sample_indices(step), rows, keys)
 
     def _read_heldout(self, samples: Samples, number: int, keyed: bool) -> Any:
         indices = number * self.slice.global_batch_size + self.slice.rows
@@ -195,7 +203,7 @@ class Loader:
         if isinstance(samples, NestedSamples):
             return samples.batch(indices % len(samples), keys)
         past_end = indices >= len(samples)
-        return self._make_batch(samples, np.where(past_end, 0, indices), keys, past_end)
+        return self._make_batch(samples, np.where(past_end, 0, indices), self.slice.rows, keys, past_end)
 
     def _keys(self, passes: Int64Array) -> Int64Array:
         return np.array([pass_key(self.seed, number) for number in passes.tolist()])
@@ -204,6 +212,7 @@ class Loader:
         self,
         samples: Samples,
         indices: Int64Array,
+        rows: Int64Array,
         keys: Int64Array | None,
         ignored: NDArray[np.bool_] | None = None,
     ) -> Any:
@@ -214,7 +223,7 @@ class Loader:
             labels[ignored] = IGNORE_INDEX
         documents = samples.documents(indices) if self.separate_documents else None
         positions = samples.positions(indices) if self.separate_documents else None
-        arrays = (tokens, labels, self.slice.rows, documents, positions, samples.padding(indices))
+        arrays = (tokens, labels, rows, documents, positions, samples.padding(indices))
         parts: list[Any] = [None if array is None else torch.from_numpy(array) for array in arrays]
         return Batch(*(part.pin_memory() if self.pinned and part is not None else part for part in parts))
 

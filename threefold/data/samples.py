@@ -16,6 +16,7 @@ from typing import Final
 
 import numpy as np
 
+from threefold.config.by_step import entries_of, steps_to_sum, sum_before, value_at
 from threefold.errors import UserError
 from threefold.random import Int64Array, KeyedPermutation, samples_at
 
@@ -151,8 +152,8 @@ class MixturePart:
 class ConsumedSamples:
     """Number of training samples consumed before each step, counted from where a run starts or resumes.
 
-    It determines what a step reads, because the order of samples is a permutation of this count. It is the step times
-    the global batch size (`per_step`) until a run resumes with another batch size, at `step`, and counts on.
+    It determines what a step reads, because the order of samples is a permutation of this count. It is the sum of the
+    global batch sizes (`per_step`, which may change by step) until a run resumes with others, at `step`, and counts on.
     """
 
     per_step: int
@@ -161,16 +162,21 @@ class ConsumedSamples:
 
     @property
     def has_one_size(self) -> bool:
-        """Whether the count is consistent with batches of this size from the beginning."""
-        return self.samples == self.step * self.per_step
+        """Whether all batches up to now and from now on have one size."""
+        return len(entries_of(self.per_step)) == 1 and self.samples == self.step * self.per_step
 
     def before(self, step: int) -> int:
         """Return the samples consumed before `step` (0 for the first), which must not precede the start or resume."""
-        return self.samples + (step - self.step) * self.per_step
+        return self.samples + sum_before(self.per_step, step) - sum_before(self.per_step, self.step)
+
+    def size(self, step: int) -> int:
+        """Return the global batch size of `step` (0 for the first)."""
+        size: int = value_at(self.per_step, step)
+        return size
 
     def steps_until(self, samples: int) -> int:
-        """Return the first step before which at least `samples` samples are consumed, if all batches have this size."""
-        return self.step - (self.samples - samples) // self.per_step
+        """Return the first step before which at least `samples` samples are consumed, as if counted from the start."""
+        return steps_to_sum(self.per_step, samples - self.samples + sum_before(self.per_step, self.step))
 
 
 LONGEST_PERIOD: Final = 65_536

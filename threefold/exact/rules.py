@@ -5,6 +5,7 @@ from math import gcd
 from typing import Any
 
 from threefold.config import Config
+from threefold.config.by_step import entries_of
 from threefold.config.loading import config_of
 from threefold.config.model import CUSTOM, FAMILIES
 from threefold.config.optimizer import BUILT_IN
@@ -65,6 +66,7 @@ def exact_rules(config: Config) -> Broken:
         ("train.compile", train.compile, "false"),
         ("parallel.cp_method", parallel.cp > 1 and parallel.cp_method != "all-gather", "all-gather"),
         ("parallel.gradient_compression", parallel.gradient_compression != "none", "none"),
+        ("train.global_batch_size", len(entries_of(train.global_batch_size)) > 1, f"{train.global_batch_size:d}"),
     ):
         if broken:
             yield key, f"train.exact is true, whose sums do not go together with it yet; use {use}"

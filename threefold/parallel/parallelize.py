@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from threefold.comm.axis import Axis, local_part
 from threefold.comm.mesh import Mesh
 from threefold.config import Config, ParallelConfig
+from threefold.config.by_step import entries_of
 from threefold.config.model import CUSTOM, FAMILIES
 from threefold.config.rules import executed_micro_batches
 from threefold.constants import COMPILED, LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
@@ -86,6 +87,8 @@ class TrainingSettings:
     Attributes:
         micro_batches: number of parts in which a replica's samples of a step are computed, one after another (gradient
             accumulation); with a pipeline, the micro-batches of its schedule.
+        micro_batch_size: samples of a part, where steps differ in their number; None if all have `micro_batches` parts,
+            otherwise the most.
         parallel: how the model is distributed; the mesh has the sizes of its axes. `zero_shards` None is for all
             replicas, `stage_chunks` None for the schedule's default.
         arithmetic: how layers compute and sums are added up.
@@ -94,6 +97,7 @@ class TrainingSettings:
 
     seed: int = 0
     micro_batches: int = 1
+    micro_batch_size: int | None = None
     dtype: torch.dtype = torch.float32
     master_weights: bool = True
     fp8: bool = False
@@ -109,10 +113,11 @@ class TrainingSettings:
     @classmethod
     def of(cls, config: Config, chunks: ChunkSizes | None = None) -> "TrainingSettings":
         """Return the settings of a resolved config, with chunks of the usual sizes of its device by default."""
-        train = config.train
+        train, (micro_batches, micro_batch_size) = config.train, executed_micro_batches(config)
         return cls(
             seed=train.seed,
-            micro_batches=executed_micro_batches(config)[0],
+            micro_batches=micro_batches,
+            micro_batch_size=micro_batch_size if len(entries_of(train.global_batch_size)) > 1 else None,
             dtype=DTYPES[config.precision.dtype],
             master_weights=config.precision.master_weights,
             fp8=config.precision.fp8,
@@ -125,6 +130,10 @@ class TrainingSettings:
             arithmetic=arithmetic_of(config),
             is_custom=(family := config.model.architecture) == CUSTOM or family not in FAMILIES.built_in,
         )
+
+    def parts(self, samples: int) -> int:
+        """Return the number of micro-batches of a step in which a replica has this many samples."""
+        return self.micro_batches if self.micro_batch_size is None else samples // self.micro_batch_size
 
     @property
     def master_dtype(self) -> torch.dtype:

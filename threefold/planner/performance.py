@@ -2,11 +2,13 @@
 
 import sys
 import time
+from functools import cache, partial
 from operator import itemgetter
 from typing import Final, cast
 
 import torch
 
+from threefold.config.by_step import value_at
 from threefold.planner.block import model_flops_per_token
 from threefold.resilience.heartbeat import PageHeartbeat
 from threefold.train.callbacks.base import RunContext
@@ -25,18 +27,16 @@ class PerformanceMeter:
     def __init__(self, run: RunContext) -> None:
         mesh, config, self._peak, self._began = run.mesh, run.config, run.peak_rate, run.attempt.began
         self._mesh, self._heartbeat = mesh, cast(PageHeartbeat, mesh.heartbeat)
-        self._ranks, length = mesh.layout.world_size, config.data.sequence_length
-        of_token = model_flops_per_token(config.model, length)
-        tokens = config.train.global_batch_size * length
-        self._flops = None if of_token is None else of_token * tokens / self._ranks
+        self._config, self._ranks = config, mesh.layout.world_size
+        self._of_token = cache(partial(model_flops_per_token, config.model))
         self._waited = self._looked = 0.0
         self._largest = 0, mesh.rank  # memory, and the first rank that had it
 
     def before_step(self) -> None:
         self._waited = self._heartbeat.waited
 
-    def after_step(self, seconds: float) -> Performance:
-        """Return the performance of a step that took `seconds`; call it on every rank."""
+    def after_step(self, step: int, seconds: float) -> Performance:
+        """Return the performance of `step`, from 1, which took `seconds`; call it on every rank."""
         on_gpu, now = self._mesh.device.type == "cuda", time.monotonic()
         memory = torch.cuda.max_memory_reserved(self._mesh.device) if on_gpu else peak_memory()
         self._heartbeat.memory(memory)
@@ -45,7 +45,10 @@ class PerformanceMeter:
             self._looked, places = now, enumerate(self._heartbeat.everyone())
             known += [(place.memory, rank) for rank, place in places if place is not None]
         self._largest = max(known, key=itemgetter(0))
-        rate = None if self._flops is None else self._flops / seconds
+        length = value_at(self._config.data.sequence_length, step - 1)
+        tokens = value_at(self._config.train.global_batch_size, step - 1) * length
+        of_token = self._of_token(length)
+        rate = None if of_token is None else of_token * tokens / self._ranks / seconds
         return Performance(
             flops_per_second=rate,
             mfu=None if rate is None or not self._peak else rate / self._peak,

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.config.loading import config_of, parse_value
+from threefold.config.by_step import entries_of
+from threefold.config.loading import config_of, parse_value, problem
 from threefold.config.model import CUSTOM
 from threefold.config.resolve import on_device
 from threefold.config.schedules import SCHEDULES, is_custom_schedule
@@ -122,6 +123,14 @@ class Request:
         return Space(self.config, len(layers), fixed, schedules)
 
 
+def _require_one_step(config: Config) -> None:
+    """Refuse settings that change by step: a plan compares times of one step."""
+    key, value = "train.global_batch_size", config.train.global_batch_size
+    if len(entries_of(value)) > 1:
+        largest = f"--set {key}={value:d}"
+        raise problem(config, key, f"a plan is for steps of one size; use {largest}, and try the others with estimate")
+
+
 def read_request(
     given: Config,
     gpus: int,
@@ -144,6 +153,7 @@ def read_request(
             f"{nearest_multiple(gpus, per_node)}."
         )
     config = given
+    _require_one_step(given)
     if given.model.architecture != CUSTOM:
         config = on_device(resolve_without_data(alone(given)), hardware.device)
     described_blocks(config)  # refuses blocks without formulas, and a model of a file

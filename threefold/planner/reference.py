@@ -11,6 +11,7 @@ from typing import Any, Final, Literal, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
+from threefold.config.by_step import ByStep
 from threefold.config.loading import config_of, parse_value
 from threefold.config.model import FAMILIES
 from threefold.config.presets import FAMILIES as PRESET_FAMILIES
@@ -74,6 +75,8 @@ def _value(field: FieldInfo) -> str:
             limit = getattr(rule, name)
             power = len(str(limit)) - 1  # for a narrow column
             limits.append(f"{sign} {f'10^{power}' if power >= 5 and limit == 10**power else limit}")
+    if any(isinstance(rule, ByStep) for rule in field.metadata):
+        limits.append("or by step")
     return f"{_TYPES[kind]} {', '.join(limits)}".strip()
 
 

@@ -2,6 +2,7 @@
 
 import torch
 
+from threefold.config.by_step import entries_of
 from threefold.data.loader import Loader
 from threefold.files import counted, how_often
 from threefold.models.sharding import ModelPlan
@@ -26,7 +27,9 @@ def announce(run: RunContext, loader: Loader, make_model: MakeModel, plan: Model
         f"Training {parameters:,} parameters ({config.model.title}) in {dtype} on {mesh.device.type}, "
         f"{mesh.layout}: {data} → {run.run_dir}"
     )
-    steps, batch = counted(train.max_steps, "step"), counted(train.global_batch_size, "sample")
+    steps, (first, *later) = counted(train.max_steps, "step"), entries_of(train.global_batch_size)
+    batch = counted(first[1], "sample")
+    length += "".join(f", {size:,} from step {step + 1:,} on" for step, size in later)
     verb = "read" if train.max_steps > 1 else "reads"
     say(f"{steps} of {batch}{length} {verb} the {counted(samples, 'training sample')} {how_often(read / samples)}.")
     for note in loader.train.notes:

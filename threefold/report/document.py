@@ -211,6 +211,8 @@ def _data(settings: Settings) -> str:
     mixture = data.get("mixture")
     source = data.get("path") or _joined(", ", *(mixture if isinstance(mixture, dict) else ()))
     length = f" of {data['sequence_length']} tokens" if "sequence_length" in data else ""
+    if isinstance(batch, dict):
+        batch = ", ".join(f"{step}: {size}" for step, size in batch.items())
     return _joined(", ", source, f"{batch} samples{length} a step" if batch else "")
 
 

@@ -88,7 +88,7 @@ class GradientCheck:
         loader = self._loader.of_replica(replica)
         self._observe()
         with self._engine.preserved():
-            rows = torch.from_numpy(loader.slice.rows)
+            rows = torch.from_numpy(loader.rows(step - 1))
             self._engine.compute_gradients(loader.batch(step - 1), step - 1, rows=rows)
         return self._observed()
 

@@ -315,7 +315,7 @@ def diagnose(
     large = None
     if checks.first is not None:
         indices = loader.sample_indices(done).tolist()
-        size = len(indices) // engine.settings.micro_batches
+        size = len(indices) // engine.settings.parts(len(indices))
         start = checks.first.micro_batch * size
         samples = tuple(loader.sample_name(index) for index in indices[start : start + size])
     tensors: list[Tensor] = []

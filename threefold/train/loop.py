@@ -197,7 +197,7 @@ class TrainingLoop:
             reader_cost=read - started,
             seconds=ended - started,
             phases=times,
-            performance=None if self.meter is None else self.meter.after_step(ended - started),
+            performance=None if self.meter is None else self.meter.after_step(step, ended - started),
             fingerprint=fingerprint,
             unknown_calls=unknown,
         )

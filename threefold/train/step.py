@@ -147,7 +147,7 @@ class GradientStep(GradientUpdate):
                 self._check_first(batch, loss, local)
             # 2. Forward and backward passes. Buckets of gradients start their sums over the replicas as they fill; CPU
             # ranks that share memory make them in `finish`.
-            self.begin(self.runner.arrivals)
+            self.begin(self.runner.arrivals(local.size))
             losses = self.runner.forward_backward(local, self._batch.factor)
             if self._is_first and self.plan.constructed:
                 self._require_unchanged_weights()
@@ -254,14 +254,14 @@ class GradientStep(GradientUpdate):
     def _make_runner(self, activation: tuple[int, int, int] | None) -> Runner:
         model, count, pp = self.model, self.settings.micro_batches, self.mesh.pp.size
         if pp == 1:
-            return LoopRunner(model.stages[0], count, self.mesh.heartbeat, self.arithmetic)
+            return LoopRunner(model.stages[0], self.settings, self.mesh.heartbeat, self.arithmetic)
         schedule = self.settings.parallel.pipeline_schedule
         if not schedule.accepts(pp, count):
             raise UserError(
                 f"micro_batches is {count} but the schedule {schedule.name} {schedule.micro_batch_rule(pp, count)}; "
                 f"use {next(larger for larger in range(count, 4 * pp * count + 1) if schedule.accepts(pp, larger))}."
             )
-        return PipelineRunner(model.stages, self.parallelism, schedule, count, activation, model.gradients.add_)
+        return PipelineRunner(model.stages, self.parallelism, schedule, activation, model.gradients.add_)
 
     def _check_first(self, batch: Any, loss: LossFunction | None, local: LocalBatch | CustomBatch) -> None:
         """Check a user's model with the shapes of its first batch, and place its dropout layers."""
@@ -279,7 +279,7 @@ class GradientStep(GradientUpdate):
             call_hook("check_forward", self._make_model, self.plan, self.mesh.tp.size, trial, loss is None)
         context = self.parallelism.context
         if self.model.dropouts and (context.tp.size > 1 or context.cut.shares > 1):
-            micro_batch = whole.split(self.settings.micro_batches)[0]
+            micro_batch = whole.split(self.settings.parts(whole.size))[0]
             find = needed("dropout_parts", "dropout between the sharded layers of a custom model", "verify")
             parts = find(self._make_model, self.plan, context, micro_batch)
             for name, dropout in self.model.dropouts.items():

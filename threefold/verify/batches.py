@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from threefold.config import Config
+from threefold.config.by_step import value_at
 from threefold.constants import IGNORE_INDEX
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Batch, BatchSlice, Loader
@@ -41,7 +42,7 @@ class BatchSource(ABC):
         with four or more rows, one in the middle keeps none. The first and the last row, each of which may be a
         micro-batch, always have a gradient that could be lost.
         """
-        size = config.train.global_batch_size
+        size = value_at(config.train.global_batch_size, step)
         batch = self.read(config, step, BatchSlice(size, dp_index, dp))
         if not self.masked:
             return batch

@@ -12,7 +12,7 @@ from threefold.comm.heartbeat import Activity, Heartbeat
 from threefold.config.schedules import Action, Schedule
 from threefold.doors import hook
 from threefold.parallel.arithmetic import RankArithmetic
-from threefold.parallel.parallelize import Parallelism
+from threefold.parallel.parallelize import Parallelism, TrainingSettings
 from threefold.parallel.pipeline.scheduled_stage import Mailbox, ScheduledStage, SendQueue, TimedAction
 from threefold.parallel.pipeline.schedules import (
     actions,
@@ -23,8 +23,8 @@ from threefold.parallel.pipeline.schedules import (
 from threefold.parallel.pipeline.stage import Stage, StepSamples
 from threefold.torch_private.pipelining import PipelineSchedule
 
-_TorchPasses = tuple[list[ScheduledStage], PipelineSchedule, PipelineSchedule]
-"""Torch's objects for the batches of one shape: stages and schedule of training, and schedule of evaluation."""
+_TorchPasses = tuple[int, list[ScheduledStage], PipelineSchedule, PipelineSchedule]
+"""Number of micro-batches, and torch's objects for them: stages and schedule of training, schedule of evaluation."""
 
 
 class Runner(ABC):
@@ -32,8 +32,13 @@ class Runner(ABC):
 
     has_loss: bool
     """Whether this rank has the last stage, which computes the loss."""
-    arrivals: int | None
-    """How often autograd accumulates a gradient into each parameter in a step; None if this differs among them."""
+
+    @abstractmethod
+    def arrivals(self, samples: int) -> int | None:
+        """Return how often autograd accumulates a gradient into each parameter in a step with this many samples.
+
+        None if this differs among the parameters.
+        """
 
     @abstractmethod
     def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
@@ -61,13 +66,17 @@ class LoopRunner(Runner):
 
     has_loss = True
 
-    def __init__(self, stage: Stage, micro_batches: int, heartbeat: Heartbeat, arithmetic: RankArithmetic) -> None:
-        self.stage, self.micro_batches, self.arrivals = stage, micro_batches, micro_batches
-        self._heartbeat, self._arithmetic = heartbeat, arithmetic
+    def __init__(
+        self, stage: Stage, settings: TrainingSettings, heartbeat: Heartbeat, arithmetic: RankArithmetic
+    ) -> None:
+        self.stage, self._settings, self._heartbeat, self._arithmetic = stage, settings, heartbeat, arithmetic
+
+    def arrivals(self, samples: int) -> int:
+        return self._settings.parts(samples)
 
     def forward_backward(self, batch: StepSamples, scale: float) -> Tensor:
         losses = []
-        for number, micro in enumerate(batch.split(self.micro_batches)):
+        for number, micro in enumerate(batch.split(self.arrivals(batch.size))):
             self._heartbeat.activity(Activity.FORWARD, 0, number)
             loss = micro.through(self.stage) * scale
             self._heartbeat.activity(Activity.BACKWARD, 0, number)
@@ -80,7 +89,7 @@ class LoopRunner(Runner):
     @torch.no_grad()
     def evaluate(self, batch: StepSamples) -> Tensor:
         losses = []
-        for number, micro in enumerate(batch.split(self.micro_batches)):
+        for number, micro in enumerate(batch.split(self.arrivals(batch.size))):
             self._heartbeat.activity(Activity.FORWARD, 0, number)
             losses.append(micro.through(self.stage))
         return torch.stack(losses)
@@ -90,7 +99,8 @@ class PipelineRunner(Runner):
     """Several stages, run in the order of a pipeline schedule by `torch.distributed.pipelining`.
 
     The shape [b, S, H] of a micro-batch's activations between stages is declared (`activation`), or found once per
-    batch shape by `prepare`, so that steps exchange no metadata. `add_gradient` adds a deferred gradient to a leaf's.
+    batch shape by `prepare`, so that steps exchange no metadata. Torch's objects are made once per number of
+    micro-batches, and per batch shape if it is not declared. `add_gradient` adds a deferred gradient to a leaf's.
     """
 
     def __init__(
@@ -98,21 +108,16 @@ class PipelineRunner(Runner):
         stages: Sequence[Stage],
         parallelism: Parallelism,
         schedule: Schedule,
-        micro_batches: int,
         activation: tuple[int, int, int] | None,
         add_gradient: Callable[[Tensor, Tensor], None],
     ) -> None:
         self._stages, self._placement, self._schedule = stages, parallelism.stages, schedule
         self._mesh, self._deferred, self._arithmetic = parallelism.mesh, parallelism.deferred, parallelism.arithmetic
-        self._add_gradient, self._declared = add_gradient, activation is not None
+        self._add_gradient, self._settings = add_gradient, parallelism.settings
+        self._declared: Mapping[int, tuple[Tensor, ...]] | None = None
         self.has_loss = any(stage.gives_loss for stage in stages)
-        # None if a parameter may get two gradients per micro-batch: a tied weight, from each stage or a deferred one.
-        self.arrivals = micro_batches if schedule.one_backward_per_micro_batch else None
         loss_dtype = torch.promote_types(parallelism.settings.dtype, torch.float32)
         self._zero = torch.zeros(1, dtype=loss_dtype, device=self._mesh.device)
-        # Torch's schedules split their arguments along dim 0, which samples of any nesting do not allow. So they get
-        # the numbers of the micro-batches, and a stage looks up the samples of a number in `_micro_batches`.
-        self._numbers = torch.arange(micro_batches)
         self._micro_batches: list[StepSamples] = []
         self._sends = SendQueue()
         self._mailbox: Mailbox | None = None
@@ -122,27 +127,41 @@ class PipelineRunner(Runner):
         if activation is not None:
             shape = torch.empty(activation, dtype=parallelism.settings.dtype, device="meta", requires_grad=True)
             numbers = self._placement.held_by(self._mesh.pp.index)
-            self._use(self._make({stage: (shape,) for number in numbers for stage in (number - 1, number)}))
+            self._declared = {stage: (shape,) for number in numbers for stage in (number - 1, number)}
+            self._use(self._passes(self._settings.micro_batches, None))
+
+    def arrivals(self, samples: int) -> int | None:
+        # None if a parameter may get two gradients per micro-batch: a tied weight, from each stage or a deferred one.
+        return self._settings.parts(samples) if self._schedule.one_backward_per_micro_batch else None
 
     def knows(self, shapes: Hashable) -> bool:
-        return self._declared or shapes in self._found
+        return self._declared is not None or shapes in self._found
 
     def prepare(self, batch: StepSamples) -> None:
-        micro_batch = batch.split(len(self._numbers))[0]
-        self._found[batch.shapes] = self._make(find_activations(self._stages, self._placement, self._mesh, micro_batch))
+        count = self._settings.parts(batch.size)
+        activations = find_activations(self._stages, self._placement, self._mesh, batch.split(count)[0])
+        self._found[batch.shapes] = self._make(activations, count)
 
     def _use(self, passes: _TorchPasses) -> None:
-        self.scheduled_stages, self._train, self._eval = passes
+        self._count, self.scheduled_stages, self._train, self._eval = passes
 
-    def _make(self, activations: Mapping[int, tuple[Tensor, ...]]) -> _TorchPasses:
+    def _passes(self, count: int, shapes: Hashable) -> _TorchPasses:
+        """Return torch's objects for batches of these shapes, or of this number of micro-batches if it is declared."""
+        if self._declared is None:
+            return self._found[shapes]
+        if count not in self._found:
+            self._found[count] = self._make(self._declared, count)
+        return self._found[count]
+
+    def _make(self, activations: Mapping[int, tuple[Tensor, ...]], count: int) -> _TorchPasses:
         """Make the schedules for the activations that each stage (of this rank, or before one of them) sends on."""
-        pp, count = self._mesh.pp, len(self._numbers)
+        pp, most = self._mesh.pp, self._settings.micro_batches
         # For training; evaluation uses the process group, whose waits keep stages in step.
         share_mailbox = hook("share_mailbox")
         if self._mailbox is None and pp.shares_memory and share_mailbox is not None:
             nbytes = max(each.nbytes for given in activations.values() for each in given)
             # An activation and a gradient per micro-batch and stage.
-            messages = 2 * max(map(len, activations.values())) * count * len(self._stages)
+            messages = 2 * max(map(len, activations.values())) * most * len(self._stages)
             with pp.waiting("gather"):
                 self._mailbox = share_mailbox(pp.group, nbytes, messages)
         later = None if self._deferred is None else self._deferred.take
@@ -151,7 +170,7 @@ class PipelineRunner(Runner):
         train = training_schedule(self._schedule, stages, count, _scaled, self._arithmetic.ascends)
         # Separate stages: torch's keep buffers and shapes of the last pass, with or without gradients.
         apart = self._make_stages(activations, None, self._sends, None)
-        return stages, train, evaluation_schedule(apart, self._placement, count, _scaled)
+        return count, stages, train, evaluation_schedule(apart, self._placement, count, _scaled)
 
     def _make_stages(
         self,
@@ -161,7 +180,7 @@ class PipelineRunner(Runner):
         mailbox: Mailbox | None,
     ) -> list[ScheduledStage]:
         loss = torch.empty_like(self._zero[0], device="meta").requires_grad_()
-        number_of_one = torch.empty(1, dtype=self._numbers.dtype, device="meta")
+        number_of_one = torch.empty(1, dtype=torch.int64, device="meta")
         made = []
         for stage, number in zip(self._stages, self._placement.held_by(self._mesh.pp.index), strict=True):
             inputs = activations[number - 1] if number else (number_of_one,)
@@ -204,21 +223,23 @@ class PipelineRunner(Runner):
 
     def _run_micro_batches(self, run: Callable[..., Any], batch: StepSamples, scale: float) -> Tensor:
         """Run a pass of torch's schedule over the micro-batches; return their losses if `has_loss`, else a zero."""
-        if not self._declared:
-            self._use(self._found[batch.shapes])
-        self._micro_batches[:] = batch.split(len(self._numbers))
+        self._use(self._passes(self._settings.parts(batch.size), batch.shapes))
+        # Torch's schedules split their arguments along dim 0, which samples of any nesting do not allow. So they get
+        # the numbers of the micro-batches, and a stage looks up the samples of a number in `_micro_batches`.
+        self._micro_batches[:] = batch.split(self._count)
+        numbers = torch.arange(self._count)
         self._mesh.heartbeat.activity(Activity.PIPELINE)
         losses: list[Tensor] = []
         is_first = any(stage.is_first for stage in self.scheduled_stages)
         try:
             with self._mesh.pp.waiting("send"):  # except while an action runs (`ScheduledStage._timed`)
                 run(  # with numbers instead of samples; the last stage computes the loss, so it needs no target
-                    *([self._numbers] if is_first else []),
-                    target=self._numbers if self.has_loss else None,
+                    *([numbers] if is_first else []),
+                    target=numbers if self.has_loss else None,
                     losses=losses,
                     return_outputs=False,
                     loss_kwargs={"scale": scale},
-                    number=self._numbers,
+                    number=numbers,
                 )
                 self._sends.finish()
         finally:

@@ -174,6 +174,11 @@ class StepSamples(ABC):
 
     @property
     @abstractmethod
+    def size(self) -> int:
+        """Number of samples."""
+
+    @property
+    @abstractmethod
     def shapes(self) -> Hashable:
         """Key of the samples' shapes, which decide those of the activations."""
 
@@ -201,6 +206,10 @@ class LocalBatch(StepSamples):
 
     def through(self, stage: Stage, received: tuple[Tensor, ...] | None = None) -> Any:
         return stage(self.tokens if received is None else received[0], self.labels, self.samples)
+
+    @property
+    def size(self) -> int:
+        return len(self.tokens)
 
     @property
     def shapes(self) -> Hashable:
@@ -239,6 +248,10 @@ class CustomBatch(StepSamples):
         if self.outputs is not None:
             self.outputs[self.number] = map_tensors(output, Tensor.detach, "The output of the last layer")
         return stage.loss_of(lambda: loss(output, self.data, batch_size(self.data)))
+
+    @property
+    def size(self) -> int:
+        return batch_size(self.data)
 
     @property
     def shapes(self) -> Hashable:

@@ -153,12 +153,14 @@ def _replicas(config: "Config", world: int) -> int:
 
 def _print_reports(config: "Config", reports: Sequence["DryRunReport"]) -> None:
     """Print memory, collectives and floating-point operations of each rank."""
+    from threefold.config.by_step import entries_of
     from threefold.config.rules import executed_micro_batches
 
     train = config.train
     each = "{} of {}".format(*executed_micro_batches(config))
     print_layout(config)
-    typer.echo(f"One step: {train.global_batch_size:,} samples, in micro-batches of each replica: {each}.")
+    step = "One step" if len(entries_of(train.global_batch_size)) == 1 else "One of the largest steps"
+    typer.echo(f"{step}: {train.global_batch_size:,} samples, in micro-batches of each replica: {each}.")
     work, memory = [], []
     for report in reports:
         place = (f"{report.rank:,}", str(report.coordinates["pp"]))

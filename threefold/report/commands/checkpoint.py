@@ -164,6 +164,8 @@ def _print_summary(summary: "CheckpointSummary") -> None:
 
 
 def _of_config(config: "Config") -> list[tuple[str, str]]:
+    from threefold.config.by_step import described
+
     model, train, optimizer = config.model, config.train, config.optimizer
     heads = f"{model.num_attention_heads} heads" if model.num_attention_heads else ""
     if model.num_key_value_heads and model.num_key_value_heads != model.num_attention_heads:
@@ -174,7 +176,7 @@ def _of_config(config: "Config") -> list[tuple[str, str]]:
     schedule = f"lr {optimizer.lr:g}, {optimizer.warmup_steps:,} steps of warm-up, {optimizer.decay}"
     if optimizer.decay != "constant":
         schedule += f" until step {optimizer.decay_steps:,} to {optimizer.min_lr:g}"
-    batch = f"{train.global_batch_size:,} sequences of {config.data.sequence_length:,} tokens"
+    batch = f"{described(train.global_batch_size)} sequences of {described(config.data.sequence_length)} tokens"
     return [
         ("model", f"{model.architecture}: {', '.join(parts)}"),
         ("training", f"{config.precision.dtype}, {train.max_steps:,} steps of {batch}"),
