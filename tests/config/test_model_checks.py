@@ -18,6 +18,7 @@ MEANINGLESS: dict[str, Any] = {
     "qk_norm": True,
     "sliding_window": 64,
     "full_attention_layers": 1,
+    "attention_softcap": 50.0,
     "num_experts": 8,
     "experts_per_token": 1,
     "expert_ffn_hidden_size": 96,

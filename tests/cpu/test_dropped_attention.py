@@ -15,7 +15,7 @@ from threefold.random.dropout import sample_keys
 
 
 def definition(core: CausalAttention, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo) -> Tensor:
-    weights = core.dropout(masked_weights(q, k, core.window, samples.documents), samples.keys)
+    weights = core.dropout(masked_weights(q, k, core.window, samples.documents, core.scoring), samples.keys)
     served = v.transpose(1, 2).repeat_interleave(q.shape[2] // v.shape[2], 1)
     return (weights @ served).transpose(1, 2).flatten(2)
 
@@ -27,9 +27,10 @@ def inputs(queries: int, keys: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["none", "few", "apart"])
+@pytest.mark.parametrize("softcap", [0.0, 0.8])
 @pytest.mark.parametrize(("window", "queries", "keys"), [(0, 40, 40), (0, 600, 600), (70, 300, 300), (9, 33, 140)])
-def test_dropout_of_what_is_attended_to(window: int, queries: int, keys: int, kind: str) -> None:
-    core = CausalAttention(0.3, window, "blocks.0.attn.core")
+def test_dropout_of_what_is_attended_to(window: int, queries: int, keys: int, softcap: float, kind: str) -> None:
+    core = CausalAttention(0.3, window, "blocks.0.attn.core", softcap=softcap)
     samples = SampleInfo(sample_keys(1, 2, torch.arange(2)), numbered(kind, 2, keys))
     found = []
     for compute in (core, lambda *given: definition(core, *given)):

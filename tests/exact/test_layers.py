@@ -403,6 +403,14 @@ def test_an_attention_with_another_forward_is_refused() -> None:
     assert str(told.value) == (
         "train.exact is true, which computes attention itself, without the forward of OtherAttention; use false."
     )
+    with pytest.raises(UserError) as told:
+        ExactAttention.of(CausalAttention(softcap=2.0))
+    assert str(told.value) == ("train.exact is true, which computes attention without a soft cap of scores; use false.")
+
+
+def test_attention_with_a_factor_of_its_own() -> None:
+    core, given = CausalAttention(scale=0.3), [drawn(2, 9, 3, 4, seed=each).double() for each in range(3)]
+    torch.testing.assert_close(ExactAttention.of(core)(*given), core(*given))
 
 
 def test_torchs_attention_depends_on_heads_or_threads() -> None:

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from threefold.ops.kernels import PLAIN_SCORING, Scoring
+
 
 def hidden(queries: int, keys: int, window: int, documents: Tensor | None) -> Tensor:
     """Return bool [B or 1, queries, keys]: True where one of the last queries does not attend to a key."""
@@ -15,17 +17,29 @@ def hidden(queries: int, keys: int, window: int, documents: Tensor | None) -> Te
     return found
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, window: int = 0, documents: Tensor | None = None) -> Tensor:
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    window: int = 0,
+    documents: Tensor | None = None,
+    scoring: Scoring = PLAIN_SCORING,
+) -> Tensor:
     """Compute `threefold.ops.attention.attention` in fp64."""
-    weights = masked_weights(q, k, window, documents)
+    weights = masked_weights(q, k, window, documents, scoring)
     return (weights @ _served(v, q)).transpose(1, 2).flatten(2)
 
 
-def masked_weights(q: Tensor, k: Tensor, window: int, documents: Tensor | None) -> Tensor:
+def masked_weights(
+    q: Tensor, k: Tensor, window: int, documents: Tensor | None, scoring: Scoring = PLAIN_SCORING
+) -> Tensor:
     """Compute attention weights [B, heads, Q, K] in fp64."""
     apart = hidden(q.shape[1], k.shape[1], window, documents).unsqueeze(1)
-    scores = q.transpose(1, 2).double() @ _served(k, q).mT / q.shape[-1] ** 0.5
-    return scores.masked_fill(apart, -torch.inf).softmax(-1)
+    found = q.transpose(1, 2).double() @ _served(k, q).mT
+    found = found / q.shape[-1] ** 0.5 if scoring.scale is None else found * scoring.scale
+    if scoring.softcap:
+        found = torch.tanh(found / scoring.softcap) * scoring.softcap
+    return found.masked_fill(apart, -torch.inf).softmax(-1)
 
 
 def _served(x: Tensor, q: Tensor) -> Tensor:

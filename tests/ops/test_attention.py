@@ -13,7 +13,7 @@ from tests.support.saved_tensors import recording_saved
 from threefold.cpu import tiles as module
 from threefold.cpu.tiles import TileGradients, tile_inputs
 from threefold.ops.attention import attention
-from threefold.ops.kernels import AttentionMask
+from threefold.ops.kernels import PLAIN_SCORING, AttentionMask, Scoring
 from threefold.torch_private.fake import OperationMode, fake_tensors, tree_leaves
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 4e-2}
@@ -42,9 +42,9 @@ def with_gradients(compute: Callable[..., Tensor], given: list[Tensor], *rest: A
     return [out, *(each.grad for each in given if each.grad is not None)]
 
 
-def check(given: list[Tensor], window: int, documents: Tensor | None) -> None:
-    found = with_gradients(attention, given, AttentionMask(window, documents))
-    expected = with_gradients(masked_attention, given, window, documents)
+def check(given: list[Tensor], window: int, documents: Tensor | None, scoring: Scoring = PLAIN_SCORING) -> None:
+    found = with_gradients(attention, given, AttentionMask(window, documents), scoring)
+    expected = with_gradients(masked_attention, given, window, documents, scoring)
     assert found[0].dtype == given[0].dtype
     for ours, theirs in zip(found, expected, strict=True):
         # A gradient may be 0 but for rounding: that of the scores of a single key.
@@ -72,6 +72,25 @@ def test_dtypes(dtype: torch.dtype, window: int, kind: str, heads: tuple[int, in
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 def test_the_last_positions(dtype: torch.dtype, queries: int, keys: int) -> None:
     check(inputs(2, queries, keys, (3, 3), dtype=dtype), 0, None)
+
+
+SCORES = {"scale": Scoring(0.7), "softcap": Scoring(softcap=1.5), "both": Scoring(0.7, 0.9)}
+
+
+@pytest.mark.parametrize("kind", ["none", "few", "apart"])
+@pytest.mark.parametrize("window", [0, 7, 150])
+@pytest.mark.parametrize("scores", SCORES)
+@pytest.mark.parametrize(("queries", "keys"), [(301, 301), (70, 301)], ids=str)
+def test_other_scores(queries: int, keys: int, scores: str, window: int, kind: str) -> None:
+    """A factor of their own and a soft cap, whose gradients torch computes for the definition."""
+    check(inputs(2, queries, keys, dtype=torch.float64), window, numbered(kind, 2, keys), SCORES[scores])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [130, 700])
+def test_other_scores_in_narrow_dtypes(dtype: torch.dtype, length: int) -> None:
+    for scores in SCORES.values():
+        check(inputs(2, length, length, dtype=dtype), 0, None, scores)
 
 
 def test_what_is_hidden_changes_no_bit() -> None:
@@ -103,8 +122,9 @@ def test_backward_keeps_nothing_of_the_matrix(dtype: torch.dtype, kind: str) -> 
 
 
 @pytest.mark.parametrize(("window", "kind"), [(64, "none"), (0, "many"), (64, "few")])
+@pytest.mark.parametrize("softcap", [0.0, 2.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_no_tensor_is_as_large_as_the_matrix(dtype: torch.dtype, window: int, kind: str) -> None:
+def test_no_tensor_is_as_large_as_the_matrix(dtype: torch.dtype, softcap: float, window: int, kind: str) -> None:
     largest = 0
 
     class Measuring(OperationMode):
@@ -117,9 +137,26 @@ def test_no_tensor_is_as_large_as_the_matrix(dtype: torch.dtype, window: int, ki
     length, documents = 3000, numbered(kind, 1, 3000)
     q, k, v = (each.detach() for each in inputs(1, length, length, (1, 1), dtype=dtype))
     with Measuring():
-        out, sums = module._forward(q, k, v, documents, window)
-        module._backward(out, q, k, v, out, sums, documents, window)
+        out, sums = module._forward(q, k, v, documents, window, None, softcap)
+        module._backward(out, q, k, v, out, sums, documents, window, None, softcap)
     assert 0 < largest <= length * 64 < length**2 / 40
+
+
+def test_a_soft_cap_of_a_long_sequence_takes_runs_of_queries() -> None:
+    """As no fused kernel computes it: no more than 256 queries at once."""
+    most, length = 0, 1500
+
+    class Measuring(OperationMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+            nonlocal most
+            found = func(*args, **(kwargs or {}))
+            most = max([most, *(each.numel() for each in tree_leaves(found) if isinstance(each, Tensor))])
+            return found
+
+    q, k, v = inputs(1, length, length, (1, 1))
+    with Measuring():
+        attention(q, k, v, scoring=Scoring(softcap=2.0)).sum().backward()
+    assert 0 < most <= 256 * length
 
 
 def test_gradients_of_keys_that_many_tiles_use_do_not_stagnate() -> None:

@@ -131,6 +131,8 @@ class ModelConfig(Section):
 
     comes_after: ClassVar[dict[str, str]] = {}
     """Setting of one family → the common setting after which it and its successors are listed; otherwise at the end."""
+    unlisted: ClassVar[frozenset[str]] = frozenset()
+    """Settings that a resolved config leaves out where they have their default, like settings without effect."""
 
     _of_others: dict[str, "ModelConfig"] = PrivateAttr(default_factory=dict)
     """Given settings that belong to another family, each with a config that holds it."""
@@ -142,6 +144,7 @@ class ModelConfig(Section):
     embedding_dropout = unless_setting(lambda model: model.hidden_dropout)
     activation = unless_setting(lambda model: "gelu_tanh")
     qk_norm = unless_setting(lambda model: False)
+    attention_softcap = unless_setting(lambda model: 0.0)
     sliding_window = unless_setting(lambda model: 0)
     full_attention_layers = unless_setting(lambda model: 0)
     key_value_rank = unless_setting(lambda model: 0)
@@ -283,8 +286,8 @@ class ModelConfig(Section):
         return bool(getattr(self, name) == unset)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that have a value, except settings without effect that have their default."""
-        idle = {name for name, _ in self.unused() if self.is_as_unset(name)}
+        """Return the settings that have a value, but no default of settings without effect or in `unlisted`."""
+        idle = {name for name in (*self.unlisted, *dict(self.unused())) if self.is_as_unset(name)}
         values = {name: value for name, value in super().settings().items() if name not in idle}
         if not values.keys() - ModelConfig.model_fields.keys() and not self._of_others:
             return values

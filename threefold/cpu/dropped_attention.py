@@ -22,11 +22,17 @@ heads) → weights; drops the same elements on each call."""
 
 
 def dropped_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: tiles.AttentionMask, dropout: Dropout, keys: Tensor
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: tiles.AttentionMask,
+    dropout: Dropout,
+    keys: Tensor,
+    scoring: tiles.Scoring = tiles.PLAIN_SCORING,
 ) -> Tensor:
     """Compute `ops.attention.attention` with `dropout` of its weights [B, heads, Q, K], with all keys local."""
     mask = mask.within(k.shape[1])
-    return _DroppedAttention.apply(q, k, v, mask.documents, mask.window, keys, dropout.handle)
+    return _DroppedAttention.apply(q, k, v, mask.documents, mask.window, keys, dropout.handle, *scoring)
 
 
 def head_drop(q: Tensor, keys: Tensor, dropout: Dropout) -> HeadDrop:
@@ -45,11 +51,20 @@ def head_drop(q: Tensor, keys: Tensor, dropout: Dropout) -> HeadDrop:
 class _DroppedAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        window: int,
+        keys: Tensor,
+        layer: Handle,
+        scale: float | None,
+        softcap: float,
     ) -> Tensor:
-        out = DROPPED_ATTENTION(q, k, v, documents, window, keys, layer)
+        out = DROPPED_ATTENTION(q, k, v, documents, window, keys, layer, scale, softcap)
         ctx.save_for_backward(q, k, v, documents, keys)
-        ctx.window, ctx.layer = window, layer
+        ctx.window, ctx.rest = window, (layer, scale, softcap)
         return out.flatten(2)
 
     @staticmethod
@@ -57,27 +72,46 @@ class _DroppedAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, documents, keys = ctx.saved_tensors
         grad = grad.reshape(*q.shape[:-1], v.shape[-1])
-        found = DROPPED_ATTENTION_BACKWARD(grad, q, k, v, documents, ctx.window, keys, ctx.layer)
-        return *found, None, None, None, None
+        found = DROPPED_ATTENTION_BACKWARD(grad, q, k, v, documents, ctx.window, keys, *ctx.rest)
+        return *found, None, None, None, None, None, None
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int,
+    keys: Tensor,
+    layer: Handle,
+    scale: float | None,
+    softcap: float,
 ) -> Tensor:
+    scoring = tiles.Scoring(scale, softcap)
     out, drop = tiles.output_shape(q, k, v), head_drop(q, keys, layer.value)
     for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
-        found = tiles.plain_tile(part.q, part.k, part.v, part.bias, _whole_drop(drop, part))
+        found = tiles.plain_tile(part.q, part.k, part.v, part.bias, scoring, _whole_drop(drop, part))
         out[part.at_queries] = found.transpose(1, 2)
     return out
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, keys: Tensor, layer: Handle
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int,
+    keys: Tensor,
+    layer: Handle,
+    scale: float | None,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    scoring = tiles.Scoring(scale, softcap)
     gradients, drop = tiles.TileGradients(q, k, v), head_drop(q, keys, layer.value)
     for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
         upper, dropped = part.of_queries(grad), _whole_drop(drop, part)
-        gradients.add(part, tiles.plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, dropped))
+        gradients.add(part, tiles.plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, scoring, dropped))
     return gradients.whole()
 
 

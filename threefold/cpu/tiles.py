@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from threefold.ops.kernels import AttentionMask, serve_heads
+from threefold.ops.kernels import PLAIN_SCORING, AttentionMask, Scoring, serve_heads
 from threefold.ops.tiles import Ids, Tile
 from threefold.torch_private.runtime import cpu_attention, cpu_attention_backward, operator, softmax_gradient
 
@@ -166,36 +166,52 @@ Drop = Callable[[Tensor], Tensor]
 """Dropout of attention weights [B, heads, Q, K], or of their gradient: drops the same elements on each call."""
 
 
-def plain_tile(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: Drop | None = None) -> Tensor:
-    """Compute softmax(Q·Kᵀ/√d + bias)·V, [B, heads, Q, d], of `q` [B, heads, Q, d] and `bias` [Q, K].
+def plain_tile(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scoring: Scoring = PLAIN_SCORING, drop: Drop | None = None
+) -> Tensor:
+    """Compute softmax(scores + bias)·V, [B, heads, Q, d], of `q` [B, heads, Q, d] and `bias` [Q, K].
 
     `k` and `v` are [B, key-value heads, K, d], each head for a group of neighboring heads of `q` (GQA).
     """
     k, v = (serve_heads(each, q.shape[1], 1) for each in (k, v))
-    weights = _weights(q, k, bias)
+    weights, _ = _weights(q, k, bias, scoring)
     return _product(weights if drop is None else drop(weights), v)
 
 
 def plain_tile_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, drop: Drop | None = None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    scoring: Scoring = PLAIN_SCORING,
+    drop: Drop | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k` and `v` of `plain_tile`, given the gradient `grad` of its result."""
     key_heads = k.shape[1]
     grad, q = grad.contiguous(), q.contiguous()  # two products each
     k, v = (serve_heads(each, q.shape[1], 1) for each in (k, v))
-    weights = _weights(q, k, bias)
+    weights, slopes = _weights(q, k, bias, scoring)
     to_v = _product((weights if drop is None else drop(weights)).mT, grad)
     of_weights = _product(grad, v.mT)
     if drop is not None:
         of_weights = drop(of_weights)
     of_scores = softmax_gradient(of_weights, weights)
-    scale = q.shape[-1] ** -0.5
+    if slopes is not None:
+        of_scores.mul_(slopes)
+    scale = scoring.factor(q.shape[-1])
     to_q, to_k = _product(of_scores, k, scale), _product(of_scores.mT, q, scale)
     return to_q, _of_groups(to_k, key_heads), _of_groups(to_v, key_heads)
 
 
-def _weights(q: Tensor, k: Tensor, bias: Tensor | None) -> Tensor:
-    return _product(q, k.mT, q.shape[-1] ** -0.5, bias).softmax(-1)
+def _weights(q: Tensor, k: Tensor, bias: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor | None]:
+    """Return attention weights [B, heads, Q, K], and with a soft cap its derivative at each score."""
+    cap, scale = scoring.softcap, scoring.factor(q.shape[-1])
+    if not cap:
+        return _product(q, k.mT, scale, bias).softmax(-1), None
+    bent = _product(q, k.mT, scale / cap).tanh_()
+    found = bent * cap if bias is None else torch.add(bias, bent, alpha=cap)
+    return found.softmax(-1), bent.square_().neg_().add_(1)
 
 
 def _product(a: Tensor, b: Tensor, scale: float = 1.0, bias: Tensor | None = None) -> Tensor:
@@ -212,17 +228,26 @@ def _of_groups(gradient: Tensor, key_heads: int) -> Tensor:
 _LONGEST_PLAIN: Final = 512  # keys of a bf16 tile; above it, torch's fused kernel is faster than plain products
 
 
-def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Tensor:
+def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scoring: Scoring = PLAIN_SCORING) -> Tensor:
     """Compute `ops.attention.attention` tile by tile: [B, Q, heads · d]."""
-    return _TiledAttention.apply(q, k, v, mask.documents, mask.window)
+    return _TiledAttention.apply(q, k, v, mask.documents, mask.window, *scoring)
 
 
 class _TiledAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> Tensor:
-        out, sums = TILED_ATTENTION(q, k, v, documents, window)
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        window: int,
+        scale: float | None,
+        softcap: float,
+    ) -> Tensor:
+        out, sums = TILED_ATTENTION(q, k, v, documents, window, scale, softcap)
         ctx.save_for_backward(q, k, v, out, sums, documents)
-        ctx.window = window
+        ctx.settings = window, scale, softcap
         return out.flatten(2)
 
     @staticmethod
@@ -230,19 +255,23 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums, documents = ctx.saved_tensors
         grad = grad.reshape(out.shape)
-        found = TILED_ATTENTION_BACKWARD(grad, q, k, v, out, sums, documents, ctx.window)
-        return *found, None, None
+        found = TILED_ATTENTION_BACKWARD(grad, q, k, v, out, sums, documents, *ctx.settings)
+        return *found, None, None, None, None
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int) -> tuple[Tensor, Tensor]:
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, scale: float | None, softcap: float
+) -> tuple[Tensor, Tensor]:
     """Return the output [B, Q, heads, d], and for fused tiles the log-sum-exp of each query's scores [B, Q, heads]."""
     out, sums = _forward_shapes(q, k, v)
-    for part in tile_inputs(q, k, v, AttentionMask(window, documents), _shortest_fused(q, v)):
-        if _is_fused(part):
-            found, total = cpu_attention(part.q, part.k, part.v, part.bias, part.tile.is_causal)
+    scoring = Scoring(scale, softcap)
+    shortest = _shortest_fused(q, v, scoring)
+    for part in tile_inputs(q, k, v, AttentionMask(window, documents), shortest):
+        if _is_fused(part, shortest):
+            found, total = cpu_attention(part.q, part.k, part.v, part.bias, part.tile.is_causal, scale)
             sums[part.at_queries] = total.transpose(1, 2)
         else:
-            found = plain_tile(part.q, part.k, part.v, part.bias)
+            found = plain_tile(part.q, part.k, part.v, part.bias, scoring)
         out[part.at_queries] = found.transpose(1, 2)
     return out, sums
 
@@ -256,16 +285,26 @@ def output_shape(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Tensor:
 
 
 def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, documents: Tensor | None, window: int
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    documents: Tensor | None,
+    window: int,
+    scale: float | None,
+    softcap: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = TileGradients(q, k, v)
-    for part in tile_inputs(q, k, v, AttentionMask(window, documents), _shortest_fused(q, v)):
+    gradients, scoring = TileGradients(q, k, v), Scoring(scale, softcap)
+    shortest = _shortest_fused(q, v, scoring)
+    for part in tile_inputs(q, k, v, AttentionMask(window, documents), shortest):
         upper = part.of_queries(grad)
-        if _is_fused(part):
+        if _is_fused(part, shortest):
             below, total, causal = part.of_queries(out), part.of_queries(sums), part.tile.is_causal
-            found = cpu_attention_backward(upper, part.q, part.k, part.v, below, total, part.bias, causal)
+            found = cpu_attention_backward(upper, part.q, part.k, part.v, below, total, part.bias, causal, scale)
         else:
-            found = plain_tile_gradients(upper, part.q, part.k, part.v, part.bias)
+            found = plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, scoring)
         gradients.add(part, found)
     return gradients.whole()
 
@@ -274,16 +313,15 @@ TILED_ATTENTION: Final[Any] = operator("tiled_attention", _forward_shapes)(_forw
 TILED_ATTENTION_BACKWARD: Final[Any] = operator("tiled_attention_backward", gradient_shapes)(_backward)
 
 
-def _shortest_fused(q: Tensor, v: Tensor) -> int | None:
+def _shortest_fused(q: Tensor, v: Tensor, scoring: Scoring) -> int | None:
     """Return the minimum number of keys of a tile for torch's fused kernel; None where it takes no tiles.
 
     It is one of CPUs, for values as wide as keys.
     """
-    if q.device.type != "cpu" or q.shape[-1] != v.shape[-1]:
+    if q.device.type != "cpu" or q.shape[-1] != v.shape[-1] or not scoring.is_fused:
         return None
     return _LONGEST_PLAIN + 1 if q.dtype == torch.bfloat16 else 0
 
 
-def _is_fused(part: TileInputs) -> bool:
-    shortest = _shortest_fused(part.q, part.v)
+def _is_fused(part: TileInputs, shortest: int | None) -> bool:
     return shortest is not None and len(part.tile.keys) >= shortest

@@ -17,26 +17,35 @@ from threefold.cpu.dropped_attention import HeadDrop
 from threefold.cpu.tiles import TileGradients, TileInputs, tile_inputs
 from threefold.exact.layers import last_dim_summed
 from threefold.exact.products import products, tree_sum
-from threefold.ops.kernels import AttentionMask
+from threefold.ops.kernels import PLAIN_SCORING, AttentionMask, Scoring
 from threefold.torch_private.runtime import UninterceptedFunction
 
 _AT_ONCE: Final = 1 << 20  # attention weights of a run of samples or heads
 _LONGEST_KEPT: Final = 512  # keys up to which the backward pass keeps the attention weights, as plain attention does
 
 
-def exact_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: HeadDrop | None = None) -> Tensor:
+def exact_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, drop: HeadDrop | None = None, scoring: Scoring = PLAIN_SCORING
+) -> Tensor:
     """Compute `ops.attention.attention`, optionally with dropout of the attention weights: [B, Q, heads · d]."""
     mask = mask.within(k.shape[1])
-    return _ExactAttention.apply(q, k, v, mask.documents, mask.window, drop)
+    return _ExactAttention.apply(q, k, v, mask.documents, mask.window, drop, scoring.factor(q.shape[-1]))
 
 
 class _ExactAttention(UninterceptedFunction):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, drop: HeadDrop | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        documents: Tensor | None,
+        window: int,
+        drop: HeadDrop | None,
+        scale: float,
     ) -> Tensor:
         out, kept, keeps = q.new_empty(q.shape), [], k.shape[1] <= _LONGEST_KEPT
-        for part in _tiles(q, k, v, AttentionMask(window, documents)):
+        for part in tile_inputs(q * scale, k, v, AttentionMask(window, documents), None):
             into = part.of_queries(out)
             for rows, heads, groups in _runs(part):
                 weights = _weights(part, rows, heads, groups)
@@ -46,7 +55,7 @@ class _ExactAttention(UninterceptedFunction):
                     weights = drop(part, weights, rows, heads)
                 into[rows, heads] = _served(weights, part.v[rows, groups].flatten(0, 1).mT)
         ctx.save_for_backward(q, k, v, out, documents, *kept)
-        ctx.window, ctx.drop = window, drop
+        ctx.window, ctx.drop, ctx.scale = window, drop, scale
         return out.flatten(2)
 
     @staticmethod
@@ -57,25 +66,22 @@ class _ExactAttention(UninterceptedFunction):
         upper = grad.reshape(q.shape).contiguous()
         # The weights times their gradient, summed over a query's keys, are its output times the output's gradient.
         along = last_dim_summed(upper * out)
-        for part in _tiles(q, k, v, AttentionMask(ctx.window, documents)):
-            gradients.add(part, _tile_gradients(part, part.of_queries(upper), part.of_queries(along), ctx.drop, kept))
-        return *gradients.whole(), None, None, None
-
-
-def _tiles(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask) -> Iterator[TileInputs]:
-    return tile_inputs(q * q.shape[-1] ** -0.5, k, v, mask, None)
+        for part in tile_inputs(q * ctx.scale, k, v, AttentionMask(ctx.window, documents), None):
+            found = _tile_gradients(part, part.of_queries(upper), part.of_queries(along), ctx.drop, kept)
+            found[0].mul_(ctx.scale)
+            gradients.add(part, found)
+        return *gradients.whole(), None, None, None, None
 
 
 def _tile_gradients(
     part: TileInputs, upper: Tensor, along: Tensor, drop: HeadDrop | None, kept: Iterator[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of the queries before scaling, and of keys and values, of one tile with scaled queries.
+    """Return the gradients of scaled queries, keys and values, of one tile with scaled queries.
 
     `upper` is the gradient of the tile's output [b, heads, Q, d], `along` that times the output, summed over d: [b,
     heads, Q, 1]. `kept` has the attention weights of the forward pass, run by run; those that it lacks are computed
     again.
     """
-    scale = part.q.shape[-1] ** -0.5
     to_q, to_k, to_v = torch.empty_like(part.q), torch.empty_like(part.k), torch.empty_like(part.v)
     for rows, heads, groups in _runs(part):
         given = next(kept, None)
@@ -90,7 +96,7 @@ def _tile_gradients(
         if drop is not None:
             of_scores = drop(part, of_scores, rows, heads)
         of_scores = of_scores.sub_(along[rows, heads]).mul_(weights)
-        to_q[rows, heads] = _served(of_scores, keys.mT).mul_(scale)
+        to_q[rows, heads] = _served(of_scores, keys.mT)
         to_k[rows, groups] = _of_groups(products(of_scores.flatten(0, 1).mT, queries.mT), to_k[rows, groups])
     return to_q, to_k, to_v
 

@@ -17,6 +17,7 @@ from threefold.comm.axis import Axis
 from threefold.comm.differentiable import copy_to, gather_from, reduce_from, reduce_scatter, scatter_to
 from threefold.comm.layout import shard_bounds
 from threefold.cpu.dropped_attention import head_drop
+from threefold.errors import UserError
 from threefold.exact import layers
 from threefold.exact.attention import exact_attention
 from threefold.exact.experts import AddGradient, grouped_linear
@@ -45,13 +46,16 @@ class ExactAttention(CausalAttention):
         """Attend as `CausalAttention` does."""
         hidden = AttentionMask(self.window, None if samples.documents is None else samples.documents[:, : k.shape[1]])
         keys = samples.keys if self.dropout.draws(samples.keys) else None
-        return exact_attention(q, k, v, hidden, None if keys is None else head_drop(q, keys, self.dropout))
+        drop = None if keys is None else head_drop(q, keys, self.dropout)
+        return exact_attention(q, k, v, hidden, drop, self.scoring)
 
     @classmethod
     def of(cls, core: CausalAttention) -> "ExactAttention":
         """Return the exact attention in place of another."""
         require_standard(core, "train.exact is true, which", "false")
-        attention = cls(window=core.window)
+        if not core.scoring.is_fused:
+            raise UserError("train.exact is true, which computes attention without a soft cap of scores; use false.")
+        attention = cls(window=core.window, scale=core.scoring.scale)
         attention.dropout = core.dropout
         return attention.train(core.training)
 

@@ -62,6 +62,7 @@ def exact_rules(config: Config) -> Broken:
         ("precision.dtype", precision.dtype not in ("fp32", "bf16"), "fp32 or bf16"),
         ("precision.master_weights", precision.dtype == "bf16" and not precision.master_weights, "true"),
         ("precision.fp8", precision.fp8, "false"),
+        ("model.attention_softcap", config.model.attention_softcap > 0, "0"),
         ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),
         ("train.compile", train.compile, "false"),
         ("parallel.cp_method", parallel.cp > 1 and parallel.cp_method != "all-gather", "all-gather"),

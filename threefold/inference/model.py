@@ -35,6 +35,7 @@ from threefold.inference.inputs import check_layout, find_checkpoint
 from threefold.models.family import make_model, model_plan
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
+from threefold.ops.attention import masked_attention
 from threefold.parallel.context import require_standard
 from threefold.parallel.parallelize import Parallelism, TrainingSettings, apply_parallelism
 from threefold.parallel.pipeline.partition import StageMap, partition_by_cost
@@ -311,9 +312,8 @@ class CachedAttention(nn.Module):
         slot = self.cursor.lasts % self.slots
         self.keys[every, :, slot], self.values[every, :, slot] = k[:, 0], v[:, 0]
         used = min(self.cursor.used, self.slots)
-        keys, values, visible = self.keys[:, :, :used], self.values[:, :, :used], held[:, None, None, :used] >= 0
-        grouped = q.shape[2] != keys.shape[1]
-        out = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, attn_mask=visible, enable_gqa=grouped)
+        keys, values, hidden = self.keys[:, :, :used], self.values[:, :, :used], held[:, None, None, :used] < 0
+        out = masked_attention(q.transpose(1, 2), keys, values, hidden, self.core.scoring)
         return out.transpose(1, 2).flatten(2)
 
 

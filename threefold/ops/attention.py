@@ -3,7 +3,8 @@
 Without either, torch's kernels or plain products compute it (`ops.kernels`). On a GPU, torch's fused kernel for
 sequences of different lengths takes windows, and documents that are each in one piece (`varlen_attention`). Everything
 else, windows and documents on a CPU or in fp32, documents in several parts, and on a CPU the last queries of a long
-sequence, is computed tile by tile (`cpu.tiles`), or without that room with a mask of all queries and keys.
+sequence, is computed tile by tile (`cpu.tiles`), or without that room with a mask of all queries and keys; so is
+everything with a soft cap, also on a GPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -16,16 +17,26 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from threefold.doors import hook
-from threefold.ops.kernels import AttentionMask, causal_attention, plain_attention_serves
+from threefold.ops.kernels import (
+    PLAIN_SCORING,
+    AttentionMask,
+    Scoring,
+    attention_weights,
+    causal_attention,
+    plain_attention_serves,
+    serve_heads,
+)
 from threefold.ops.tiles import hidden_keys
 
 _ALL_BEFORE: Final = AttentionMask()
-_TILED: Final[Callable[[Tensor, Tensor, Tensor, AttentionMask], Tensor] | None] = hook("tiled_attention")
+_TILED: Final[Callable[[Tensor, Tensor, Tensor, AttentionMask, Scoring], Tensor] | None] = hook("tiled_attention")
 dropped_attention: Final[Callable[..., Tensor] | None] = hook("dropped_attention")
 """Attention with dropout whose masks the backward pass draws again (`cpu.dropped_attention`); None without the room."""
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = _ALL_BEFORE) -> Tensor:
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = _ALL_BEFORE, scoring: Scoring = PLAIN_SCORING
+) -> Tensor:
     """Attend from the last Q of K positions to the visible ones up to their own: [B, Q, heads · d].
 
     `q` is [B, Q, heads, d]; `k` and `v` [B, K, key-value heads, d], each head for a group of neighboring heads of `q`
@@ -39,16 +50,28 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask = _ALL_BEFORE
     plain = q.is_cuda or plain_attention_serves(k)
     # Torch's fused kernel of a CPU takes one width only; without it, the attention matrix would exist.
     fused = whole and (_TILED is None or q.shape[-1] == v.shape[-1])
-    if not hides and (fused or (plain and (whole or not windowed))):
-        return causal_attention(q, k, v)
-    if varlen_serves(q) and v.shape[-1] <= q.shape[-1] and (lengths := varlen_lengths(q, k, mask)) is not None:
-        return varlen_attention(q, k, v, lengths)
+    if scoring.is_fused:
+        if not hides and (fused or (plain and (whole or not windowed))):
+            return causal_attention(q, k, v, scoring.scale)
+        if varlen_serves(q) and v.shape[-1] <= q.shape[-1] and (lengths := varlen_lengths(q, k, mask)) is not None:
+            return varlen_attention(q, k, v, lengths, scoring.scale)
     if _TILED is not None:
-        return _TILED(q, k, v, mask)
+        return _TILED(q, k, v, mask, scoring)
     hidden = hidden_keys(len(q), q.shape[1], k.shape[1], mask, q.device)
-    grouped = q.shape[2] != k.shape[2]
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, enable_gqa=grouped).transpose(1, 2).flatten(2)
+    return masked_attention(q, k, v, hidden, scoring).transpose(1, 2).flatten(2)
+
+
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scoring: Scoring = PLAIN_SCORING) -> Tensor:
+    """Attend to the keys that are not `hidden` [B or 1, 1, Q, K]: [B, heads, Q, d].
+
+    `q` is [B, heads, Q, d]; `k` and `v` are [B, key-value heads, K, d].
+    """
+    if scoring.is_fused:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=scoring.scale, enable_gqa=grouped)
+    k, v = (serve_heads(each, q.shape[1], 1) for each in (k, v))
+    return attention_weights(q, k, hidden, scoring) @ v
 
 
 class Lengths(NamedTuple):
@@ -97,7 +120,7 @@ def document_bounds(rows: int, keys: int, documents: Tensor | None) -> Iterator[
         yield [*starts, keys] if len(np.unique(ids[starts])) == len(starts) else None
 
 
-def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tensor:
+def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths, scale: float | None = None) -> Tensor:
     """Compute `attention` for queries that `varlen_serves`: [B, Q, heads · d]."""
     from torch.nn.attention.varlen import varlen_attn  # imports the compiler
 
@@ -112,6 +135,7 @@ def varlen_attention(q: Tensor, k: Tensor, v: Tensor, lengths: Lengths) -> Tenso
         lengths.keys,
         lengths.most_queries,
         lengths.most_keys,
+        scale=scale,
         window_size=(lengths.window - 1, 0),  # keys before and after the query's own; −1 for all
         enable_gqa=q.shape[2] != k.shape[2],
     )

@@ -100,22 +100,52 @@ class AttentionMask(NamedTuple):
         return AttentionMask(self.window if self.window < keys else 0, self.documents)
 
 
-def causal_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+class Scoring(NamedTuple):
+    """How the products of queries and keys become scores: their factor, and a soft cap, which precedes the mask."""
+
+    scale: float | None = None  # None for head_dim^-0.5
+    softcap: float = 0.0  # c of c · tanh(score / c), as in Gemma 2; 0 for none
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether fused kernels compute attention with it."""
+        return not self.softcap
+
+    def factor(self, width: int) -> float:
+        """Return the factor of the products of heads of this width."""
+        return width**-0.5 if self.scale is None else self.scale
+
+
+PLAIN_SCORING: Final = Scoring()
+
+
+def attention_weights(q: Tensor, k: Tensor, hidden: Tensor, scoring: Scoring = PLAIN_SCORING) -> Tensor:
+    """Return attention weights [B, heads, Q, K] of `q` [B, heads, Q, d] and `k` [B, heads, K, d], by plain operations.
+
+    `hidden` is True where a query does not see a key, and has a shape that can be expanded to that of the weights.
+    """
+    found = q * scoring.factor(q.shape[-1]) @ k.mT
+    if scoring.softcap:
+        found = scoring.softcap * torch.tanh(found / scoring.softcap)
+    return found.masked_fill(hidden, -torch.inf).softmax(-1)
+
+
+def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:
     """Attend from the last Q of K positions to all positions up to their own, as `ops.attention.attention` does."""
     if plain_attention_serves(k):
         (batch, queries, heads, width), keys = q.shape, k.shape[1]
         k, v = serve_heads(k, heads), serve_heads(v, heads)
         q, k, v = (each.transpose(1, 2).reshape(batch * heads, -1, each.shape[-1]) for each in (q, k, v))
         bias = torch.full((queries, keys), -torch.inf, dtype=q.dtype).triu_(1 + keys - queries)
-        out = torch.baddbmm(bias, q, k.mT, alpha=width**-0.5).softmax(-1) @ v
+        out = torch.baddbmm(bias, q, k.mT, alpha=Scoring(scale).factor(width)).softmax(-1) @ v
         return out.view(batch, heads, queries, -1).transpose(1, 2).flatten(2)
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     grouped = q.shape[1] != k.shape[1]
     if q.shape[2] == k.shape[2]:
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
     else:  # torch's own causal mask would align the first query with the first key
         mask = causal_lower_right(q.shape[2], k.shape[2])  # the fused kernels of a GPU do not materialize it
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=grouped)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
     return out.transpose(1, 2).flatten(2)
 
 

@@ -17,7 +17,7 @@ from threefold.errors import UserError
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
-from threefold.ops.kernels import AttentionMask, serve_heads
+from threefold.ops.kernels import AttentionMask, Scoring, serve_heads
 from threefold.ops.tiles import Tile, whole_tiles
 from threefold.random.dropout import drop
 from threefold.random.rng import Positions, Slice
@@ -281,7 +281,8 @@ class RingAttention(nn.Module):
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
         super().__init__()
         self.check(core)
-        self.dropout, self.window, self.axis, self.heads = core.dropout, core.window, axis, heads
+        self.dropout, self.window, self.scoring = core.dropout, core.window, core.scoring
+        self.axis, self.heads = axis, heads
 
     @staticmethod
     def check(core: CausalAttention) -> None:
@@ -295,7 +296,8 @@ class RingAttention(nn.Module):
         chunk_length(q.shape[1])  # refuses an odd number of positions
         p = self.dropout.p if self.dropout.draws(samples.keys) else 0.0
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
-        ring = _Ring(self.axis, self.heads, p, self.dropout.site, samples, self.window, (k.shape, v.shape))
+        site, shapes = self.dropout.site, (k.shape, v.shape)
+        ring = _Ring(self.axis, self.heads, p, site, samples, self.window, self.scoring, shapes)
         out: Tensor = _Attention.apply(q, k, v, ring)
         return out.transpose(1, 2).flatten(2)
 
@@ -310,6 +312,7 @@ class _Ring:
     site: int
     samples: SampleInfo
     window: int
+    scoring: Scoring
     shapes: tuple[torch.Size, torch.Size]  # of a rank's keys and values, [B, key-value heads, S / cp, d]
 
     def keys_and_values(self, block: Tensor) -> tuple[Tensor, Tensor]:
@@ -361,10 +364,17 @@ class _RingTile:
         k, v = self.ring.keys_and_values(block)
         return k[self.tile.rows, :, self.at_keys], v[self.tile.rows, :, self.at_keys]
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Return scores [b, heads, queries, keys] in fp32 or wider, −∞ where a query does not attend."""
-        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
-        return scores if self.tile.is_full else scores.masked_fill_(self.tile.hidden(q.device), -torch.inf)
+    def scores(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return scores [b, heads, queries, keys] in fp32 or wider, −∞ where a query does not attend.
+
+        With a soft cap, also return its derivative at each.
+        """
+        cap, slopes = self.ring.scoring.softcap, None
+        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * self.ring.scoring.factor(q.shape[-1])
+        if cap:
+            bent = scores.div_(cap).tanh_()
+            scores, slopes = bent * cap, 1 - bent.square()
+        return scores if self.tile.is_full else scores.masked_fill_(self.tile.hidden(q.device), -torch.inf), slopes
 
     def drop(self, weights: Tensor, length: int) -> Tensor:
         """Drop weights [b, heads, queries, keys] or their gradient by the tile's mask; `length` is the whole S."""
@@ -388,7 +398,7 @@ class _Attention(torch.autograd.Function):
             for part in ring.of_owner(owner, len(q), chunk_length(held)):
                 query, mean, sofar = (part.of_queries(each) for each in (q, out, total))
                 key, value = (serve_heads(each, q.shape[1], dim=1) for each in part.of_keys(block))
-                scores = part.scores(query, key)
+                scores, _ = part.scores(query, key)
                 joined = torch.logaddexp(sofar, scores.logsumexp(-1))
                 base = _finite(joined)
                 weights = part.drop((scores - base.unsqueeze(-1)).exp_(), held * ring.axis.size)
@@ -414,11 +424,13 @@ class _Attention(torch.autograd.Function):
                 )
                 key, value = (serve_heads(each, q.shape[1], dim=1) for each in part.of_keys(block))
                 to_key, to_value = part.of_keys(grad_local)
-                weights = (part.scores(query, key) - base.unsqueeze(-1)).exp_()
+                scores, slopes = part.scores(query, key)
+                weights = scores.sub_(base.unsqueeze(-1)).exp_()
                 dropped = part.drop(weights, held * ring.axis.size)
                 to_value.add_(_gathered(dropped.to(q.dtype).mT @ upper, to_value))
                 of_weights = part.drop((upper @ value.mT).to(out.dtype), held * ring.axis.size)
-                of_scores = weights.mul_(of_weights.sub_(shared.unsqueeze(-1))).mul_(q.shape[-1] ** -0.5).to(q.dtype)
+                of_scores = weights.mul_(of_weights.sub_(shared.unsqueeze(-1))).mul_(ring.scoring.factor(q.shape[-1]))
+                of_scores = (of_scores if slopes is None else of_scores.mul_(slopes)).to(q.dtype)
                 to_query.add_(of_scores @ key)
                 to_key.add_(_gathered(of_scores.mT @ query, to_key))
             # The gradient travels behind its block and is back at the block's owner after a full round.

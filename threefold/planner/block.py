@@ -157,6 +157,7 @@ class BlockShape:
     hidden_dropout: bool = False
     attention_dropout: bool = False
     window: int = 0  # in positions; 0 for none
+    softcap: bool = False  # of scores
     experts: Mixture | None = None
 
 
@@ -203,6 +204,7 @@ def _described(described: ModelDescription, layer: str, number: int) -> BlockSha
         hidden_dropout=config.hidden_dropout > 0 and any(isinstance(rule, sharding.OverSequence) for rule in rules),
         attention_dropout=config.attention_dropout > 0,
         window=config.window(number),
+        softcap=config.attention_softcap > 0,
         experts=mixture,
     )
 

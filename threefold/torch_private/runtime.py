@@ -80,13 +80,16 @@ def operator(name: str, result: Callable[..., Any]) -> Callable[[_F], _F]:
     return make
 
 
-def cpu_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool) -> tuple[Tensor, Tensor]:
+def cpu_attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: bool, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute torch's fused CPU attention [B, heads, Q, d], and each query's log-sum-exp [B, heads, Q], fp32 at least.
 
     Args:
         k, v: [B, key-value heads, K, d]; each key-value head serves a group of neighboring heads of `q`.
         bias: [Q, K], added to the scores, in the dtype of `q` or fp32.
         causal: whether a query attends only to positions up to its own; K must then be Q.
+        scale: factor of the scores; None for d^-0.5.
 
     Why: `F.scaled_dot_product_attention` keeps the log-sum-exp to its own backward pass, so that results for parts of a
     sequence could not be written into one tensor that is kept once. An argument like `return_aux` of
@@ -94,13 +97,21 @@ def cpu_attention(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, causal: 
     """
     mask = None if bias is None else bias[None, None]
     found: tuple[Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q, k, v, 0.0, causal, attn_mask=mask
+        q, k, v, 0.0, causal, attn_mask=mask, scale=scale
     )
     return found
 
 
 def cpu_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, sums: Tensor, bias: Tensor | None, causal: bool
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    bias: Tensor | None,
+    causal: bool,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of `q`, `k` and `v` of `cpu_attention`, whose results are `out` and `sums`.
 
@@ -108,7 +119,7 @@ def cpu_attention_backward(
     """
     mask: Any = None if bias is None else bias[None, None]
     found: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, q, k, v, out, sums, 0.0, causal, attn_mask=mask
+        grad, q, k, v, out, sums, 0.0, causal, attn_mask=mask, scale=scale
     )
     return found
 

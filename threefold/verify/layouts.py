@@ -28,6 +28,8 @@ _DROPOUT = 0.1
 """Dropout of the second run if the config has none."""
 _WINDOW = 2
 """Sliding window of the second run, which ends inside a chunk of at least three positions."""
+_SOFTCAP = 0.5
+"""Largest soft cap of attention scores in the second run, which the small scores of a shrunk model reach."""
 _DECAY = 8
 """Steps of the second run's decay, so that each of its five updates has a learning rate of its own."""
 _OTHER_SCALING = {"match_rms_adamw": "original", "original": "match_rms_adamw"}
@@ -166,8 +168,8 @@ def with_further_features(config: Config, attention_dropout: bool, documents: bo
     """Return the config of the second run: with dropout if the model supports it, and with packed documents.
 
     Attention drops too if `attention_dropout`; otherwise as in `config`. Documents are kept apart if `documents`. A
-    sliding window ends inside a chunk of a context-parallel rank, Muon scales its updates in its other way, and the
-    learning rate changes at each step.
+    sliding window ends inside a chunk of a context-parallel rank, a soft cap bends scores, Muon scales its updates in
+    its other way, and the learning rate changes at each step.
     """
     is_custom, settings, optimizer = config.model.architecture == CUSTOM, _settings(config), config.optimizer
     if optimizer.name == "muon":
@@ -183,6 +185,8 @@ def with_further_features(config: Config, attention_dropout: bool, documents: bo
         return resolve(config_of(settings), vocab_size=1)
     if config.model.sliding_window:
         settings["model"]["sliding_window"] = min(config.model.sliding_window, _WINDOW)
+    if config.model.attention_softcap:
+        settings["model"]["attention_softcap"] = min(config.model.attention_softcap, _SOFTCAP)
     unused = {name for name, _ in config.model.unused()}
     for name in ("hidden_dropout", *(["attention_dropout"] if attention_dropout else [])):
         if name not in unused:

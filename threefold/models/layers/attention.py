@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.rope_scaling import RopeScaling, cos_and_sin, frequencies
 from threefold.ops.attention import attention, dropped_attention
-from threefold.ops.kernels import AttentionMask, later, serve_heads
+from threefold.ops.kernels import AttentionMask, Scoring, attention_weights, later, serve_heads
 from threefold.ops.tiles import hidden_keys
 from threefold.random.dropout import Dropout
 from threefold.random.rng import ALL, Positions, Slice
@@ -20,13 +20,19 @@ class CausalAttention(nn.Module):
     """softmax(Q·Kᵀ/√d)·V under a causal attention mask, with GQA if there are fewer key-value heads than heads.
 
     A token attends to `window` positions, including its own (0: all). `name` in the whole model keys the dropout masks.
-    A subclass with another `forward` and no weights, such as scores with a cap, trains in every layout but a ring's.
+    A subclass with another `forward` and no weights, such as scores with a bias, trains in every layout but a ring's.
+
+    Args:
+        scale: factor of the scores; None for head_dim^-0.5.
+        softcap: c of c · tanh(score / c), before the mask (Gemma 2, arXiv 2408.00118); 0 for none.
     """
 
-    def __init__(self, dropout: float = 0.0, window: int = 0, name: str = "") -> None:
+    def __init__(
+        self, dropout: float = 0.0, window: int = 0, name: str = "", scale: float | None = None, softcap: float = 0.0
+    ) -> None:
         super().__init__()
         self.dropout = Dropout(dropout, name and f"{name}.dropout")
-        self.window = window
+        self.window, self.scoring = window, Scoring(scale, softcap)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """Attend from the last Q of K positions to those up to their own, within documents if `samples` has any.
@@ -36,16 +42,16 @@ class CausalAttention(nn.Module):
         """
         hidden = AttentionMask(self.window, None if samples.documents is None else samples.documents[:, : k.shape[1]])
         if samples.keys is None or not self.dropout.draws(samples.keys):
-            return attention(q, k, v, hidden)
+            return attention(q, k, v, hidden, self.scoring)
         whole = self.dropout.parts.get(2, ALL).whole(q.shape[1])  # length of the sequence, independent of the layout
         hides = 0 < self.window < whole or hidden.documents is not None
-        if dropped_attention is not None and (whole > _LONGEST_KEPT or hides):
-            return dropped_attention(q, k, v, hidden, self.dropout, samples.keys)
+        if dropped_attention is not None and (whole > _LONGEST_KEPT or hides or not self.scoring.is_fused):
+            return dropped_attention(q, k, v, hidden, self.dropout, samples.keys, self.scoring)
         k, v = (serve_heads(each, q.shape[2]) for each in (k, v))
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # [B, heads, S, d]
         sizes = q.shape[2], k.shape[2]
         mask = hidden_keys(len(q), *sizes, hidden, q.device) if hides else later(*sizes, q.device)
-        weights = (q * q.shape[-1] ** -0.5 @ k.mT).masked_fill(mask, -torch.inf).softmax(-1)
+        weights = attention_weights(q, k, mask, self.scoring)
         return (self.dropout(weights, samples.keys) @ v).transpose(1, 2).flatten(2)
 
 

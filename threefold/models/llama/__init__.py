@@ -31,11 +31,14 @@ class LlamaConfig(MixtureConfig):
     """For `llama`: number of positions, including its own, that a token attends to, as in Mistral; 0 for all."""
     full_attention_layers: int = Field(default=0, ge=0, le=MOST_LAYERS)
     """For `llama`: number of first layers that attend to all positions in spite of `sliding_window`, as in Qwen2."""
+    attention_softcap: float = Field(default=0.0, ge=0)
+    """For `llama`: limit c of attention scores, which become c · tanh(score / c), as in Gemma 2; 0 for none."""
     comes_after: ClassVar[dict[str, str]] = {
         **MixtureConfig.comes_after,
         "num_key_value_heads": "num_attention_heads",
         "qkv_bias": "norm_eps",
     }
+    unlisted: ClassVar[frozenset[str]] = frozenset(("attention_softcap",))
 
     def default_ffn_hidden_size(self) -> int:
         """Return 8/3 of the hidden size, which gives SwiGLU's three matrices the parameters of a GELU network's two."""

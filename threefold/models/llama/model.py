@@ -47,7 +47,9 @@ class Attention(nn.Module):
         self.q_norm = _norm(self.head_dim, config) if config.qk_norm else nn.Identity()
         self.k_norm = _norm(self.head_dim, config) if config.qk_norm else nn.Identity()
         self.rotary = Rotary(config.head_dim, config.rope_theta, rope_scaling(config))
-        self.core = CausalAttention(config.attention_dropout, config.window(layer), f"{name}.core")
+        self.core = CausalAttention(
+            config.attention_dropout, config.window(layer), f"{name}.core", softcap=config.attention_softcap
+        )
         self.proj = Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=False)
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
