@@ -118,6 +118,7 @@ def test_entry_point_that_cannot_be_imported(module: str, tmp_path: Path, monkey
     [
         ("bf61", ["fp32", "bf16", "fp16", "fp64"], "the nearest is bf16"),
         ("float8", ["fp32", "bf16", "fp16", "fp64"], "the nearest is bf16"),
+        ("float8", ["none", "fp16", "bf16"], "the nearest is fp16"),
         ("gpu", ["auto", "cpu", "cuda"], "the nearest is cuda"),
         ("xx", ["none", "linear", "yarn"], "use none"),
     ],

@@ -220,7 +220,7 @@ CALLS: dict[str, tuple[Callable[..., Any], str]] = {
     "zero_shards": (lambda: model(zero=1, zero_shards=2), "zero_shards is 2 but must divide dp 1; use 1."),
     "compression": (
         lambda: model(gradient_compression="fp8"),
-        "gradient_compression is 'fp8' but must be one of none, fp16, bf16; the nearest is bf16.",
+        "gradient_compression is 'fp8' but must be one of none, fp16, bf16; the nearest is fp16.",
     ),
     "compression with ZeRO": (
         lambda: model(gradient_compression="bf16", zero=1),

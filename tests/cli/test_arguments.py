@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from shutil import copytree
 
 import pytest
 
@@ -10,6 +11,8 @@ from tests.support.command import ends_in_one_process
 
 _ERRORS = {
     "generate nowhere --prompt x": "nowhere has no complete checkpoint; give the run folder of `threefold train`.",
+    "generate broken/step_00000001 --prompt x": "broken/step_00000001 is a checkpoint, and damaged (its config.yaml ",
+    "eval run/checkpoints/step_00000001 --data a.txt": "step_00000001 has no complete checkpoint; give the run folder",
     "generate run --prompt x --tp 3": "--tp is 3 but must divide the model's num_attention_heads 4; use 2.",
     "generate run --prompt x --pp 9": "--pp is 9 but the model has 4 layers",
     "generate run --prompts-file no.txt": "--prompts-file is no.txt, which is not a file",
@@ -60,6 +63,8 @@ def told(tmp_path_factory: pytest.TempPathFactory, tokens: Path) -> dict[str, tu
         [sys.executable, "-m", "threefold", "train", str(folder / "run.yaml"), "--run-dir", str(folder / "run")]
     )
     assert trained.returncode == 0, trained.stderr
+    broken = copytree(folder / "run/checkpoints/step_00000001", folder / "broken/step_00000001")
+    (broken / "config.yaml").write_text("{}")
     (folder / "empty.txt").touch()
     (folder / "a.txt").write_text("A text.")
     lines = [line.split() for line in _ERRORS]

@@ -274,6 +274,15 @@ def newest_valid(
     if skipped:
         passed = f"no complete checkpoint ({_listed(skipped)} passed over)"
         raise UserError(f"{where} has {passed}; restore one of them from a copy, or train again in another folder.")
+    if run_dir.is_dir() and NAMED.fullmatch(run_dir.name):
+        try:
+            if CONFIG in (given := check_files(run_dir)[0]).files:
+                given.check_content(CONFIG)
+        except DamagedCheckpoint as damage:
+            raise UserError(
+                f"{where} is a checkpoint, and damaged ({damage.reason}); restore it from a copy, or give the folder "
+                "of a run that has a good one."
+            ) from None
     raise UserError(f"{where} has no complete checkpoint{advice}.")
 
 
