@@ -1,13 +1,15 @@
 """Heartbeats: notes of what a rank is doing, which the loop and the collectives write and compute nothing with.
 
 The heartbeat here keeps no note. The room that watches ranks has one that other processes can read
-(`resilience.heartbeat`), which a run uses if the room is there.
+(`resilience.heartbeat`), which `new_heartbeat` makes.
 """
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from enum import IntEnum
 from typing import Final
+
+from threefold.doors import call_hook
 
 OPERATIONS: Final = (
     *("all_reduce", "all_reduce_max", "all_gather", "reduce_scatter", "all_to_all"),
@@ -79,6 +81,12 @@ class Heartbeat:
     def working(self) -> AbstractContextManager[None]:
         """Note that this rank works during a block within a wait, such as a call from another library's collective."""
         return nullcontext()
+
+
+def new_heartbeat() -> Heartbeat:
+    """Return the heartbeat of the room that watches ranks, or one that keeps no note."""
+    made: Heartbeat = call_hook("heartbeat") or Heartbeat()
+    return made
 
 
 def wait_code(operation: str, axis: int) -> int:

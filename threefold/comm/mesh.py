@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from threefold.comm.axis import REFUSED, Axis, Event, EventRecorder, HostGroup
-from threefold.comm.heartbeat import Activity, Heartbeat, wait_code
+from threefold.comm.heartbeat import Activity, Heartbeat, new_heartbeat, wait_code
 from threefold.comm.layout import AXES, Coordinates, Layout
 from threefold.doors import hook
 from threefold.errors import naming_arguments
@@ -86,7 +86,7 @@ class Mesh:
         self.rank = dist.get_rank()
         self.coordinates: Coordinates = layout.coordinates(self.rank)
         self.recorder = EventRecorder()
-        self.heartbeat = heartbeat or Heartbeat()
+        self.heartbeat = heartbeat or new_heartbeat()
         self.heartbeat.activity(Activity.MESH)
         everyone = tuple(range(layout.world_size))
         with self.heartbeat.waiting(wait_code("gather", self.heartbeat.axis("world", everyone))):
@@ -116,7 +116,7 @@ class Mesh:
         """Create the mesh of a process without a process group: one rank, on which nothing is sharded or summed."""
         mesh = cls.__new__(cls)
         mesh.layout, mesh.in_tree, mesh.rank, mesh.device = Layout(), True, 0, torch.device(device)
-        mesh.coordinates, mesh.recorder, mesh.heartbeat = mesh.layout.coordinates(0), EventRecorder(), Heartbeat()
+        mesh.coordinates, mesh.recorder, mesh.heartbeat = mesh.layout.coordinates(0), EventRecorder(), new_heartbeat()
         for name in ("world", *AXES, "ep"):
             setattr(mesh, name, Axis(name, (0,), 0, None, mesh.recorder))
         mesh.replicas = mesh.expert_replicas = mesh.dp

@@ -25,6 +25,7 @@ HOOKS: Final = {
     "require_one_batch": "threefold.resilience.data_agreement:require_one_batch",
     "kept_generators": "threefold.resilience.kept_generators:KeptGenerators",
     "checks": "threefold.resilience.data_checks:RankChecks",
+    "checkpoints": "threefold.resilience.saving:BackgroundCheckpoints",
     "background_saver": "threefold.resilience.background_saving:BackgroundSaver",
     "remote_copies": "threefold.resilience.remote_copier:RemoteCopies",
 }

@@ -5,15 +5,15 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
-from threefold.checkpoint.folder import from_first, model_files
+from threefold.checkpoint.folder import model_files
 from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.checkpoint.resume import Resume, copies_of
 from threefold.comm.axis import Axis
-from threefold.comm.heartbeat import Activity, Heartbeat
+from threefold.comm.heartbeat import Activity, Heartbeat, new_heartbeat
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
@@ -91,7 +91,7 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
     keep_freed_memory()
     on_gpu = config.train.device == "cuda"
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-    heartbeat = options.heartbeat or call_hook("heartbeat") or Heartbeat()
+    heartbeat = options.heartbeat or new_heartbeat()
     if options.profiler is not None:
         heartbeat = options.profiler.observing(heartbeat, device)
     heartbeat.activity(Activity.DATA)
@@ -138,10 +138,11 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
         def anomalies() -> AnomalyFacts | None:
             return next((found for each in attached if (found := each.record())), None)
 
-        if copies is not None:
-            _claim(copies, bool(resume or run.attempt.number), dataset, mesh.world)
-        contents = CheckpointContents(engine, loader, dataset, checks.contents, anomalies)
-        checkpoints = Checkpoints(run_dir, contents, start, clock, background, copies)
+        parts = run_dir, CheckpointContents(engine, loader, dataset, checks.contents, anomalies), start, clock
+        if background is None and copies is None:
+            checkpoints = Checkpoints(*parts)
+        else:
+            checkpoints = hook("checkpoints")(*parts, background, copies, bool(resume or run.attempt.number))
         saving = SafeSaving(checkpoints, lambda step: all(each.is_proved(step) for each in attached))
         # In the order in which they are called at each moment.
         callbacks: list[Callback] = [
@@ -174,16 +175,6 @@ def _open_folder(run: RunContext, options: RunOptions, checks: Checks) -> None:
     if options.verify is not None and not run.attempt.number:
         run.mesh.heartbeat.activity(Activity.MODEL)
         options.verify(run.config, run.run_dir, options.source, run.mesh)
-
-
-def _claim(copies: Any, resumes: bool, dataset: Dataset, world: Axis) -> None:
-    """Take the address of `checkpoint.remote` for this run; raise a `UserError` on every rank if it is another's."""
-
-    def claim() -> None:
-        for line in copies.claim(resumes, dataset):
-            say(line)
-
-    from_first(world, claim)
 
 
 def check_division(config: Config, source: ModelSource = ConfigSource()) -> tuple[int, int]:  # noqa: B008

@@ -1,15 +1,15 @@
 """Checkpoints of a run: which ones are saved, kept and rolled back to, so that a good one always remains."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
 from pathlib import Path
-from typing import Any, Final, cast
 
 import torch
+from torch import Tensor
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import (
@@ -19,7 +19,6 @@ from threefold.checkpoint.folder import (
     carried_by,
     code_text,
     complete,
-    from_first,
     model_files,
     prune,
 )
@@ -33,7 +32,7 @@ from threefold.errors import DivergenceError, UserError
 from threefold.files import read_text
 from threefold.models.source import file_source
 from threefold.torch_private.tensors import foreach_norm
-from threefold.train.callbacks.base import FailureWarning, say
+from threefold.train.callbacks.base import FailureWarning
 from threefold.train.state import StartingPoint, checkpoint_tensors, engine_tensors, loss_scale_facts, restore_engine
 from threefold.train.step import Engine
 from threefold.train.stop import RunClock
@@ -160,9 +159,6 @@ class SafeSaving:
             self._good = None
 
 
-_LONG_WAIT: Final = 1.0  # seconds of waiting for the previous checkpoint above which a warning is printed
-
-
 @dataclass(frozen=True)
 class CheckpointContents:
     """Facts and files of a run that its checkpoints hold beside the tensors.
@@ -224,53 +220,37 @@ class CheckpointContents:
 
 
 class Checkpoints:
-    """Checkpoints of a run: saving, rollback, pruning and copying. Collective over the world.
+    """Checkpoints of a run: saving, rollback and pruning. Collective over the world.
 
-    Args:
-        background: writes the checkpoints other than the last (`background_saver` of `HOOKS`); None to wait for each.
-        copies: copies of the checkpoints elsewhere, claimed on the first rank; None if there are none.
+    An attached room has those that are written in the background or copied elsewhere (`checkpoints` of its `HOOKS`).
 
     Attributes:
         contents: facts and files of the run.
         skipped: folders of damaged checkpoints that were passed over on resuming.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        contents: CheckpointContents,
-        start: StartingPoint,
-        clock: RunClock,
-        background: Any,
-        copies: Any,
-    ) -> None:
+    is_background = False
+    """Whether checkpoints other than the last are written while training continues."""
+
+    def __init__(self, run_dir: Path, contents: CheckpointContents, start: StartingPoint, clock: RunClock) -> None:
         engine = contents.engine
         self.run_dir, self.engine, self.skipped = run_dir, engine, start.skipped
         self.contents, self._settings = contents, engine.config.checkpoint
-        self._background, self._clock, self.is_background = background, clock, background is not None
+        self._clock = clock
         first, tries = engine.mesh.world.is_first, "training continues, and the next checkpoint that is due tries again"
         self._saving, self._pruning = FailureWarning(first, tries), FailureWarning(first, "training continues")
-        self._waiting = FailureWarning(first, "save less often (checkpoint.every) to spare that")
-        self._copies, self._copier, self._pruned = copies, None if copies is None else copies.copier, -1
-        if self._copier is not None and start.resumed is not None:
-            self._copier.add(start.resumed.step, start.resumed.path, if_missing=True)
         self._texts = contents.texts(start.carried) if first else {}
         held = sum(tensor.numel() * tensor.itemsize for tensor in engine_tensors(engine).values())
         clock.begin(held * engine.mesh.pp.size)  # of one stage, whole; the others hold about as much
 
     def save(self, step: int, last: bool = False, evaluation_missed: bool = False) -> Path | None:
-        """Save a checkpoint after `step` updates, in the background if configured; return its folder.
+        """Save a checkpoint after `step` updates; return its folder.
 
         If the last checkpoint cannot be written, raises UserError on every rank. If another cannot be written, warns
-        and returns None. A background save returns the folder it will have; the last one is never in the background.
+        and returns None.
         """
         begun = time.monotonic()
-        self._clock.saving()
-        tensors = checkpoint_tensors(self.engine)
-        texts = self._texts | {WRITER: record_of(self.engine.config.parallel).text}
-        if self._background is not None and not last:
-            facts = self.contents.facts(step, evaluation_missed)
-            return cast(Path, self._background.save(self.run_dir, facts, tensors, texts))
+        tensors, texts = self._begin()
         try:
             facts = self.contents.facts(step, evaluation_missed)
             path = save_checkpoint(self.run_dir, facts, tensors, texts, self.engine.mesh.world)
@@ -282,54 +262,31 @@ class Checkpoints:
         self._complete(step, path, time.monotonic() - begun, last)
         return path
 
+    def _begin(self) -> tuple[dict[str, Tensor], dict[str, str]]:
+        """Begin a save; return the tensors and the texts of the checkpoint."""
+        self._clock.saving()
+        return checkpoint_tensors(self.engine), self._texts | {WRITER: record_of(self.engine.config.parallel).text}
+
     def finish(self) -> Written | None:
         """Wait for the checkpoint being written in the background; warn if it failed; return it once, else None."""
-        if self._background is None:
-            return None
-        begun = time.monotonic()
-        written, waited = self._background.wait(), time.monotonic() - begun
-        if written is None:
-            return None
-        if waited > _LONG_WAIT:
-            self._waiting.failed(
-                f"The checkpoint of step {written.step} was still being written {waited:.1f} s after the next was due, "
-                "for which the ranks have waited"
-            )
-        if written.failure is not None:
-            self._saving.failed(str(written.failure))
-        else:
-            self._complete(written.step, written.path, written.seconds)
-        return written
+        return None
 
     def end(self, seconds: float | None = None) -> str | None:
-        """End the background writes, within this many seconds; None to wait until they are done.
+        """End what goes on in the background, within this many seconds; None to wait until it is done.
 
-        Returns, on the first rank, a sentence if the newest checkpoint could not be copied to `checkpoint.remote`.
+        Returns, on the first rank, a sentence if the newest checkpoint could not be copied elsewhere.
         """
-        if self._background is not None and self._background.end(seconds):
-            self.finish()
-        if self._copier is None:
-            return None
-        progress = self.engine.mesh.heartbeat.progress
-        missing = self._copier.end(seconds, progress)
-        if self._pruned >= 0:  # those that were still to be copied then
-            self._prune(self._pruned, progress)
-        return missing
+        return None
 
     def prune(self, step: int) -> None:
         """Delete, on the first rank, checkpoints up to `step` that `checkpoint.keep` and `keep_every` do not keep."""
-        if not self.engine.mesh.world.is_first:
-            return
-        if self._background is not None:  # only with the checkpoint of `step` complete are older ones superfluous
-            self._background.then(lambda: self._prune(step))
-        else:
+        if self.engine.mesh.world.is_first:
             self._prune(step, self.engine.mesh.heartbeat.progress)
 
-    def _prune(self, step: int, progress: Callable[[], None] = lambda: None) -> None:
-        self._pruned = step
-        settings, used = self._settings, frozenset() if self._copier is None else self._copier.in_use
+    def _prune(self, step: int, progress: Callable[[], None], used: Collection[Path] = ()) -> None:
+        settings = self._settings
         try:
-            prune(self.run_dir, settings.keep, step, self.skipped | used, settings.keep_every, progress)
+            prune(self.run_dir, settings.keep, step, self.skipped | {*used}, settings.keep_every, progress)
             self._pruning.worked()
         except OSError as error:
             self._pruning.failed(f"An old checkpoint of {self.run_dir} cannot be deleted ({error})")
@@ -343,15 +300,12 @@ class Checkpoints:
         return next(reversed(self.whole()), None)
 
     def set_aside(self, step: int) -> tuple[Path, Path] | None:
-        """Rename the checkpoint of `step`, here and at the remote address, so that no run resumes from it.
+        """Rename the checkpoint of `step`, and its copy, so that no run resumes from it.
 
         Returns its new folder and the next older one; None if it is the only checkpoint, which then stays.
         """
         self.finish()
-        moved = set_aside_checkpoint(self.run_dir, step, self.engine.mesh.world)
-        if moved is not None and self._copier is not None:
-            self._copier.remove(step, self.engine.mesh.heartbeat.progress)
-        return moved
+        return set_aside_checkpoint(self.run_dir, step, self.engine.mesh.world)
 
     def is_finite(self) -> bool:
         """Return whether weights and optimizer state are finite on every rank."""
@@ -368,16 +322,14 @@ class Checkpoints:
             return self._load(path)
         except DamagedCheckpoint as damage:
             reason = damage.reason
-        copies, world = self._copies, self.engine.mesh.world
-        if copies is not None:
-            copy, lines = from_first(world, lambda: copies.replace_damaged({path: reason}))
-            if world.is_first:
-                for line in lines:
-                    say(line)
-            if copy == path:
-                with suppress(DamagedCheckpoint):
-                    return self._load(path)
+        if self._replaced(path, reason):
+            with suppress(DamagedCheckpoint):
+                return self._load(path)
         raise UserError(f"The run cannot go back to {path}, which is damaged ({reason}); remove it and use --resume.")
+
+    def _replaced(self, path: Path, reason: str) -> bool:
+        """Replace a damaged checkpoint by its copy; return whether there was one."""
+        return False
 
     def _load(self, path: Path) -> Facts:
         checkpoint = read_manifest(path)
@@ -388,5 +340,3 @@ class Checkpoints:
         self._saving.worked()
         self.skipped -= {path}  # it replaced a damaged one
         self._clock.saved(seconds)
-        if self._copier is not None:
-            self._copier.add(step, path, last)
