@@ -11,6 +11,7 @@ from threefold.models.layers.mixture_config import FOR_EXPERTS
 from threefold.models.llama import LlamaConfig
 
 FOR_LLAMA = tuple(name for name in LlamaConfig.model_fields if name not in {*ModelConfig.model_fields, *FOR_EXPERTS})
+FOR_WINDOW = ("sliding_rope_theta", "sliding_rope_scaling")
 MEANINGLESS: dict[str, Any] = {
     "num_key_value_heads": 4,
     "head_dim": 16,
@@ -19,6 +20,19 @@ MEANINGLESS: dict[str, Any] = {
     "sliding_window": 64,
     "full_attention_layers": 1,
     "attention_softcap": 50.0,
+    "attention_pattern": "1 sliding : 1 full",
+    "sliding_rope_theta": 500.0,
+    "sliding_rope_scaling": False,
+    "rotary_share": 0.5,
+    "qk_norm_over": "width",
+    "attention_scale": 0.3,
+    "attention_gate": True,
+    "proj_bias": True,
+    "norm_position": "after",
+    "norm_offset": True,
+    "gate_activation": "gelu",
+    "embedding_scale": 2.0,
+    "logit_softcap": 30.0,
     "num_experts": 8,
     "experts_per_token": 1,
     "expert_ffn_hidden_size": 96,
@@ -63,12 +77,14 @@ def mixture(**settings: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("base", "names", "reason"),
     [
-        ({}, FOR_LLAMA, "model.architecture is gpt, which has no such thing; use architecture llama or leave it out"),
+        (llama(), FOR_WINDOW, "model.sliding_window is 0; use sliding_window 1024 or leave it out"),
+        (llama(), ("qk_norm_over",), "model.qk_norm is false; use qk_norm true or leave it out"),
+        ({}, tuple(name for name in FOR_LLAMA if name not in (*FOR_WINDOW, "qk_norm_over")), "model.architecture is gpt, which has no such thing; use architecture llama or leave it out"),
         (llama(), FOR_EXPERTS, "model.num_experts is 0; use num_experts 8 or leave it out"),
         (llama(), FOR_SCALED_ROPE, "model.rope_scaling is none; use rope_scaling linear or leave it out"),
         ({"position_embedding": "rope"}, FOR_SCALED_ROPE, "model.rope_scaling is none; use rope_scaling linear or leave it out"),
     ],
-    ids=["gpt", "dense", "unscaled", "gpt-unscaled"],
+    ids=["no-window", "no-norm", "gpt", "dense", "unscaled", "gpt-unscaled"],
 )  # fmt: skip
 def test_settings_that_would_mean_nothing(base: dict[str, Any], names: tuple[str, ...], reason: str) -> None:
     for name in names:
@@ -97,6 +113,14 @@ def test_settings_that_would_mean_nothing_but_are_as_they_were() -> None:
         (llama(rope_scaling="dynamic", head_dim=2), "model.rope_scaling is dynamic but heads of width 2 turn alike whatever the base; use linear."),
         (llama(rope_scaling="yarn", rope_theta=1.0), "model.rope_theta is 1.0 but must be above 1 for model.rope_scaling yarn; use 10000."),
         (llama(full_attention_layers=2), "model.full_attention_layers is 2 but model.sliding_window is 0, so every layer attends to all positions; use 0."),
+        (llama(num_layers=3, attention_pattern=["full", "sliding"], sliding_window=8), "model.attention_pattern is ['full', 'sliding'] but has 2 layers and model.num_layers is 3; give 3 of them or a period like '1 sliding : 1 full'."),
+        (llama(attention_pattern="5 sliding : 1 global", sliding_window=8), "model.attention_pattern is 5 sliding : 1 global but has 'global' for a layer, which is full or sliding; use '1 sliding : 1 full'."),
+        (llama(attention_pattern="5 sliding, 1 full", sliding_window=8), "model.attention_pattern is 5 sliding, 1 full but has '5 sliding, 1 full' for a layer, which is full or sliding; use '1 sliding : 1 full'."),
+        (llama(attention_pattern="5 sliding : 1 full"), "model.attention_pattern is 5 sliding : 1 full but model.sliding_window is 0; use sliding_window 1024 with it."),
+        (llama(attention_pattern="full", sliding_window=8), "model.attention_pattern is full but has no sliding layer and model.sliding_window is 8; use '1 sliding : 1 full', or sliding_window 0."),
+        (llama(attention_pattern="sliding", sliding_window=8, full_attention_layers=2), "model.attention_pattern is sliding but model.full_attention_layers is 2, which says the same otherwise; use full_attention_layers 0 with it."),
+        (llama(rotary_share=0.1), "model.rotary_share is 0.1 but rotates 3 of the 32 features of a head, which must be even; use 0.125."),
+        (llama(sliding_window=8, sliding_rope_scaling=False), "model.sliding_rope_scaling is false but model.rope_scaling is none; use rope_scaling linear or leave it out."),
         (mixture(experts_per_token=9), "model.experts_per_token is 9 but model.num_experts is 8; use at most 8."),
         (mixture(moe_every=9), "model.moe_every is 9 but none of the 8 layers has experts then; use 8."),
         (mixture(dense_layers=8), "model.dense_layers is 8 but none of the 8 layers has experts then; use 0."),
@@ -145,3 +169,23 @@ def test_what_a_family_allows_beside_the_usual() -> None:
     assert (model.num_key_value_heads, model.head_dim) == (1, 10)
     model = resolved(mixture(moe_every=2, dense_layers=3)).model
     assert [layer for layer in range(8) if model.has_experts(layer)] == [3, 5, 7]
+
+
+def test_layers_attend_by_a_list_or_a_period() -> None:
+    """Of which a resolved config keeps what was given."""
+    for pattern, layers in (
+        ("5 sliding : 1 full", [8, 8, 8, 8, 8, 0, 8, 8]),
+        ("full : 2 sliding", [0, 8, 8, 0, 8, 8, 0, 8]),
+        (["full", *["sliding"] * 7], [0, *[8] * 7]),
+    ):
+        config = resolved(llama(attention_pattern=pattern, sliding_window=8, sliding_rope_theta=5.0))
+        assert [config.model.window(layer) for layer in range(8)] == layers
+        assert [config.model.rope_base(layer) for layer in range(8)] == [5.0 if window else 1e4 for window in layers]
+        assert Config.model_validate(config.sections()).model.attention_pattern == pattern
+
+
+def test_new_settings_are_not_in_a_resolved_config_that_lacks_them() -> None:
+    plain = resolved(llama(sliding_window=8)).sections()["model"]
+    assert not plain.keys() & LlamaConfig.unlisted
+    given = resolved(llama(sliding_window=8, norm_position="both", attention_scale=0.2)).sections()["model"]
+    assert given.keys() & LlamaConfig.unlisted == {"norm_position", "attention_scale"}

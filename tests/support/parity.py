@@ -58,7 +58,7 @@ class Case:
     accumulation: int = 2
     dropout: float = 0.0
     positions: str = "learned"
-    model: tuple[tuple[str, Any], ...] = ()  # further settings of the model
+    model: tuple[tuple[str, Any], ...] = ()  # further settings of the model, lists as tuples
     documents: bool = False
     uneven: bool = True
     counted: tuple[int, int] | None = None  # positions whose labels count, if not all
@@ -103,7 +103,7 @@ class Case:
                 "tie_embeddings": self.tie,
                 "position_embedding": self.positions,
                 "rope_theta": 100.0,
-                **dict(self.model),
+                **{name: list(value) if isinstance(value, tuple) else value for name, value in self.model},
             },
             "data": {"path": "unused", "sequence_length": self.sequence, "separate_documents": self.documents},
             "parallel": {"dp": self.dp, "tp": self.tp, "pp": self.pp, "cp": self.cp, "schedule": self.schedule},
@@ -145,6 +145,22 @@ LLAMA_SIZES = (
 LLAMA = Case(
     model=LLAMA_SIZES, positions="rope", sequence=12, dropout=0.1, documents=True, tie=False, dtype="fp64", steps=2
 )
+WIDE_SIZES = (
+    *(("architecture", "llama"), ("num_key_value_heads", 6), ("head_dim", 8), ("sliding_window", 5)),
+    *(("attention_pattern", "2 sliding : 1 full"), ("sliding_rope_theta", 30.0), ("rotary_share", 0.5)),
+    *(("qk_norm", True), ("qk_norm_over", "width"), ("attention_gate", True), ("proj_bias", True)),
+    *(("norm_position", "after"), ("embedding_scale", 3.0), ("rope_scaling", "yarn"), ("rope_factor", 2.0)),
+    *(("rope_original_positions", 7), ("sliding_rope_scaling", False)),
+)
+"""Norms after each half and over all heads, gates of attention, sliding and full layers, and what goes with these."""
+WIDE = replace(LLAMA, model=WIDE_SIZES)
+BOTH_SIZES: tuple[tuple[str, Any], ...] = (
+    *(("architecture", "llama"), ("num_key_value_heads", 6), ("head_dim", 4), ("sliding_window", 3)),
+    *(("attention_pattern", ("full", "sliding", "full")), ("qk_norm", True), ("norm_position", "both")),
+    *(("norm_offset", True), ("gate_activation", "gelu_tanh"), ("logit_softcap", 0.7), ("attention_scale", 0.4)),
+)
+"""Norms of 1 + their weights before and after each half, other gates, capped logits, another scale of scores."""
+BOTH = replace(LLAMA, model=BOTH_SIZES, tie=True)
 MOE_SIZES: tuple[tuple[str, Any], ...] = (
     ("architecture", "llama"),
     ("num_key_value_heads", 6),

@@ -61,6 +61,7 @@ SHAPES = frozenset(
         *("qkv_bias", "qk_norm", "num_experts", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
         *("shared_expert_gate", "moe_every", "dense_layers"),
         *("query_rank", "key_value_rank", "plain_head_dim", "rope_head_dim", "value_head_dim"),
+        *("qk_norm_over", "attention_gate", "proj_bias", "norm_position"),
     )
 )
 """Settings that determine the shapes of the weights."""

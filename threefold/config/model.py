@@ -35,6 +35,8 @@ WIDEST: Final = 2**20
 WIDEST_FFN: Final = 2**24
 
 CUSTOM: Final = "own"  # family of models from a user's own file or program
+Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "relu", "relu2", "silu"]
+SILU: Final[Activation] = "silu"
 
 FAMILIES: Final = Registry(
     "model.architecture",
@@ -145,6 +147,14 @@ class ModelConfig(Section):
     activation = unless_setting(lambda model: "gelu_tanh")
     qk_norm = unless_setting(lambda model: False)
     attention_softcap = unless_setting(lambda model: 0.0)
+    qk_norm_over = unless_setting(lambda model: "head")
+    norm_position = unless_setting(lambda model: "before")
+    norm_offset = unless_setting(lambda model: False)
+    gate_activation = unless_setting(lambda model: SILU)
+    embedding_scale = unless_setting(lambda model: 1.0)
+    logit_softcap = unless_setting(lambda model: 0.0)
+    attention_pattern = unless_setting(lambda model: cast("str | list[str]", ""))
+    rotary_share = unless_setting(lambda model: 1.0)
     sliding_window = unless_setting(lambda model: 0)
     full_attention_layers = unless_setting(lambda model: 0)
     key_value_rank = unless_setting(lambda model: 0)

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from threefold.comm.axis import Axis
 from threefold.comm.differentiable import copy_to, gather_from, reduce_from, reduce_scatter, scatter_to
@@ -151,7 +150,7 @@ class ExactExperts(ParallelExperts):
         into = copy_to(rows, tp)
         joined = grouped_linear(into, gate_up, groups, outer=self.features, add=self.adds.get("gate_up"))
         gate, up = joined.unflatten(-1, (-1, 2)).unbind(-1)
-        done = grouped_linear(F.silu(gate) * up, down, groups, inner=self.features, add=self.adds.get("down"))
+        done = grouped_linear(self.activation(gate) * up, down, groups, inner=self.features, add=self.adds.get("down"))
         return reduce_from(done, tp)
 
 

@@ -61,6 +61,7 @@ def exact_rules(config: Config) -> Broken:
         ("train.grain_leaf", train.grain_leaf > 1 and not _runs_several(config), "1"),
         ("precision.dtype", precision.dtype not in ("fp32", "bf16"), "fp32 or bf16"),
         ("precision.master_weights", precision.dtype == "bf16" and not precision.master_weights, "true"),
+        ("model.qk_norm_over", config.model.qk_norm_over != "head", "head"),
         ("precision.fp8", precision.fp8, "false"),
         ("model.attention_softcap", config.model.attention_softcap > 0, "0"),
         ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),

@@ -4,8 +4,8 @@ Mistral, Qwen2 and Qwen3 add sliding windows, biases and QK-norm to Llama; Mixtr
 experts.
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
 from threefold.huggingface import mapping as hf
@@ -61,6 +61,8 @@ class LlamaType(hf.HuggingFaceType):
     window: Literal["none", "all", "tail"] = "none"
     experts: bool = False
     shared: bool = False
+    fixed: Mapping[str, Any] = field(default_factory=dict)  # settings → values that the type stands for
+    free: frozenset[str] = frozenset()  # settings that its config.json has keys for
 
     def read(self, given: hf.ConfigJson) -> dict[str, Any]:
         given.require("hidden_act", "silu", "swish")
@@ -220,6 +222,12 @@ class LlamaType(hf.HuggingFaceType):
                 "model.normalize_expert_weights false": model.normalize_expert_weights,
                 f"model.moe_every {model.moe_every} and model.dense_layers {model.dense_layers}": every,
             }
+        # All others of a block are as in Llama.
+        usual = {name: given.default for name, given in LlamaConfig.model_fields.items()} | LlamaConfig.filled(model, 0)
+        for name in sorted(LlamaConfig.unlisted - self.free):
+            value = getattr(model, name)
+            shown = str(value).lower() if isinstance(value, bool) else value
+            found[f"model.{name} {shown}"] = value == self.fixed.get(name, usual[name])
         return next((setting for setting, fits in found.items() if not fits), None)
 
     def is_near(self, model: LlamaConfig) -> bool:

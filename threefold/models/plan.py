@@ -284,12 +284,13 @@ def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: S
 def initial_values(name: str, config: ModelConfig) -> Initial:
     """Return the initial values of a weight, as in GPT-2.
 
-    They are N(0, range²), times 1/√(2·layers) if the output joins the residual stream; biases are 0, norms 1.
+    They are N(0, range²), times 1/√(2·layers) if the output joins the residual stream; biases are 0, norms 1
+    (0 with `norm_offset`).
     """
     if name.endswith(".bias"):
         return Constant(0.0)
     if fnmatchcase(name, "*norm.weight"):
-        return Constant(1.0)
+        return Constant(0.0 if config.norm_offset else 1.0)
     joining = ("*.attn.proj.weight", "*.mlp.down.weight", "*.mlp.shared.down.weight", "*.mlp.experts.down")
     joins_residual = any(fnmatchcase(name, pattern) for pattern in joining)
     return Normal(config.initializer_range * ((2 * config.num_layers) ** -0.5 if joins_residual else 1.0))

@@ -304,6 +304,14 @@ class PerHead(Split):
 
 
 @dataclass(frozen=True)
+class OverWidth(PerHead):
+    """`WidthNorm` of `heads` heads in total, of which each rank of the tensor axis normalizes its own."""
+
+    needs_tensor_axis = True
+    heads: int
+
+
+@dataclass(frozen=True)
 class TokenRouting(Split):
     """`Routing`, whose capacity and load balancing loss depend on the other positions of a sequence."""
 

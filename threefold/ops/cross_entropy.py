@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from threefold.constants import COMPILED, IGNORE_INDEX, LOGITS_AT_ONCE
-from threefold.ops.kernels import product
+from threefold.ops.kernels import product, softcap, softcap_slope
 from threefold.torch_private.tensors import assert_async
 
 # Kernels of any size read single numbers; those of one size, of which a run has a few, read sixteen bytes. (The
@@ -137,29 +137,41 @@ class _CrossEntropy(torch.autograd.Function):
 # Torch's compiler would recognize the logits of both passes as equal, and keep them.
 @torch.compiler.disable
 def chunked_cross_entropy(
-    x: Tensor, weight: Tensor, labels: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE, keep: bool = False
+    x: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    chunk: int,
+    at_once: int = LOGITS_AT_ONCE,
+    keep: bool = False,
+    cap: float = 0.0,
 ) -> Tensor:
     """Compute `cross_entropy` of `F.linear(x, weight)`, with `chunk` columns of the logits in memory at once.
 
     `x` is [..., H], `weight` [V, H], `labels` and the result [...]. With `keep`, the backward pass does not compute the
-    logits again.
+    logits again. With `cap`, they are those of `kernels.softcap`.
     """
     flat = labels.flatten()
-    top, total, target = logit_sums(x.flatten(0, -2), weight, flat, chunk, at_once, keep)
+    top, total, target = logit_sums(x.flatten(0, -2), weight, flat, chunk, at_once, keep, cap)
     losses = total.log() - (target - top)
     return losses.masked_fill(flat == IGNORE_INDEX, 0).view(labels.shape)
 
 
 def logit_sums(
-    x: Tensor, weight: Tensor, column: Tensor, chunk: int, at_once: int = LOGITS_AT_ONCE, keep: bool = False
+    x: Tensor,
+    weight: Tensor,
+    column: Tensor,
+    chunk: int,
+    at_once: int = LOGITS_AT_ONCE,
+    keep: bool = False,
+    cap: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the maximum, Σ exp(logit − maximum), and the logit at `column`, of each row of `x @ weight.T`.
 
     The three results [T] are in fp32 at least; the maximum is a constant to autograd. V may be 0; for a column int64
-    [T] outside of [0, V), the logit is zero. `chunk`, `at_once` and `keep` are those of `chunked_cross_entropy`.
+    [T] outside of [0, V), the logit is zero. `chunk`, `at_once`, `keep` and `cap` are those of `chunked_cross_entropy`.
     """
     keep = keep and torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    return _LogitSums.apply(x, weight, column, chunk, at_once, keep)
+    return _LogitSums.apply(x, weight, column, chunk, at_once, keep, cap)
 
 
 def check_labels(labels: Tensor, vocab_size: int) -> None:
@@ -171,14 +183,14 @@ def check_labels(labels: Tensor, vocab_size: int) -> None:
 class _LogitSums(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, column: Tensor, chunk: int, at_once: int, keep: bool
+        ctx: Any, x: Tensor, weight: Tensor, column: Tensor, chunk: int, at_once: int, keep: bool, cap: float
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide = torch.promote_types(x.dtype, torch.float32)
         top = x.new_full((len(x),), -torch.inf, dtype=wide)
         total, target = torch.zeros_like(top), torch.zeros_like(top)
         kept = []
         for first, rows in _chunks(weight, chunk):
-            padded = product(x, _aligned(rows))
+            padded = _capped(product(x, _aligned(rows)), cap)
             kept += [padded] * keep
             logits = padded[:, : len(rows)]
             place, there = _within(column - first, len(rows))
@@ -188,7 +200,7 @@ class _LogitSums(torch.autograd.Function):
             top = higher
             del padded, logits  # unless they are kept, free them before the next chunk
         ctx.save_for_backward(x, weight, column, top, *kept)
-        ctx.chunk, ctx.at_once = chunk, at_once
+        ctx.chunk, ctx.at_once, ctx.cap = chunk, at_once, cap
         ctx.mark_non_differentiable(top)
         return top, total, target
 
@@ -200,8 +212,10 @@ class _LogitSums(torch.autograd.Function):
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for index, (first, rows) in enumerate(_chunks(weight, ctx.chunk)):
             (place, there), aligned = _within(column - first, len(rows)), _aligned(rows)
-            logits = kept[index] if kept else product(x, aligned)
+            logits = kept[index] if kept else _capped(product(x, aligned), ctx.cap)
             grad = scaled_exponentials(logits, top, total, place.squeeze(1), target * there, ctx.at_once)
+            if ctx.cap:
+                grad *= softcap_slope(logits, ctx.cap)
             if len(aligned) > len(rows):
                 grad[:, len(rows) :] = 0
             if grad_x is not None:
@@ -209,7 +223,11 @@ class _LogitSums(torch.autograd.Function):
             if grad_weight is not None:
                 grad_weight[first : first + len(rows)] = product(grad.t(), x.t())[: len(rows)]
             del logits, grad
-        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, None, None, None, None
+        return None if grad_x is None else grad_x.to(x.dtype), grad_weight, *(None,) * 5
+
+
+def _capped(logits: Tensor, cap: float) -> Tensor:
+    return softcap(logits, cap) if cap else logits
 
 
 def _chunks(weight: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:

@@ -284,12 +284,13 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * torch.sigmoid(1.702 * x)
 
 
-def gated(pairs: Tensor) -> Tensor:
-    """Compute silu(gate) · up of features that alternate between a gate and what it gates: [..., 2F] → [..., F]."""
-    if torch.compiler.is_compiling() and pairs.is_cuda and pairs.dtype == torch.bfloat16 and pairs.is_contiguous():
+def gated(pairs: Tensor, activation: Callable[[Tensor], Tensor] = F.silu) -> Tensor:
+    """Compute activation(gate) · up of features that alternate between gates and ups: [..., 2F] → [..., F]."""
+    packs = torch.compiler.is_compiling() and pairs.is_cuda and pairs.dtype == torch.bfloat16 and pairs.is_contiguous()
+    if packs and activation is F.silu:
         return _PackedGated.apply(pairs)
     gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)
-    return F.silu(gate) * up
+    return activation(gate) * up
 
 
 class _PackedGated(torch.autograd.Function):
@@ -321,6 +322,32 @@ class _PackedGated(torch.autograd.Function):
 def _unpacked(pairs: Tensor) -> tuple[Tensor, Tensor]:
     words = pairs.view(torch.int32)
     return (words << 16).view(torch.float32), (words & -(1 << 16)).view(torch.float32)
+
+
+def softcap(x: Tensor, cap: float) -> Tensor:
+    """Compute cap · tanh(x / cap), elementwise; for the backward pass it keeps the result alone."""
+    return _Softcap.apply(x, cap)
+
+
+class _Softcap(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cap: float) -> Tensor:
+        out = (x / cap).tanh_().mul_(cap)
+        ctx.save_for_backward(out)
+        ctx.cap = cap
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (out,) = ctx.saved_tensors
+        return grad * softcap_slope(out, ctx.cap), None
+
+
+def softcap_slope(out: Tensor, cap: float) -> Tensor:
+    """Return the derivative of `softcap` where its result is `out`."""
+    # Elementary operations one by one have the same bits in tensors of every size (`exact.layers`).
+    return 1 - (out / cap).square()
 
 
 def squared_relu(x: Tensor) -> Tensor:

@@ -61,7 +61,9 @@ class ParallelCrossEntropy(nn.Module):
 
     # Torch's compiler would find that the logits of both passes are equal, and keep them.
     @torch.compiler.disable
-    def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, keep: bool = False) -> Tensor:
+    def chunked(
+        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, keep: bool = False, cap: float = 0.0
+    ) -> Tensor:
         """Return the loss of each token for logits `x @ weight.T`, with `chunk` columns in memory at once.
 
         Args:
@@ -71,6 +73,7 @@ class ParallelCrossEntropy(nn.Module):
             labels: labels, as for `forward`.
             chunk: columns of the logits, at least 1.
             keep: whether to keep the logits for the backward pass, which otherwise computes them again.
+            cap: limit of the logits, each cap · tanh(logit / cap); 0 for none.
 
         Raises:
             RuntimeError: see `forward`.
@@ -78,7 +81,7 @@ class ParallelCrossEntropy(nn.Module):
         check_labels(labels, self.vocab_size)
         flat = labels.flatten()
         column = flat - self.start
-        top, total, target = logit_sums(x.flatten(0, -2), weight, column, chunk, self.logits_at_once, keep)
+        top, total, target = logit_sums(x.flatten(0, -2), weight, column, chunk, self.logits_at_once, keep, cap)
         highest = self.axis.all_reduce_max_(top.clone())
         mine = (column >= 0) & (column < len(weight))
         parts = [total * (top - highest).exp(), (target - highest).masked_fill(~mine, 0)]

@@ -55,7 +55,7 @@ class ParallelExperts(nn.Module):
 
     def __init__(self, experts: Experts, context: ShardingContext) -> None:
         super().__init__()
-        self.context, self.count = context, len(experts.gate_up)
+        self.context, self.count, self.activation = context, len(experts.gate_up), experts.activation
         for name, weight in experts.named_parameters():  # this rank's experts, each cut over the tensor axis
             (_, outer), (_, inner) = OverExperts().cuts(name)
             cuts = [(context.ep, outer)] if context.ep.size > 1 else []
@@ -92,10 +92,10 @@ class ParallelExperts(nn.Module):
         """
         weights = local(self.gate_up), local(self.down)
         if counts.dim() == 1:
-            return swiglu(rows, *weights, counts)
+            return swiglu(rows, *weights, counts, self.activation)
         experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
         order = experts.repeat_interleave(counts.flatten()).argsort(stable=True)
-        done = swiglu(rows[order], *weights, counts.sum(0))
+        done = swiglu(rows[order], *weights, counts.sum(0), self.activation)
         return torch.empty_like(done).index_copy(0, order, done)
 
     def extra_repr(self) -> str:

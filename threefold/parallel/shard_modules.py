@@ -17,6 +17,7 @@ from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import Linear, PositionEmbedding
 from threefold.models.layers.experts import Experts, Routing
 from threefold.models.layers.latent_attention import SharedByHeads
+from threefold.models.layers.norms import WidthNorm
 from threefold.ops.arithmetic import FLOAT8, LayerArithmetic
 from threefold.parallel.context import ContextParallelAttention, RingAttention, ShardingContext, SharedOverRanks
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
@@ -25,6 +26,7 @@ from threefold.parallel.leaf import local
 from threefold.parallel.parameter import is_split, set_in, split_parameter
 from threefold.parallel.split_layer import SplitLinear
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from threefold.parallel.width_norm import ParallelWidthNorm
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
 
@@ -266,6 +268,10 @@ def _over_experts(rule: sharding.OverExperts, module: Experts, context: Sharding
     return ParallelExperts(module, context) if context.ep.size * context.tp.size > 1 else module
 
 
+def _over_width(rule: sharding.OverWidth, module: WidthNorm, context: ShardingContext) -> nn.Module:
+    return ParallelWidthNorm(module, context.tp)
+
+
 def _unchanged(rule: sharding.Split, module: nn.Module, context: ShardingContext) -> nn.Module:
     return module
 
@@ -283,6 +289,7 @@ SHARDINGS: dict[type[sharding.Split], Sharding] = {
     sharding.OverExperts: Sharding((Experts,), _over_experts),
     sharding.Replicated: Sharding((nn.Module,), _unchanged),
     sharding.PerHead: Sharding((nn.Module,), _unchanged),
+    sharding.OverWidth: Sharding((WidthNorm,), _over_width),
 }
 """Rule → how it is applied, unless an arithmetic applies it otherwise."""
 

@@ -52,7 +52,9 @@ def block_bytes(sizes: RankBlock, recompute: str = "none") -> int:
         feed_forward = (3 if kernels.fused_gate else 4) * inner
     else:
         feed_forward = _KEPT_BY_ACTIVATION.get(sizes.activation, 2) * inner
-    inputs = sizes.norms * _norm_bytes(sizes) + (2 - sizes.norms) * outer  # of the two half blocks
+    # Of the two half blocks; a second norm of one keeps its input besides.
+    inputs = min(sizes.norms, 2) * _norm_bytes(sizes) + max(2 - sizes.norms, 0) * outer
+    inputs += max(sizes.norms - 2, 0) * (_norm_bytes(sizes) - outer)
     # queries: the attention output, kept for its projection
     return inputs + core + sizes.queries + feed_forward + masks
 
@@ -76,7 +78,7 @@ def _core_bytes(sizes: RankBlock, replayed: bool) -> int:
     """Return the bytes that QK-norm, rotary embeddings and the attention core keep, if `replayed` only the core's
     inputs; its output is not included, since its projection keeps it."""
     cp, length, queries, kernels = sizes.cp, sizes.length, sizes.queries, sizes.kernels
-    before = 0
+    before = 2 * queries if sizes.output_gate else 0  # the opened gates, and the output before them
     inputs = queries + 2 * sizes.keys  # of the core, and the tensors that they are views of
     if sizes.rotary and not kernels.fused_rotary:
         before += length // cp * sizes.head_dim * sizes.wide  # the table of angles
@@ -179,7 +181,7 @@ def block_layer(sizes: RankBlock, recompute: str) -> LayerBytes:
         backward = max(backward, again - 2 * inner + 2 * outer)
     # The products for queries, keys and values need their gradients, the layer's input and norm, and two input
     # gradients.
-    queries = sizes.queries + 2 * sizes.keys
+    queries = sizes.queries * (2 if sizes.output_gate else 1) + 2 * sizes.keys
     ending = 2 * queries + 3 * outer + sizes.gathered
     # inputs of the linear layers and gradients of their outputs
     deferred = 4 * sizes.whole + sizes.queries + queries + (3 if sizes.gated else 2) * inner
@@ -204,16 +206,19 @@ def _feed_forward(sizes: RankBlock) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=65536)
-def head_layer(sizes: RankBlock, vocab: int, chunk_size: int) -> LayerBytes:
-    """Return the memory of the final norm, the vocabulary projection and the loss; see `head_bytes`."""
+def head_layer(sizes: RankBlock, vocab: int, chunk_size: int, capped: bool = False) -> LayerBytes:
+    """Return the memory of the final norm, the vocabulary projection and the loss; see `head_bytes`.
+
+    While logits are `capped`, and while their gradients are, there is one more tensor of the logits at once.
+    """
     columns, item, wide, whole = -(-vocab // sizes.tp), sizes.itemsize, sizes.wide, sizes.whole
     narrow, gathered = item < wide, sizes.gathered
     kept = head_bytes(sizes, vocab, chunk_size)
     if chunk_size or sizes.kernels.loss_by_columns:
         logits = sizes.tokens * _columns_at_once(sizes.tokens, columns, chunk_size, sizes.kernels.loss_by_columns)
         run, again = _run_bytes(sizes, logits), 1 if chunk_size else 0
-        forward = again * logits * item + run + gathered
-        backward = (1 + again) * logits * item + (run if narrow else 0) + whole // item * wide + gathered
+        forward = (again + capped) * logits * item + run + gathered
+        backward = (1 + again + capped) * logits * item + (run if narrow else 0) + whole // item * wide + gathered
         return LayerBytes(kept, forward, backward, 3 * whole, columns * sizes.hidden)
     logits = sizes.tokens * columns
     # The kept logits are freed before the products.
@@ -226,6 +231,7 @@ def head_layer(sizes: RankBlock, vocab: int, chunk_size: int) -> LayerBytes:
     else:
         forward, backward = logits * (wide + item if narrow else item), 2 * logits * wide
     ending = normed + logits * item + whole + gathered
+    forward, backward = forward + capped * logits * item, backward + capped * logits * item
     return LayerBytes(kept, forward + gathered, backward + gathered, ending, 0, logits * item + whole)
 
 
@@ -280,7 +286,7 @@ class LayerMemory:
         if name == self._layers[-1]:
             if self._keeps.system.whole_logits:
                 block = replace(block, tp=1, sequence_parallel=False)
-            return head_layer(block, model.vocab_size, self._chunk_size)
+            return head_layer(block, model.vocab_size, self._chunk_size, model.logit_softcap > 0)
         key = self._blocks[name], name in self._replayed
         if key not in self._of_blocks:
             mode = self._config.train.recompute if name in self._replayed else "none"
@@ -335,7 +341,7 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
             kept += block.outer + head_bytes(block, model.vocab_size, train.loss_chunk_size)
             columns = -(-model.vocab_size // parallel.tp)
             at_once = _columns_at_once(block.tokens, columns, train.loss_chunk_size, device == "cuda")
-            moment = max(moment, 2 * block.tokens * at_once * block.wide)
+            moment = max(moment, (3 if model.logit_softcap else 2) * block.tokens * at_once * block.wide)
         else:
             kept += block.tokens * 8 + block.outer * (2 if model.embedding_dropout else 1)
     return ceil(kept * _under_way(config, pp_rank)) + moment

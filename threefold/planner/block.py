@@ -150,9 +150,10 @@ class BlockShape:
     gated: bool = False
     rms: bool = False
     biased: bool = False
-    norms: int = 2  # of the residual stream; with 1, a half block has none
+    norms: int = 2  # of the residual stream; with 1, a half block has none, with 4 two each
     rotary: bool = False
     qk_norm: bool = False
+    output_gate: bool = False  # of attention
     activation: str = "gelu_tanh"
     hidden_dropout: bool = False
     attention_dropout: bool = False
@@ -200,6 +201,7 @@ def _described(described: ModelDescription, layer: str, number: int) -> BlockSha
         norms=len(norms),
         rotary=any(isinstance(rule, sharding.OverContext) for rule in rules),
         qk_norm=bool(roles["norm of heads"]),
+        output_gate="query gate" in heads,
         activation=config.activation,
         hidden_dropout=config.hidden_dropout > 0 and any(isinstance(rule, sharding.OverSequence) for rule in rules),
         attention_dropout=config.attention_dropout > 0,
@@ -220,12 +222,12 @@ def _is_layer_norm(described: ModelDescription, name: str) -> bool:
 
 def _require_known(architecture: str, layer: str, roles: dict[str, list[WeightShape]], cores: int) -> None:
     experts, networks = len(roles["experts"]), len(roles["up"])
-    allowed = {"output of attention": 1, "up": 1, "down": networks, "experts": 2, "norm": 2}
+    allowed = {"output of attention": 1, "up": 1, "down": networks, "experts": 2, "norm": 4}
     allowed |= dict.fromkeys(("router", "gate of the shared expert"), experts // 2)
     odd = [weight for role, most in allowed.items() if len(roles[role]) > most for weight in roles[role]]
     odd = roles["unknown"] or odd
     parts = {part for weight in roles["projection"] for part in weight.parts}
-    if cores != 1 or not roles["output of attention"] or parts != {"query", "key", "value"}:
+    if cores != 1 or not roles["output of attention"] or parts - {"query gate"} != {"query", "key", "value"}:
         lack = "no attention of which the sharding plan names the queries, keys and values"
     elif odd:
         lack = f"{' and '.join(weight.name.removeprefix(f'{layer}.') for weight in odd)} besides or for one of them"

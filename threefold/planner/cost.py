@@ -427,7 +427,8 @@ def _linear(block: RankBlock, hardware: Hardware) -> float:
     """Return the seconds of a block's matrix products; its passes for input and weight gradients take as long each."""
     rows, hidden, ranks = block.tokens, block.hidden, block.tp
     query, keys = block.local_heads * block.head_dim, 2 * block.local_key_heads * block.head_dim
-    found = _product(block, hardware, rows, query + keys, hidden) + _product(block, hardware, rows, hidden, query)
+    columns = query * (2 if block.output_gate else 1) + keys
+    found = _product(block, hardware, rows, columns, hidden) + _product(block, hardware, rows, hidden, query)
     if block.experts is None:
         return found + _feed_forward(block, hardware, rows, block.ffn // ranks)
     experts = block.experts
@@ -506,6 +507,11 @@ def _memory(block: RankBlock, hardware: Hardware, system: System, recomputed: bo
         queries = block.tokens * block.local_heads * block.head_dim
         forward += (2 * keys // block.cp + 2 * keys + 2 * queries) * item
         backward += (12 * keys + 4 * queries) * item
+    if block.output_gate:  # a sigmoid and a product
+        gates = block.tokens * block.local_heads * block.head_dim
+        forward += gates * (3 if system.fused else 5) * item
+        backward += gates * (5 if system.fused else 8) * item
+        kernels += 1 if system.fused else 2
     if block.rotary:
         turned = block.tokens * (block.local_heads + block.local_key_heads) * block.head_dim
         passes = 2 if system.fused else 8
@@ -532,7 +538,8 @@ def _accumulation(block: RankBlock, hardware: Hardware, system: System) -> float
     if block.experts is not None:
         inner = block.experts.inner * max(1, block.experts.count // block.ep) // block.tp
         inner += block.experts.shared // block.tp
-    elements = block.hidden * (2 * query + keys + inner * (3 if block.gated else 2))
+    query *= 3 if block.output_gate else 2
+    elements = block.hidden * (query + keys + inner * (3 if block.gated else 2))
     return memory_seconds(hardware, elements * (8 if system.fused_gradients else 8 + 2 * block.itemsize), 0)
 
 

@@ -79,7 +79,9 @@ def shrink(config: Config, specs: Sequence[LayoutSpec], batch_alone: bool = Fals
         unit = lcm(*((2 * each.cp if each.cp > 1 else 1) * each.tp for each in (spec.layout for spec in specs)))
         sequence = min(sequence, -(-_SEQUENCE // unit) * unit)
     sizes = {**_widths(model, specs), **_lengths(config, sequence)}
-    sizes["num_layers"] = min(model.num_layers, max(_LAYERS, *map(stages, specs)))
+    sizes["num_layers"] = layers = min(model.num_layers, max(_LAYERS, *map(stages, specs)))
+    if model.attention_pattern:
+        sizes["attention_pattern"] = _kinds_of_attention(model, layers)
     used = type(model).model_fields.keys() - {name for name, _ in model.unused()}
     settings["model"].update({name: size for name, size in sizes.items() if name in used})
     settings["data"]["sequence_length"] = sequence
@@ -101,6 +103,8 @@ def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
     latent = {name: min(getattr(model, name), most) for name, most in _LATENT.items()} if model.key_value_rank else {}
     if latent:
         head_dim = latent["plain_head_dim"] + latent["rope_head_dim"]
+    while model.rotary_share < 1 and int(head_dim * model.rotary_share) % 2 + (head_dim * model.rotary_share < 2):
+        head_dim += 2  # until whole pairs of features are rotated
     hidden = max(1, round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_dim)))
 
     def inner(width: int) -> int:
@@ -121,6 +125,14 @@ def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
         "vocab_size": min(model.vocab_size, _VOCABULARY + 3 * (model.vocab_size % 2)),
         "initializer_range": float(f"{model.initializer_range * (model.hidden_size / hidden) ** 0.5:.3g}"),
     }
+
+
+def _kinds_of_attention(model: ModelConfig, layers: int) -> list[str]:
+    """Return the kinds of the first layers, the last of which is of the other kind if they would have one alone."""
+    every = ["sliding" if model.window(layer) else "full" for layer in range(model.num_layers)]
+    kinds = every[:layers]
+    others = [kind for kind in every[layers:] if kind not in kinds]
+    return [*kinds[:-1], others[0]] if others else kinds
 
 
 def _lengths(config: Config, sequence: int) -> dict[str, Any]:

@@ -4,11 +4,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from threefold.config.model import ModelConfig
+from threefold.config.model import Activation, ModelConfig
 from threefold.config.section import derived
 from threefold.models.family import Family
-
-Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "relu", "relu2", "silu"]
 
 
 class GPTConfig(ModelConfig):

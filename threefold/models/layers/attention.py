@@ -58,8 +58,9 @@ class CausalAttention(nn.Module):
 class Rotary(nn.Module):
     """Rotary position embedding (Su et al., RoFormer, arXiv 2104.09864): rotates queries and keys by their position.
 
-    Element i of a head's first half and element i of its second half form a pair, as in Hugging Face's Llama; it
-    rotates by position · theta^(−2i/d). `held` are the positions that queries and keys cover; by default all.
+    Element i of the first half and element i of the second half of a head's first `head_dim` features form a pair, as
+    in Hugging Face's Llama; it rotates by position · theta^(−2i/d). Further features stay as they are. `held` are the
+    positions that queries and keys cover; by default all.
     """
 
     def __init__(
@@ -87,5 +88,7 @@ class Rotary(nn.Module):
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    half = cos.shape[-1]
+    first, second, rest = x.split((half, half, x.shape[-1] - 2 * half), -1)
+    turned = [first * cos - second * sin, second * cos + first * sin]
+    return torch.cat([*turned, rest] if rest.shape[-1] else turned, -1).to(x.dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from threefold.constants import LOGITS_AT_ONCE
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.ops.cross_entropy import check_labels, chunked_cross_entropy, cross_entropy
-from threefold.ops.kernels import embedding
+from threefold.ops.kernels import embedding, softcap
 from threefold.random.rng import Positions, Slice
 
 
@@ -88,17 +88,25 @@ class CrossEntropy(nn.Module):
         """`logits` [..., V], `labels` int64 [...] → [...]; zero for ignored labels."""
         return cross_entropy(logits.flatten(0, -2), labels.flatten(), self.logits_at_once).view(labels.shape)
 
-    def chunked(self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, keep: bool = False) -> Tensor:
+    def chunked(
+        self, x: Tensor, weight: Tensor, labels: Tensor, chunk: int, keep: bool = False, cap: float = 0.0
+    ) -> Tensor:
         """Compute the loss of the logits `x` [..., H] · `weight`ᵀ [H, V], see `chunked_cross_entropy`."""
         check_labels(labels, len(weight))
-        return chunked_cross_entropy(x, weight, labels, chunk, self.logits_at_once, keep)
+        return chunked_cross_entropy(x, weight, labels, chunk, self.logits_at_once, keep, cap)
 
 
 class LinearCrossEntropy(nn.Module):
-    """Projection to the vocabulary and loss of each token, with `chunk_size` columns of the logits at once (0: all)."""
+    """Projection to the vocabulary and loss of each token, with `chunk_size` columns of the logits at once (0: all).
 
-    def __init__(self, chunk_size: int = 0, cross_entropy: CrossEntropy | None = None, at_once: int = 0) -> None:
+    Logits are capped by `cap` (`ops.kernels.softcap`), unless it is 0.
+    """
+
+    def __init__(
+        self, chunk_size: int = 0, cross_entropy: CrossEntropy | None = None, at_once: int = 0, cap: float = 0.0
+    ) -> None:
         super().__init__()
+        self.cap = cap
         # With `chunk_size` 0 and no bias, `at_once` logits are widened at once (0: all); all stay in their own dtype.
         self.chunk_size, self.at_once = chunk_size, at_once
         self.cross_entropy = cross_entropy or CrossEntropy()
@@ -107,26 +115,31 @@ class LinearCrossEntropy(nn.Module):
         """Compute each token's loss [...] from `x` [..., H], the layer `output` to logits, and int64 `labels` [...]."""
         keep = self.chunk_size == 0
         if keep and not (self.at_once and output.bias is None):
-            return self.cross_entropy(output(x), labels)
+            return self.cross_entropy(self.logits(x, output), labels)
         if output.bias is not None:
             raise ValueError(f"chunk_size is {self.chunk_size} but the output layer has a bias; use 0 or no bias")
         chunk = self.chunk_size or max(1, self.at_once // labels.numel())
-        return output.with_weight(lambda x, weight: self.cross_entropy.chunked(x, weight, labels, chunk, keep), x)
+        cap = self.cap
+        return output.with_weight(lambda x, weight: self.cross_entropy.chunked(x, weight, labels, chunk, keep, cap), x)
+
+    def logits(self, x: Tensor, output: Linear) -> Tensor:
+        """Return the logits of `x` [..., H], capped."""
+        return softcap(output(x), self.cap) if self.cap else output(x)
 
 
 class Head(nn.Module):
-    """Final norm, projection from `hidden` features to the vocabulary, and loss."""
+    """Final norm, projection from `hidden` features to the vocabulary, and loss; logits capped by `cap`, unless 0."""
 
-    def __init__(self, norm: nn.Module, hidden: int, vocab: int) -> None:
+    def __init__(self, norm: nn.Module, hidden: int, vocab: int, cap: float = 0.0) -> None:
         super().__init__()
         self.norm = norm
         self.output = Linear(hidden, vocab, bias=False)
-        self.loss = LinearCrossEntropy()
+        self.loss = LinearCrossEntropy(cap=cap)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """[B, S, H] → logits [B, S, V], or with `labels` [B, S] the sum of the losses, without ignored labels."""
         x = self.norm(x)
-        return self.output(x) if labels is None else self.loss(x, self.output, labels).sum()
+        return self.loss.logits(x, self.output) if labels is None else self.loss(x, self.output, labels).sum()
 
 
 class Decoder(nn.Module):

@@ -10,24 +10,26 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from threefold.config.model import Activation
 from threefold.models.layers.decoder import NOTHING, Linear, SampleInfo
 from threefold.models.layers.mixture_config import MixtureConfig
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
-from threefold.ops.kernels import GradientStore, defer_or_compute, gated, gradient_store, product
+from threefold.ops.kernels import ACTIVATIONS, GradientStore, defer_or_compute, gated, gradient_store, product
 
 
 class SwiGLU(nn.Module):
-    """Feed-forward network with `inner` gated features (Shazeer, arXiv 2002.05202)."""
+    """Feed-forward network with `inner` gated features (Shazeer, arXiv 2002.05202); `activation` is that of gates."""
 
-    def __init__(self, hidden: int, inner: int) -> None:
+    def __init__(self, hidden: int, inner: int, activation: Activation = "silu") -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         # Rows alternate between a gate and the feature that it gates, so that a contiguous shard has whole pairs.
         self.gate_up = Linear(hidden, 2 * inner, bias=False)
         self.down = Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """[..., H] → [..., H]; `samples` is unused."""
-        return self.down(gated(self.gate_up(x)))
+        return self.down(gated(self.gate_up(x), self.activation))
 
 
 class Choice(NamedTuple):
@@ -124,7 +126,7 @@ class _WithLoss(torch.autograd.Function):
 class MixtureOfExperts(nn.Module):
     """Weighted sum of the experts that the router chooses for each token, plus the shared expert, if any."""
 
-    def __init__(self, config: MixtureConfig) -> None:
+    def __init__(self, config: MixtureConfig, activation: Activation = "silu") -> None:
         super().__init__()
         self.router = Linear(config.hidden_size, config.num_experts, bias=False)
         self.routing = Routing(
@@ -135,9 +137,9 @@ class MixtureOfExperts(nn.Module):
             config.router_aux_loss,
             config.router_z_loss,
         )
-        self.experts = Experts(config.num_experts, config.hidden_size, config.expert_ffn_hidden_size)
+        self.experts = Experts(config.num_experts, config.hidden_size, config.expert_ffn_hidden_size, activation)
         shared = config.shared_expert_ffn_hidden_size
-        self.shared = SwiGLU(config.hidden_size, shared) if shared else None
+        self.shared = SwiGLU(config.hidden_size, shared, activation) if shared else None
         self.shared_gate = Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
@@ -153,8 +155,9 @@ class MixtureOfExperts(nn.Module):
 class Experts(nn.Module):
     """SwiGLU networks without biases; rows of each `gate_up` alternate between a gate and what it gates."""
 
-    def __init__(self, experts: int, hidden: int, inner: int) -> None:
+    def __init__(self, experts: int, hidden: int, inner: int, activation: Activation = "silu") -> None:
         super().__init__()
+        self.activation = ACTIVATIONS[activation]
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, inner))
 
@@ -162,7 +165,10 @@ class Experts(nn.Module):
     @torch.compiler.disable
     def forward(self, x: Tensor, choice: Choice) -> Tensor:
         """[B, S, H] → [B, S, H]: the weighted sum of the outputs of each token's experts."""
-        return through(x, choice, len(self.gate_up), lambda rows, counts: swiglu(rows, self.gate_up, self.down, counts))
+        return through(x, choice, len(self.gate_up), self._products)
+
+    def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
+        return swiglu(rows, self.gate_up, self.down, counts, self.activation)
 
 
 def through(
@@ -192,9 +198,11 @@ def through(
     return arithmetic.weighted_sum(slots.view(*choice.experts.shape, hidden), choice.weights)
 
 
-def swiglu(rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor) -> Tensor:
+def swiglu(
+    rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, activation: Callable[[Tensor], Tensor]
+) -> Tensor:
     """Compute each expert's outputs for its rows [n, H], sorted by expert, with `counts` int64 [experts] of each."""
-    return grouped_linear(gated(grouped_linear(rows, gate_up, counts)), down, counts)
+    return grouped_linear(gated(grouped_linear(rows, gate_up, counts), activation), down, counts)
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

@@ -12,14 +12,17 @@ _GATED = (("gate", 1), ("up", 1))
 def llama_plan(config: LlamaConfig, sequence_length: int) -> sharding.ModelPlan:
     """Return the sharding plan of `Llama` (`model.py`); the tokens of a sample determine the cost of attention."""
     heads, groups, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    group = (("query", heads // groups * d), ("key", d), ("value", d))  # the rows of a GQA group
+    queries = heads // groups * d
+    gates = (("query gate", queries),) if config.attention_gate else ()
+    group = (("query", queries), *gates, ("key", d), ("value", d))  # the rows of a GQA group
+    over_width = config.qk_norm and config.qk_norm_over == "width"
     split: dict[str, sharding.Split] = {
         "blocks.*.attn.proj": sharding.Row(sharding.Unit("num_attention_heads", heads, (("head", d),))),
         "blocks.*.attn.qkv": sharding.Column(
             sharding.Unit("num_key_value_heads", groups, group, repeated=("key", "value"))
         ),
-        "blocks.*.attn.q_norm": sharding.PerHead(),
-        "blocks.*.attn.k_norm": sharding.PerHead(),
+        "blocks.*.attn.q_norm": sharding.OverWidth(heads) if over_width else sharding.PerHead(),
+        "blocks.*.attn.k_norm": sharding.OverWidth(groups) if over_width else sharding.PerHead(),
         "blocks.*.attn.rotary": sharding.OverContext(),
         "blocks.*.attn.core": sharding.AttentionCore(heads),
         **block_split(config),
@@ -27,7 +30,8 @@ def llama_plan(config: LlamaConfig, sequence_length: int) -> sharding.ModelPlan:
     costs = []  # multiply-adds per token
     for layer in range(config.num_layers):
         seen = min(config.window(layer) or sequence_length, sequence_length)
-        costs.append(d * (config.hidden_size * (2 * heads + 2 * groups) + heads * seen) + mlp_cost(config, layer))
+        projected = (3 if gates else 2) * heads + 2 * groups
+        costs.append(d * (config.hidden_size * projected + heads * seen) + mlp_cost(config, layer))
     return decoder_plan(config, split, costs)
 
 
@@ -40,7 +44,9 @@ def block_split(config: MixtureConfig) -> dict[str, sharding.Split]:
         "embed.tokens": sharding.Vocab(),
         "embed.dropout": sharding.OverSequence(),
         "blocks.*.attn_norm": sharding.Replicated(),
+        "blocks.*.attn_out_norm": sharding.Replicated(),
         "blocks.*.mlp_norm": sharding.Replicated(),
+        "blocks.*.mlp_out_norm": sharding.Replicated(),
         **_mlp_split(config),
         "blocks.*.dropout.*": sharding.OverSequence(),
         "head.norm": sharding.Replicated(),
@@ -91,18 +97,22 @@ def layer_shapes(config: LlamaConfig, layer: str) -> Shapes:
     if not layer.startswith("blocks."):
         return outer_shapes(config, layer)
     hidden = config.hidden_size
-    width = config.num_attention_heads * config.head_dim
-    rows = width + 2 * config.num_key_value_heads * config.head_dim
-    heads = {"attn.q_norm.weight": (config.head_dim,), "attn.k_norm.weight": (config.head_dim,)}
-    number = int(layer.rpartition(".")[2])
+    queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+    rows = queries * (2 if config.attention_gate else 1) + 2 * keys
+    normed = (queries, keys) if config.qk_norm_over == "width" else (config.head_dim, config.head_dim)
+    heads = {"attn.q_norm.weight": normed[:1], "attn.k_norm.weight": normed[1:]}
+    number, position = int(layer.rpartition(".")[2]), config.norm_position
     return {
-        "attn_norm.weight": (hidden,),
+        **({"attn_norm.weight": (hidden,)} if position != "after" else {}),
         "attn.qkv.weight": (rows, hidden),
         **({"attn.qkv.bias": (rows,)} if config.qkv_bias else {}),
         **(heads if config.qk_norm else {}),
-        "attn.proj.weight": (hidden, width),
-        "mlp_norm.weight": (hidden,),
+        "attn.proj.weight": (hidden, queries),
+        **({"attn.proj.bias": (hidden,)} if config.proj_bias else {}),
+        **({"attn_out_norm.weight": (hidden,)} if position != "before" else {}),
+        **({"mlp_norm.weight": (hidden,)} if position != "after" else {}),
         **mlp_shapes(config, number),
+        **({"mlp_out_norm.weight": (hidden,)} if position != "before" else {}),
     }
 
 
