@@ -22,6 +22,16 @@ KINDS: dict[str, dict[str, Any]] = {
         "full_attention_layers": 1,
         "attention_softcap": 1.0,
     },
+    # latents, YaRN with a factor of the scores, values narrower than keys
+    "latent": {
+        "architecture": "deepseek",
+        "query_rank": 7,
+        "key_value_rank": 9,
+        "value_head_dim": 5,
+        "rope_scaling": "yarn",
+        "rope_factor": 2.0,
+        "rope_mscale_all_dim": 0.7,
+    },
     "experts": {"architecture": "llama", "num_experts": 4, "expert_ffn_hidden_size": 16, "expert_capacity_factor": 1.0},
 }
 

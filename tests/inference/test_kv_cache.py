@@ -72,6 +72,14 @@ def test_windows_keep_no_more_than_they_see(runs: Callable[[str], Path]) -> None
         assert cache.nbytes == 2 * 2 * 6 * 2 * 4 * sum(slots)
 
 
+def test_of_latent_attention_it_keeps_latents_alone(runs: Callable[[str], Path]) -> None:
+    model = Trained.find(runs("latent")).load()
+    with caching(model.stage, 2, SLOTS) as cache:
+        fill(model, cache, [0, 1], [tokens[:14] for tokens in TOKENS[:2]])
+        # two rows of SLOTS latents in each of three layers, 9 wide, with the rotary part, half of a head of 6 and even
+        assert cache.nbytes == 3 * 2 * SLOTS * (9 + 4) * 4
+
+
 def test_afterwards_the_model_is_as_it_was(trained: Trained) -> None:
     model = trained.load()
     before = [repr(model.stage), model.stage(torch.tensor(TOKENS)[:, :16])]

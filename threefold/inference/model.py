@@ -35,6 +35,7 @@ from threefold.inference.inputs import check_layout, find_checkpoint
 from threefold.models.family import make_model, model_plan
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
+from threefold.models.layers.latent_attention import LatentAttention
 from threefold.ops.attention import masked_attention
 from threefold.parallel.context import require_standard
 from threefold.parallel.parallelize import Parallelism, TrainingSettings, apply_parallelism
@@ -294,45 +295,71 @@ class CachedAttention(nn.Module):
         require_standard(core, "the KV cache", "a model of --model, which runs without a cache")
         self.core, self.cursor, self.rows = core, cursor, rows
         self.slots = min(slots, core.window or slots)
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+        self.cached: tuple[Tensor, ...] = ()  # keys and values
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """Cache `k`, `v` [B, S, kv heads, d] and attend from `q` [B, S, heads, d] → [B, S, heads · d]."""
-        if self.keys is None or self.values is None:
-            shape = (self.rows, k.shape[2], self.slots, k.shape[3])
-            self.keys, self.values = k.new_zeros(shape), v.new_zeros(shape)
+        if not self.cached:
+            self.cached = tuple(x.new_zeros(self.rows, x.shape[2], self.slots, x.shape[3]) for x in (k, v))
+        keys, values = self.cached
         held = self.cursor.held(self.slots)
         if self.cursor.rows is not None:
             row, position = torch.arange(len(k), device=k.device).unsqueeze(1), held.clamp(min=0)
-            for kept, new in ((self.keys, k), (self.values, v)):
+            for kept, new in ((keys, k), (values, v)):
                 kept[self.cursor.rows] = new[row, position].transpose(1, 2)
             return self.core(q, k, v, samples)
         every = torch.arange(len(k), device=k.device)
         slot = self.cursor.lasts % self.slots
-        self.keys[every, :, slot], self.values[every, :, slot] = k[:, 0], v[:, 0]
+        keys[every, :, slot], values[every, :, slot] = k[:, 0], v[:, 0]
         used = min(self.cursor.used, self.slots)
-        keys, values, hidden = self.keys[:, :, :used], self.values[:, :, :used], held[:, None, None, :used] < 0
+        keys, values, hidden = keys[:, :, :used], values[:, :, :used], held[:, None, None, :used] < 0
         out = masked_attention(q.transpose(1, 2), keys, values, hidden, self.core.scoring)
         return out.transpose(1, 2).flatten(2)
+
+
+class CachedLatentAttention(nn.Module):
+    """`LatentAttention` that caches latents and the rotary part of keys alone, [rows, slots, rank + rotary].
+
+    New tokens attend to them in the absorbed form, which computes no keys and values of earlier tokens again.
+    """
+
+    def __init__(self, attention: LatentAttention, cursor: Cursor, rows: int, slots: int) -> None:
+        super().__init__()
+        require_standard(attention.core, "the KV cache", "a model of --model, which runs without a cache")
+        self.attention, self.cursor, self.rows, self.slots = attention, cursor, rows, slots
+        self.cached: tuple[Tensor, ...] = ()
+
+    def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
+        """Cache the latents of `x` [B, S, H] and attend from it → [B, S, H]."""
+        attention = self.attention
+        q, latents = attention.queries(x), attention.latents(x)
+        if not self.cached:
+            self.cached = (latents.new_zeros(self.rows, self.slots, latents.shape[-1]),)
+        (kept,) = self.cached
+        held = self.cursor.held(self.slots)
+        if self.cursor.rows is not None:
+            row, position = torch.arange(len(x), device=x.device).unsqueeze(1), held.clamp(min=0)
+            kept[self.cursor.rows] = latents[row, position]
+            return attention.proj(attention.core(q, *attention.keys_and_values(latents), samples))
+        kept[torch.arange(len(x), device=x.device), self.cursor.lasts % self.slots] = latents[:, 0]
+        used = min(self.cursor.used, self.slots)
+        return attention.proj(attention.absorbed(q, kept[:, :used], held[:, :used] < 0))
 
 
 class Cache:
     """KV cache of all layers of a stage, and the cursor that they share."""
 
-    def __init__(self, cursor: Cursor, attentions: list[CachedAttention]) -> None:
+    def __init__(self, cursor: Cursor, attentions: "list[CachedAttention | CachedLatentAttention]") -> None:
         self.cursor, self._attentions = cursor, attentions
 
     def keep(self, rows: Sequence[int], device: torch.device) -> None:
         kept = torch.tensor(rows, device=device)
         for attention in self._attentions:
-            if attention.keys is not None and attention.values is not None:
-                attention.keys, attention.values = attention.keys[kept], attention.values[kept]
+            attention.cached = tuple(each[kept] for each in attention.cached)
 
     @property
     def nbytes(self) -> int:
-        held = [each for attention in self._attentions for each in (attention.keys, attention.values)]
-        return sum(each.nbytes for each in held if each is not None)
+        return sum(each.nbytes for attention in self._attentions for each in attention.cached)
 
 
 @contextmanager
@@ -342,17 +369,22 @@ def caching(model: nn.Module, rows: int, slots: int) -> Iterator[Cache]:
     It must not be split along the sequence. A batch has `rows` samples of at most `slots` tokens.
     """
     cursor = Cursor()
-    cached: list[CachedAttention] = []
+    cached: list[CachedAttention | CachedLatentAttention] = []
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if isinstance(child, CausalAttention):
-                cached.append(CachedAttention(child, cursor, rows, slots))
-                setattr(parent, name, cached[-1])
+            made: nn.Module
+            if isinstance(child, LatentAttention):
+                made = CachedLatentAttention(child, cursor, rows, slots)
+            elif isinstance(child, CausalAttention) and not isinstance(parent, LatentAttention):
+                made = CachedAttention(child, cursor, rows, slots)
             elif isinstance(child, Rotary | PositionEmbedding):
-                setattr(parent, name, child.of_positions(cursor))
+                made = child.of_positions(cursor)
             else:
                 continue
+            if isinstance(made, CachedAttention | CachedLatentAttention):
+                cached.append(made)
+            setattr(parent, name, made)
             replaced.append((parent, name, child))
     try:
         yield Cache(cursor, cached)

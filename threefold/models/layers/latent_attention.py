@@ -13,6 +13,7 @@ from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, Linear, SampleInfo
 from threefold.models.layers.latent_config import LatentConfig
 from threefold.models.layers.rope_scaling import rope_scaling
+from threefold.ops.attention import masked_attention
 
 _EPS: Final = 1e-6  # of the norms of latents in all published models, whatever that of the others
 
@@ -40,7 +41,6 @@ class LatentAttention(nn.Module):
         hidden, heads, rank = config.hidden_size, config.num_attention_heads, config.key_value_rank
         plain, rope, value = config.plain_head_dim, config.rope_head_dim, config.value_head_dim
         self.of_latents, self.of_queries, self.of_keys = (rank, rope), (plain, rope), (plain, value)  # widths of parts
-        self.factor = config.score_factor
         narrow = config.query_rank
         self.q_down = Linear(hidden, narrow, bias=False) if narrow else nn.Identity()
         self.q_norm = nn.RMSNorm(narrow, _EPS) if narrow else nn.Identity()
@@ -51,7 +51,8 @@ class LatentAttention(nn.Module):
         self.key_rotary = Rotary(rope, config.rope_theta, rope_scaling(config))
         self.shared = SharedByHeads()
         self.kv = Linear(rank, heads * (plain + value), bias=False)
-        self.core = CausalAttention(config.attention_dropout, config.window(layer), f"{name}.core")
+        scale = config.head_dim**-0.5 * config.score_factor
+        self.core = CausalAttention(config.attention_dropout, config.window(layer), f"{name}.core", scale)
         self.proj = Linear(heads * value, hidden, bias=False)
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
@@ -60,12 +61,11 @@ class LatentAttention(nn.Module):
         return self.proj(self.core(q, k, v, samples))
 
     def queries(self, x: Tensor) -> Tensor:
-        """Return the queries [B, S, heads, plain + rotary], times the factor of the scores."""
+        """Return the queries [B, S, heads, plain + rotary]."""
         heads = self.q(self.q_norm(self.q_down(x))).unflatten(-1, (-1, sum(self.of_queries)))
         plain, turning = heads.split(self.of_queries, -1)
         (turned,) = self.rotary(turning)
-        q = torch.cat([plain, turned], -1)
-        return q if self.factor == 1 else q * self.factor
+        return torch.cat([plain, turned], -1)
 
     def latents(self, x: Tensor) -> Tensor:
         """Return the normalized latents and, after them, the rotated part of the keys: [B, S, rank + rotary]."""
@@ -78,3 +78,21 @@ class LatentAttention(nn.Module):
         latent, turned = latents.split(self.of_latents, -1)
         plain, v = self.kv(latent).unflatten(-1, (-1, sum(self.of_keys))).split(self.of_keys, -1)
         return torch.cat([plain, turned.unsqueeze(2).expand(-1, -1, plain.shape[2], -1)], -1), v
+
+    def absorbed(self, q: Tensor, latents: Tensor, hidden: Tensor) -> Tensor:
+        """Attend from queries [B, Q, heads, plain + rotary] to latents [B, K, rank + rotary] → [B, Q, heads · value].
+
+        The projection of latents to keys is applied to the queries instead, and that to values to the weighted sums of
+        latents, so that no keys and values of all heads exist. `hidden` is bool [B, K]. Without dropout.
+        """
+        return self.kv.with_weight(lambda queries, weight: self._absorbed(queries, weight, latents, hidden), q)
+
+    def _absorbed(self, q: Tensor, weight: Tensor, latents: Tensor, hidden: Tensor) -> Tensor:
+        to_keys, to_values = weight.unflatten(0, (-1, sum(self.of_keys))).split(self.of_keys, 1)
+        plain, turned = q.split(self.of_queries, -1)
+        queries = torch.cat([torch.einsum("bqhd,hdr->bqhr", plain, to_keys), turned], -1)
+        # The queries of all heads attend to one head of keys.
+        one_head, keys, values = queries.flatten(1, 2), latents, latents[..., : self.of_latents[0]]
+        one_head, keys, values, hidden = (each.unsqueeze(1) for each in (one_head, keys, values, hidden.unsqueeze(1)))
+        sums = masked_attention(one_head, keys, values, hidden, self.core.scoring)
+        return torch.einsum("bqhr,hdr->bqhd", sums.reshape(*queries.shape[:3], -1), to_values).flatten(2)
