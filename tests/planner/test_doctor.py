@@ -10,7 +10,6 @@ from threefold.planner.block import block_shapes, describe_model
 from threefold.planner.cost import block_seconds, cost_block
 from threefold.planner.doctor import (
     NCCL,
-    AttentionRate,
     Collective,
     DiskSpeed,
     Examination,
@@ -21,7 +20,6 @@ from threefold.planner.doctor import (
     measure_disk,
     measured_entry,
     measured_link,
-    this_machine,
     tiny_config,
 )
 from threefold.planner.hardware import as_yaml, build, read_entries
@@ -58,7 +56,8 @@ def rates_of(ranks: int, fp32: float = 1e9, depth: float = 100.0, transport: str
     attention = []
     for positions, width in ((128, 32), (128, 128), (1024, 128)):
         share = fp32 * positions / (positions + 200) * width / (width + 16)
-        attention.append(AttentionRate(positions, width, share / 2, share / 4))
+        rates = {"forward": share / 2, "backward": share / 4}
+        attention.append({"positions": positions, "head_dim": width, **rates})
     found = collectives if ranks > 1 else {}
     return RankRates(ranks, 1, {"fp32": matrix, "bf16": {64: 1.0}}, {"fp32": attention}, 2e9, 1e-5, collectives=found)
 
@@ -92,7 +91,7 @@ def test_what_is_wrong_with_a_host(changes: dict[str, object], words: str) -> No
 
 
 def test_a_slow_disk_and_the_worst_first() -> None:
-    found = findings_of(replace(MACHINE, backends=(), compiler=""), "cpu", [], DiskSpeed("/runs", 20e6, 10**12))
+    found = list(findings_of(replace(MACHINE, backends=(), compiler=""), "cpu", [], DiskSpeed("/runs", 20e6, 10**12)))
     assert [finding.severity for finding in found] == ["error", "warning", "note"]
     assert "takes 20.0 MB/s" in found[1].text
 
@@ -124,7 +123,7 @@ def test_rates_that_do_not_grow_and_one_rank_alone() -> None:
 
 
 def test_this_machine_and_its_disk(tmp_path: Path) -> None:
-    machine = this_machine()
+    machine = Machine()
     assert machine.cores >= 1
     assert machine.memory > 1 << 28
     assert "gloo" in machine.backends

@@ -1,6 +1,5 @@
 """Examination of this machine: its parts, rates of ranks and disk, its problems in words, and its hardware entry."""
 
-import importlib.metadata
 import os
 import platform
 import shutil
@@ -11,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from importlib import metadata
 from itertools import count
 from math import isfinite, log2
 from pathlib import Path
@@ -39,6 +39,7 @@ from threefold.planner.systems import SYSTEMS
 from threefold.train.step import Engine
 
 NCCL: Final = "NCCL"
+_Timed = Callable[[Callable[[], object]], float]
 
 
 @dataclass(frozen=True)
@@ -50,24 +51,45 @@ class MachineFinding:
     remedy: str
 
 
+def _address() -> str:
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return ""
+
+
+def _compiler() -> str:
+    chosen = (os.environ.get("CXX") or os.environ.get("CC") or "").split()
+    return next(filter(None, map(shutil.which, (*chosen[:1], "g++", "clang++", "c++", "gcc", "cc"))), "")
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "numpy", "tokenizers", "safetensors", "pydantic", "transformers"):
+        with suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
 @dataclass(frozen=True)
 class Machine:
-    """Description of this machine; memory in usable bytes, shared memory in free bytes of /dev/shm."""
+    """Description of this machine, without measuring or initialising CUDA; memory in bytes."""
 
-    host: str
-    address: str  # to which the host's name resolves
-    system: str
-    processor: str
-    cores: int  # that this process may use
-    machine_cores: int
-    quota: float  # cores' worth of time that the control group allows; 0 for no limit
-    memory: int
-    shared_memory: int
-    load: float  # mean number of runnable processes in the last minute
-    compiler: str
-    gpus: int
-    versions: dict[str, str]
-    backends: tuple[str, ...]
+    host: str = field(default_factory=socket.gethostname)
+    address: str = field(default_factory=_address)  # to which the host's name resolves
+    system: str = f"{platform.system()} {platform.release()} ({platform.machine()})"
+    processor: str = field(default_factory=cpu_name)
+    cores: int = field(default_factory=usable_cores)  # that this process may use
+    machine_cores: int = os.cpu_count() or 1
+    quota: float = field(default_factory=lambda: q if isfinite(q := cpu_quota()) else 0.0)  # cores' worth of time, or 0
+    memory: int = field(default_factory=memory)
+    shared_memory: int = field(  # free, if it is not mounted read-only
+        default_factory=lambda: shutil.disk_usage("/dev/shm").free if os.access("/dev/shm", os.W_OK) else 0
+    )
+    load: float = field(default_factory=lambda: os.getloadavg()[0])  # mean number of runnable processes in a minute
+    compiler: str = field(default_factory=_compiler)
+    gpus: int = field(default_factory=torch.cuda.device_count)
+    versions: dict[str, str] = field(default_factory=_versions)
+    backends: tuple[str, ...] = tuple(n for n in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{n}_available")())
 
 
 class MeasuringEffort(NamedTuple):
@@ -87,16 +109,6 @@ ON_GPUS: Final = MeasuringEffort(
 
 
 @dataclass(frozen=True)
-class AttentionRate:
-    """FLOP/s of fused causal attention, without the masked part, for one sequence length and head dim."""
-
-    positions: int
-    head_dim: int
-    forward: float
-    backward: float
-
-
-@dataclass(frozen=True)
 class Collective:
     """Measured collective: seconds of a small message, and bytes per second of a large one."""
 
@@ -112,7 +124,7 @@ class RankRates:
     ranks: int
     threads: int
     matrix: dict[str, dict[int, float]]  # FLOP/s by dtype and size of square matrices
-    attention: dict[str, list[AttentionRate]]
+    attention: dict[str, list[dict[str, float]]]  # by dtype, as of `_attention`
     memory_bandwidth: float  # of the bytes that a copy reads and writes
     kernel: float  # seconds of a kernel on a few elements with autograd's work for it
     block: float = 0.0  # seconds of a minimal block's forward and backward pass
@@ -143,7 +155,7 @@ class Examination:
 
 
 def examine(
-    spawn: Callable[..., object],
+    spawn: Callable[..., Any],
     folder: Path,
     quick: bool = False,
     tell: Callable[[str, int, int], None] = lambda *_: None,
@@ -153,20 +165,16 @@ def examine(
     `spawn(worker, arguments, ranks, device=device)` runs a worker on local ranks and returns the first one's result.
     `tell` is called before each part with its name, its index from 0 and the number of parts.
     """
-    machine = this_machine()
+    machine, rates, problems, disk = Machine(), list[RankRates](), list[MachineFinding](), None
     device = "cuda" if machine.gpus and "nccl" in machine.backends else "cpu"
     counts = [each for each in (1, 2, 4, 8) if each <= (machine.gpus if device == "cuda" else 2 if quick else 8)]
-    rates, problems, disk = list[RankRates](), list[MachineFinding](), None
     for number, ranks in enumerate(counts):
-        part = counted(ranks, "rank")
-        tell(part, number, len(counts) + 1)
+        tell(part := counted(ranks, "rank"), number, len(counts) + 1)
         effort = QUICK if quick else ON_GPUS if device == "cuda" else MeasuringEffort()
         if ranks not in (1, counts[-1]) and device == "cpu":
             effort = MeasuringEffort(sizes=(256,), seconds=0.2)
         try:
-            measured = spawn(measure_ranks, (("fp32", "bf16"), effort, device), ranks, device=device)
-            assert isinstance(measured, RankRates)
-            rates.append(measured)
+            rates.append(spawn(measure_ranks, (("fp32", "bf16"), effort, device), ranks, device=device))
         except (UserError, RuntimeError) as error:
             reason = str(error).splitlines()[0].rstrip(".") if str(error) else type(error).__name__
             remedy = "see what the sentence says; nothing can be trained with so many ranks before"
@@ -178,36 +186,6 @@ def examine(
         remedy = "give a folder that can be written, with --folder"
         problems.append(MachineFinding("warning", str(error).rstrip("."), remedy))
     return Examination(machine, device, tuple(rates), disk, (*problems, *findings_of(machine, device, rates, disk)))
-
-
-def this_machine() -> Machine:
-    """Describe this machine without measuring. Does not initialise CUDA."""
-    versions, address, shared, quota = {"python": platform.python_version()}, "", 0, cpu_quota()
-    for name in ("torch", "numpy", "tokenizers", "safetensors", "pydantic", "transformers"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions[name] = importlib.metadata.version(name)
-    with suppress(OSError):
-        address = socket.gethostbyname(socket.gethostname())
-    if os.access("/dev/shm", os.W_OK):  # not where it is mounted read-only
-        shared = shutil.disk_usage("/dev/shm").free
-    chosen = (os.environ.get("CXX") or os.environ.get("CC") or "").split()
-    compilers = map(shutil.which, (*chosen[:1], "g++", "clang++", "c++", "gcc", "cc"))
-    return Machine(
-        host=socket.gethostname(),
-        address=address,
-        system=f"{platform.system()} {platform.release()} ({platform.machine()})",
-        processor=cpu_name(),
-        cores=usable_cores(),
-        machine_cores=os.cpu_count() or 1,
-        quota=quota if isfinite(quota) else 0.0,
-        memory=memory(),
-        shared_memory=shared,
-        load=os.getloadavg()[0],
-        compiler=next(filter(None, compilers), ""),
-        gpus=torch.cuda.device_count(),
-        versions=versions,
-        backends=tuple(name for name in ("gloo", "nccl", "mpi") if getattr(dist, f"is_{name}_available")()),
-    )
 
 
 def measure_disk(folder: Path, nbytes: int) -> DiskSpeed:
@@ -228,47 +206,41 @@ def measure_disk(folder: Path, nbytes: int) -> DiskSpeed:
 
 def findings_of(
     machine: Machine, device: str, rates: Sequence[RankRates], disk: DiskSpeed | None
-) -> list[MachineFinding]:
-    """Return the findings about a machine, the worst first."""
-    found = [MachineFinding(*each) for each in _findings(machine, device, rates, disk)]
-    return sorted(found, key=lambda finding: ("error", "warning", "note").index(finding.severity))
-
-
-def _findings(
-    machine: Machine, device: str, rates: Sequence[RankRates], disk: DiskSpeed | None
-) -> Iterator[tuple[str, str, str]]:
-    cores, get = machine.cores, "from https://pytorch.org"
+) -> Iterator[MachineFinding]:
+    """Yield the findings about a machine, the worst first."""
+    error, warning, note = (partial(MachineFinding, severity) for severity in ("error", "warning", "note"))
+    cores, get, on_cpu = machine.cores, "from https://pytorch.org", rates if device == "cpu" else ()
     if "gloo" not in machine.backends:
-        yield "error", "this build of torch has no gloo", f"install torch {get}"
+        yield error("this build of torch has no gloo", f"install torch {get}")
     if machine.gpus and device == "cpu":
-        yield "error", f"torch can use none of the {machine.gpus} GPUs", f"install a build for their driver {get}"
+        yield error(f"torch can use none of the {machine.gpus} GPUs", f"install a build for their driver {get}")
     if 0 < machine.quota <= cores and machine.quota < machine.machine_cores:
         text = f"the control group allows {machine.quota:g} cores' worth of time, on {machine.machine_cores} cores"
-        yield "warning", text, "raise the container's limit of CPU time (docker --cpus)"
+        yield warning(text, "raise the container's limit of CPU time (docker --cpus)")
     if machine.load > cores / 2:
         text = f"other programs keep {machine.load:.1f} processes busy on {cores} cores"
-        yield "warning", text, "measure again when the machine is quiet, as all rates here are too low"
+        yield warning(text, "measure again when the machine is quiet, as all rates here are too low")
     if machine.shared_memory < 256 << 20:
         free = format_bytes(machine.shared_memory)
         text = f"/dev/shm has {free} to write, too little for the collectives of many ranks"
-        yield "warning", text, "make it larger and writable (docker --shm-size 2g); without, ranks talk over sockets"
-    if rates and device == "cpu":
-        fp32, bf16 = (max(rates[0].matrix.get(dtype, {}).values(), default=0.0) for dtype in ("fp32", "bf16"))
+        yield warning(text, "make it larger and writable (docker --shm-size 2g); without, ranks talk over sockets")
+    for one in on_cpu[:1]:
+        fp32, bf16 = (max(one.matrix.get(dtype, {}).values(), default=0.0) for dtype in ("fp32", "bf16"))
         if bf16 < fp32:
             text = f"bf16 products reach {bf16 / fp32:.0%} of the rate of fp32 here"
-            yield "warning", text, "train with precision.dtype fp32"
-        if rates[-1].ranks > cores:
-            text = f"{rates[-1].ranks} ranks share {cores} cores, each computing at a part of their rate"
-            yield "note", text, f"train with at most {cores} ranks where speed counts"
+            yield warning(text, "train with precision.dtype fp32")
     if disk is not None and disk.bandwidth < 100e6:
         text = f"the disk of {disk.folder} takes {format_bytes(int(disk.bandwidth))}/s, so checkpoints take long"
-        yield "warning", text, "write runs to a faster disk, or set checkpoint.async_save: true"
+        yield warning(text, "write runs to a faster disk, or set checkpoint.async_save: true")
+    if on_cpu and (ranks := on_cpu[-1].ranks) > cores:
+        text = f"{ranks} ranks share {cores} cores, each computing at a part of their rate"
+        yield note(text, f"train with at most {cores} ranks where speed counts")
     if not machine.compiler:
         text = "there is no C compiler, which train.compile needs"
-        yield "note", text, "install one (apt install g++) if you want compiled layers"
+        yield note(text, "install one (apt install g++) if you want compiled layers")
     if machine.address.startswith("127."):
         text = f"the name {machine.host} resolves to {machine.address}, which no other host can reach"
-        yield "note", text, "for runs on several hosts, set GLOO_SOCKET_IFNAME to an interface"
+        yield note(text, "for runs on several hosts, set GLOO_SOCKET_IFNAME to an interface")
 
 
 def measured_entry(found: Examination) -> Hardware | None:
@@ -284,12 +256,11 @@ def measured_entry(found: Examination) -> Hardware | None:
     fp32 = most.matrix.get("fp32") or next(sizes for sizes in most.matrix.values() if sizes)
     depth = half_depth(fp32, 128 if max(fp32) >= 128 else 0)
     peaks = {dtype: max(sizes.values()) * (1 + depth / max(fp32)) for dtype, sizes in most.matrix.items() if sizes}
-    title, bytes_of_rank = machine.processor, max(1, machine.memory // most.ranks)
+    title, bytes_of_rank, link = machine.processor, max(1, machine.memory // most.ranks), measured_link(most)
     if is_gpu:
         properties = torch.cuda.get_device_properties(0)
         title, bytes_of_rank = properties.name, int(properties.total_memory)
-    link, fractions = measured_link(most), dict.fromkeys(("matrix", "memory", "link", "network"), 1.0)
-    fractions |= attention_fractions(most, peaks)
+    reached = {"matrix": 1.0, "memory": 1.0, "link": 1.0, "network": 1.0, **attention_fractions(most, peaks)}
     measured = f"{most.ranks} local ranks of {most.threads} threads at the same time"
     entry = Hardware(
         name=THIS_MACHINE,
@@ -301,19 +272,19 @@ def measured_entry(found: Examination) -> Hardware | None:
         gpus_per_node=most.ranks,
         inside=link,
         between=link,
-        achievable=Achievable(**fractions, matrix_depth=depth, kernel=most.kernel, step=0.0, block=most.block),
+        achievable=Achievable(**reached, matrix_depth=depth, kernel=most.kernel, step=0.0),
         cores=0 if is_gpu else machine.cores,
         sources=(f"threefold doctor on {machine.host}: {measured}",),
     )
-    if is_gpu or not most.block:  # a GPU's kernels run beside the host's work
-        return entry
-    config, system = tiny_config(), SYSTEMS["own-cpu"]
-    block = block_shapes(describe_model(config.model, config.data.sequence_length))[0]
-    without = replace(entry, achievable=replace(entry.achievable, block=0.0))
-    kernels = block_seconds(cost_block(config, block, 1, system), without, system).total
-    kinds = "sharded_block", "tensor_block", "context_block"
-    longer = {kind: max(0.0, getattr(most, kind) - most.block) for kind in kinds}
-    return replace(entry, achievable=replace(entry.achievable, block=max(0.0, most.block - kernels), **longer))
+    host, config = {"block": most.block}, tiny_config()
+    if not is_gpu and most.block:  # a GPU's kernels run beside the host's work
+        block = block_shapes(describe_model(config.model, config.data.sequence_length))[0]
+        system = SYSTEMS["own-cpu"]
+        kernels = block_seconds(cost_block(config, block, 1, system), entry, system).total
+        kinds = "sharded_block", "tensor_block", "context_block"
+        host = {kind: max(0.0, getattr(most, kind) - most.block) for kind in kinds}
+        host["block"] = max(0.0, most.block - kernels)
+    return replace(entry, achievable=replace(entry.achievable, **host))
 
 
 def measure_ranks(info: Any, dtypes: Sequence[str], effort: MeasuringEffort, device: str = "cpu") -> RankRates:
@@ -352,9 +323,6 @@ def measure_ranks(info: Any, dtypes: Sequence[str], effort: MeasuringEffort, dev
         context_block=block(cp=2),
         collectives=_all_reduces(timed, mesh, effort.nbytes),
     )
-
-
-_Timed = Callable[[Callable[[], object]], float]
 
 
 def _seconds(mesh: Mesh, budget: float, operation: Callable[[], object]) -> float:
@@ -423,14 +391,16 @@ def _products(timed: _Timed, dtype: torch.dtype, sizes: Sequence[int], device: t
     return found
 
 
-def _attention(timed: _Timed, dtype: torch.dtype, device: torch.device, positions: int, head_dim: int) -> AttentionRate:
+def _attention(timed: _Timed, dtype: torch.dtype, on: torch.device, positions: int, head_dim: int) -> dict[str, float]:
+    """Return the FLOP/s of both passes of fused causal attention, without the masked part."""
     shape = (2, 256 // head_dim, positions, head_dim)
-    query, key, value, grad = (torch.randn(shape, device=device).to(dtype).requires_grad_() for _ in range(4))
+    query, key, value, grad = (torch.randn(shape, device=on).to(dtype).requires_grad_() for _ in range(4))
     flops = 2 * 2 * 2 * 256 * positions**2 / 2  # two products, half of them masked
     forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
     seconds = timed(forward)
     both = timed(lambda: torch.autograd.grad(forward(), (query, key, value), grad.detach()))
-    return AttentionRate(positions, head_dim, flops / seconds, 2.5 * flops / max(both - seconds, 1e-9))
+    rates = {"forward": flops / seconds, "backward": 2.5 * flops / max(both - seconds, 1e-9)}
+    return {"positions": positions, "head_dim": head_dim, **rates}
 
 
 def _all_reduces(timed: _Timed, mesh: Mesh, nbytes: int) -> dict[str, Collective]:
@@ -457,14 +427,17 @@ def attention_fractions(rates: RankRates, peaks: Mapping[str, float]) -> dict[st
     dtype = next((dtype for dtype in peaks if rates.attention.get(dtype)), None)
     if dtype is None:
         return dict(zip(names, (0.5, 0.5, 0.0, 0.0), strict=True))
-    narrow, wide, long = measured = rates.attention[dtype]
+    measured = rates.attention[dtype]
     # FLOP/s of both passes; the backward pass has 2.5 times the operations of the forward pass.
-    both = {each: 3.5 / (1 / each.forward + 2.5 / each.backward) for each in measured}
-    depth = half_depth({each.head_dim: both[each] for each in (narrow, wide)})
-    length = half_depth({each.positions: both[each] for each in (wide, long)})
-    limits = [(1 + depth / each.head_dim) * (1 + length / each.positions) / peaks[dtype] for each in measured]
-    forward = geometric_mean(limit * each.forward for limit, each in zip(limits, measured, strict=True))
-    backward = geometric_mean(limit * each.backward for limit, each in zip(limits, measured, strict=True))
+    narrow, wide, long = (3.5 / (1 / each["forward"] + 2.5 / each["backward"]) for each in measured)
+    heads, positions = ([int(each[key]) for each in measured] for key in ("head_dim", "positions"))
+    depth = half_depth({heads[0]: narrow, heads[1]: wide})
+    length = half_depth({positions[1]: wide, positions[2]: long})
+    limits = [(1 + depth / h) * (1 + length / p) / peaks[dtype] for h, p in zip(heads, positions, strict=True)]
+    forward, backward = (
+        geometric_mean(limit * each[way] for limit, each in zip(limits, measured, strict=True))
+        for way in ("forward", "backward")
+    )
     return dict(zip(names, (forward, backward, length, depth), strict=True))
 
 

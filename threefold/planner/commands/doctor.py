@@ -66,7 +66,7 @@ def command(
 
 def _print_examination(found: "Examination", entry: "Hardware | None", saved: Path | None) -> None:
     """Print tables of the examination, and a line for each finding."""
-    machine = found.machine
+    machine, rates = found.machine, []
     rows = [
         ("processor", f"{machine.processor}, of {machine.machine_cores}"),
         ("memory", f"{format_bytes(machine.memory)}, {format_bytes(machine.shared_memory)} free in /dev/shm"),
@@ -80,14 +80,10 @@ def _print_examination(found: "Examination", entry: "Hardware | None", saved: Pa
         speed, free = format_bytes(int(found.disk.bandwidth)), format_bytes(found.disk.free)
         rows.append(("disk", f"{found.disk.folder}: {speed}/s written, {free} free"))
     print_table((machine.host, ""), rows)
-    rates = []
     for each in found.rates:
-        products = (_three_digits(max(each.matrix[dtype].values()) / 1e9) for dtype in ("fp32", "bf16"))
-        sums = (
-            f"{1e6 * one.latency:,.0f} µs, {_three_digits(one.bandwidth / 1e9)}" for one in each.collectives.values()
-        )
-        moved = _three_digits(each.memory_bandwidth / 1e9)
-        rates.append((str(each.ranks), str(each.threads), *products, moved, *sums))
+        speeds = (*(max(each.matrix[dtype].values()) for dtype in ("fp32", "bf16")), each.memory_bandwidth)
+        sums = (f"{1e6 * one.latency:,.0f} µs, {_giga(one.bandwidth)}" for one in each.collectives.values())
+        rates.append((str(each.ranks), str(each.threads), *map(_giga, speeds), *sums))
     print_table(("ranks", "threads", "fp32, GFLOP/s", "bf16", "memory, GB/s", "all-reduce, GB/s", "of pairs"), rates)
     typer.echo("Of each rank while all do the same: the fastest product of square matrices, a copy, sums over ranks.\n")
     for finding in found.findings:
@@ -100,5 +96,5 @@ def _print_examination(found: "Examination", entry: "Hardware | None", saved: Pa
         typer.echo(f"\nSaved the hardware entry {saved}; use it with: threefold estimate CONFIG --hardware {name}")
 
 
-def _three_digits(value: float) -> str:
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+def _giga(value: float) -> str:
+    return f"{value / 1e9:,.0f}" if value >= 100e9 else f"{value / 1e9:.3g}"
