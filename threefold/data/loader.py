@@ -78,9 +78,10 @@ class Loader:
         self.train, self.heldout, self.slice, self.seed = train, heldout, part, seed
         self.separate_documents, self.pinned = separate_documents, pinned
         self.consumed = ConsumedSamples(part.global_batch_size)
+        self._is_custom = train.draws is not None  # samples that code of the user reads
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="threefold-data")
         self._ahead: dict[int, Callable[[], Any]] = {}
-        self._has_drawn = self._may_read_ahead = False  # of a user's samples, the first of which are read under keys
+        self._has_drawn = self._may_read_ahead = False  # of custom samples, the first of which are read under keys
 
     @property
     def is_nested(self) -> bool:
@@ -98,10 +99,10 @@ class Loader:
     def _in_background(self, read: Callable[[bool], Any]) -> Callable[[], Any]:
         """Start reading a batch; return a function that waits for it.
 
-        While the main thread computes, which may draw random numbers itself, a user's samples are not read under keys.
+        While the main thread computes, which may draw random numbers itself, custom samples are not read under keys.
         Where a global generator moves meanwhile, the batch is read again by the main thread, and so are all later ones.
         """
-        if self.train.draws is None:
+        if not self._is_custom:
             return self._reader.submit(read, False).result
         if not self._may_read_ahead:
             return lambda: self._now(read)
@@ -116,7 +117,7 @@ class Loader:
         return wait
 
     def _now(self, read: Callable[[bool], Any]) -> Any:
-        batch = read(self.train.draws is not None)
+        batch = read(self._is_custom)
         parts = (self.train, self.heldout)
         self._has_drawn = self._has_drawn or any(part is not None and part.draws for part in parts)
         self._may_read_ahead = not self._has_drawn

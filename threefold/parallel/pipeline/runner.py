@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from threefold.comm.heartbeat import Activity, Heartbeat
+from threefold.comm.heartbeat import Activity, Heartbeat, wait_code
 from threefold.config.schedules import Action, Schedule
 from threefold.doors import hook
 from threefold.parallel.arithmetic import RankArithmetic
@@ -115,6 +115,7 @@ class PipelineRunner(Runner):
         self._mesh, self._deferred, self._arithmetic = parallelism.mesh, parallelism.deferred, parallelism.arithmetic
         self._add_gradient, self._settings = add_gradient, parallelism.settings
         self._declared: Mapping[int, tuple[Tensor, ...]] | None = None
+        self._exchange = wait_code("send", self._mesh.pp.number)
         self.has_loss = any(stage.gives_loss for stage in stages)
         loss_dtype = torch.promote_types(parallelism.settings.dtype, torch.float32)
         self._zero = torch.zeros(1, dtype=loss_dtype, device=self._mesh.device)
@@ -232,7 +233,7 @@ class PipelineRunner(Runner):
         losses: list[Tensor] = []
         is_first = any(stage.is_first for stage in self.scheduled_stages)
         try:
-            with self._mesh.pp.waiting("send"):  # except while an action runs (`ScheduledStage._timed`)
+            with self._mesh.heartbeat.waiting(self._exchange):  # except while an action runs (`ScheduledStage._timed`)
                 run(  # with numbers instead of samples; the last stage computes the loss, so it needs no target
                     *([numbers] if is_first else []),
                     target=numbers if self.has_loss else None,
