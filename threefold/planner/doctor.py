@@ -305,7 +305,8 @@ def measure_ranks(info: Any, dtypes: Sequence[str], effort: MeasuringEffort, dev
             out = out + tiny
         torch.autograd.grad(out.sum(), tiny)
 
-    found = RankRates(
+    several = world > 1
+    return RankRates(
         ranks=world,
         threads=torch.get_num_threads(),
         matrix={dtype: _products(timed, DTYPES[dtype], effort.sizes, on) for dtype in dtypes},
@@ -313,15 +314,10 @@ def measure_ranks(info: Any, dtypes: Sequence[str], effort: MeasuringEffort, dev
         memory_bandwidth=2 * effort.copied / timed(lambda: target.copy_(source)),
         kernel=timed(chain) / 32,
         block=block(),
-    )
-    if world == 1:
-        return found
-    return replace(
-        found,
-        sharded_block=block(zero=ZERO_WEIGHTS),
-        tensor_block=mean(block(tp=tp) for tp in (2, world)),
-        context_block=block(cp=2),
-        collectives=_all_reduces(timed, mesh, effort.nbytes),
+        sharded_block=block(zero=ZERO_WEIGHTS) if several else 0.0,
+        tensor_block=mean(block(tp=tp) for tp in (2, world)) if several else 0.0,
+        context_block=block(cp=2) if several else 0.0,
+        collectives=_all_reduces(timed, mesh, effort.nbytes) if several else {},
     )
 
 
