@@ -1,11 +1,13 @@
 """Mixtures of experts: against one process, and against every token through every expert."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.support.parity import Case, Trace, check, over
+from tests.support.layouts import laid_out
+from tests.support.parity import BIASED_SIZES, MOE, Case, Trace, check, over
 from threefold.verify.worker_pool import WorkerPool
 
 SHARED = (("parallel.sequence_parallel", True),)
@@ -35,3 +37,34 @@ def test_a_layout_trains_what_one_process_trains(
     pool: WorkerPool, expected: Callable[[Case], Trace], case: Case
 ) -> None:
     check(pool, expected, case)
+
+
+BIASED = replace(MOE, model=BIASED_SIZES, steps=3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "dp2 ep2",
+        "tp2 sp",
+        *(
+            pytest.param(words, marks=pytest.mark.slow)
+            for words in (
+                "dp2,tp2 zero3",
+                "dp2 zero3 ep2 micro4",
+                "cp2",
+                "cp2 ring",
+                "dp2,pp2 ep2 micro4",
+                "pp2 interleaved micro4",
+                "pp2 zbv micro4",
+                "dp2,cp2 zero3 ep2 full",
+                "tp2,pp2 sp full micro4",
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["fp64", pytest.param("fp32", marks=pytest.mark.sweep)])
+def test_a_layout_routes_by_biases_and_groups_as_one_process_does(
+    pool: WorkerPool, expected: Callable[[Case], Trace], words: str, dtype: str
+) -> None:
+    check(pool, expected, laid_out(replace(BIASED, dtype=dtype), words))

@@ -175,6 +175,16 @@ MOE_SIZES: tuple[tuple[str, Any], ...] = (
     ("router_aux_loss", 0.1),
     ("router_z_loss", 0.01),
 )
+BIASED_SIZES: tuple[tuple[str, Any], ...] = (  # as in DeepSeek-V3
+    *(item for item in MOE_SIZES if not item[0].startswith(("expert_capacity", "shared_expert_gate", "router"))),
+    ("num_experts", 8),
+    ("router", "sigmoid"),
+    ("router_bias_rate", 0.01),
+    ("router_groups", 4),
+    ("router_groups_chosen", 2),
+    ("routed_scale", 2.5),
+    ("router_sequence_loss", 0.1),
+)
 MOE = Case(model=MOE_SIZES, positions="rope", sequence=12, dropout=0.1, tie=False, dtype="fp64", steps=2)
 DEEPSEEK_SIZES: tuple[tuple[str, Any], ...] = (
     ("architecture", "deepseek"),

@@ -257,7 +257,8 @@ def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
 
     weights = _weights(stored)
     with torch.device("meta"):
-        expected = {name: tuple(weight.shape) for name, weight in make_model(model).named_parameters()}
+        made = make_model(model)
+    expected = {name: tuple(weight.shape) for name, weight in (*made.named_parameters(), *made.named_buffers())}
     if missing := expected.keys() - weights.keys():
         return f"its config describes a model with {min(missing)}, which is not among its tensors"
     if unknown := weights.keys() - expected.keys():

@@ -59,7 +59,7 @@ SHAPES = frozenset(
         *("architecture", "num_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"),
         *("ffn_hidden_size", "vocab_size", "max_position_embeddings", "position_embedding", "tie_embeddings"),
         *("qkv_bias", "qk_norm", "num_experts", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
-        *("shared_expert_gate", "moe_every", "dense_layers"),
+        *("shared_expert_gate", "moe_every", "dense_layers", "router", "router_bias_rate"),
         *("query_rank", "key_value_rank", "plain_head_dim", "rope_head_dim", "value_head_dim"),
         *("qk_norm_over", "attention_gate", "proj_bias", "norm_position"),
     )
@@ -372,7 +372,9 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedC
             continue
         warnings.append(f"model.{key} is {new!r}; {checkpoint.path} had {old!r}.")
         stretched = key == "max_position_embeddings" and config.model.position_embedding == "rope"
-        if f"model.{key}" in SHAPES and not stretched:
+        biases = choice.config.model.has_expert_bias == config.model.has_expert_bias
+        fits = stretched or (key in ("router", "router_bias_rate") and biases)
+        if f"model.{key}" in SHAPES and not fits:
             raise UserError(
                 f"{config.origin(f'model.{key}')}model.{key} is {new!r} but {checkpoint.path}, which train.init_from "
                 f"names, has {old!r}, whose weights do not fit another model; set it to {old!r}."

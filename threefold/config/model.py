@@ -163,6 +163,8 @@ class ModelConfig(Section):
     experts_per_token = unless_setting(lambda model: 0)
     expert_ffn_hidden_size = unless_setting(lambda model: 0)
     shared_expert_ffn_hidden_size = unless_setting(lambda model: 0)
+    router_groups = unless_setting(lambda model: 0)
+    router_groups_chosen = unless_setting(lambda model: 1)
     moe_every = unless_setting(lambda model: 1)
     dense_layers = unless_setting(lambda model: 0)
     file = unless_setting(lambda model: "")
@@ -183,6 +185,11 @@ class ModelConfig(Section):
             return self.file.rpartition("/")[-1]
         sizes = f", {self.blocks} layers of width {self.hidden_size:,}" if self.blocks is not None else ""
         return f"{self.preset or self.architecture}{sizes}"
+
+    @property
+    def has_expert_bias(self) -> bool:
+        """Whether the choice of experts adds a bias to each one's score."""
+        return False
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer, counted from 0, has experts."""

@@ -20,17 +20,17 @@ from threefold.errors import UserError
 from threefold.exact import layers
 from threefold.exact.attention import exact_attention
 from threefold.exact.experts import AddGradient, grouped_linear
-from threefold.exact.functions import ExactFunctions
+from threefold.exact.functions import ExactFunctions, sigmoid
 from threefold.exact.grain import Pieces
 from threefold.exact.layers import RowSum, widened
 from threefold.exact.products import tree_sum
 from threefold.models import sharding
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
-from threefold.models.layers.experts import Choice, Experts, through
+from threefold.models.layers.experts import Choice, Experts, Routing, through
 from threefold.ops.kernels import AttentionMask
 from threefold.parallel.context import ContextParallelAttention, ShardingContext, by_rank, in_order, require_standard
-from threefold.parallel.experts import ParallelExperts
+from threefold.parallel.experts import ParallelExperts, ParallelRouting
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.leaf import local, stored
 from threefold.parallel.shard_modules import MakeModule, extend, heads_of
@@ -117,6 +117,13 @@ class ExactPositions(PositionEmbedding):
         return layers.repeat(found.reshape(1, -1), len(x)).view(len(x), *found.shape)
 
 
+class ExactRouting(ParallelRouting):
+    """Routing whose sigmoid has the same bits wherever an element is in a tensor."""
+
+    def _scores(self, logits: Tensor) -> Tensor:
+        return sigmoid(logits) if self.config.router == "sigmoid" else super()._scores(logits)
+
+
 class ExactExperts(ParallelExperts):
     """Experts whose tensor ranks add up whole rows of each expert, and combine them alike."""
 
@@ -177,6 +184,9 @@ def shardings(pieces: Pieces, context_pieces: int) -> dict[type[sharding.Split],
     def experts(rule: sharding.Split, module: Experts, context: ShardingContext) -> nn.Module:
         return ExactExperts(module, context, pieces)
 
+    def routing(rule: sharding.Split, module: Routing, context: ShardingContext) -> nn.Module:
+        return ExactRouting(module, context)
+
     def per_head(rule: sharding.Split, module: nn.Module, context: ShardingContext) -> nn.Module:
         if context.is_custom:
             return module
@@ -189,6 +199,7 @@ def shardings(pieces: Pieces, context_pieces: int) -> dict[type[sharding.Split],
         sharding.AttentionCore: attention,
         sharding.OverSequence: positions,
         sharding.OverExperts: experts,
+        sharding.TokenRouting: routing,
         sharding.PerHead: per_head,
         sharding.Replicated: replicated,
     }

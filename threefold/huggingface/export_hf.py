@@ -24,6 +24,7 @@ from threefold.huggingface.files import choose_type, imported_config, left_out, 
 from threefold.huggingface.mapping import WeightMap
 from threefold.huggingface.shards import Shards, in_groups
 from threefold.huggingface.source import choose_exported
+from threefold.models.family import model_plan
 from threefold.models.source import bound_arguments, file_source
 from threefold.output import Progress, check_replaceable, staged_directory
 
@@ -89,8 +90,12 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
     for weight in () if kind is None else kind.weights(config.model, {name: stored[name][0] for name in names}):
         weights[weight.name].append(weight)
     chosen = DTYPES[request.dtype or config.precision.dtype] if request.dtype or checkpoint.step else None
-    # An integer buffer of a custom model keeps its dtype.
-    dtypes = {name: chosen if chosen and dtype.is_floating_point else dtype for name, (_, dtype) in stored.items()}
+    plan = None if custom else model_plan(config.model, 1)
+    # An integer buffer of a custom model and the biases of experts keep their dtype.
+    dtypes = {
+        name: chosen if chosen and dtype.is_floating_point and not (plan and plan.initializes_buffer(name)) else dtype
+        for name, (_, dtype) in stored.items()
+    }
     planned = {
         tensor: StoredTensor(shape, name_of(dtypes[name]))
         for name, slabs in weights.items()

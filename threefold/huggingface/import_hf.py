@@ -136,7 +136,8 @@ def _checked_weights(kind: HuggingFaceType, config: Config, files: TensorFiles) 
             model = make_model(config.model)
     except (RuntimeError, OverflowError, TypeError, MemoryError):
         raise UserError(f"{named} describes weights that are too large; fetch it again.") from None
-    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    held = (*model.named_parameters(), *model.named_buffers())
+    shapes = {name: tuple(tensor.shape) for name, tensor in held}
     weights = kind.weights(config.model, shapes, files.tensors)
     expected = {name: shape for weight in weights for name, shape in weight.source_shapes().items()}
     stacks = {source.name for weight in weights for source in weight.sources if source.index is not None}

@@ -224,7 +224,7 @@ class LlamaType(hf.HuggingFaceType):
             }
         # All others of a block are as in Llama.
         usual = {name: given.default for name, given in LlamaConfig.model_fields.items()} | LlamaConfig.filled(model, 0)
-        for name in sorted(LlamaConfig.unlisted - self.free):
+        for name in sorted(LlamaConfig.unlisted - self.free - {*self.training_only()}):
             value = getattr(model, name)
             shown = str(value).lower() if isinstance(value, bool) else value
             found[f"model.{name} {shown}"] = value == self.fixed.get(name, usual[name])
@@ -234,7 +234,7 @@ class LlamaType(hf.HuggingFaceType):
         return self.experts == (model.num_experts > 0)
 
     def training_only(self) -> tuple[str, ...]:
-        return ("router_z_loss", "expert_capacity_factor", "hidden_dropout")
+        return ("router_z_loss", "router_sequence_loss", "expert_capacity_factor", "hidden_dropout")
 
     def rearranged(
         self, name: str, in_block: str, block: str, model: LlamaConfig, shapes: hf.Shapes, present: Collection[str]

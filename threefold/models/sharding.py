@@ -163,10 +163,12 @@ class Split:
 
     Attributes:
         parameters: parameters that the module may have, with the cuts of each; None for any parameters, all replicated.
+        buffers: persistent buffers that the module may have, in their own dtype, with the plan's initial values.
         needs_tensor_axis: whether the rule has no effect on a tensor axis of one rank.
     """
 
     parameters: ClassVar[Mapping[str, tuple[Cut, ...]] | None] = None
+    buffers: ClassVar[frozenset[str]] = frozenset()
     needs_tensor_axis: ClassVar[bool] = False
 
     def cuts(self, parameter: str) -> tuple[Cut, ...]:
@@ -313,7 +315,16 @@ class OverWidth(PerHead):
 
 @dataclass(frozen=True)
 class TokenRouting(Split):
-    """`Routing`, whose capacity and load balancing loss depend on the other positions of a sequence."""
+    """`Routing`, whose capacity and load balancing loss depend on the other positions of a sequence.
+
+    Args:
+        experts: number of experts.
+        bias_rate: rate at which the biases of the experts follow the load; 0 for biases that stay, or none.
+    """
+
+    buffers = frozenset(("bias",))
+    experts: int = 0
+    bias_rate: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -396,6 +407,11 @@ class ModelPlan:
     def is_standalone(self, parameter: str) -> bool:
         """Return whether a parameter has its own rule."""
         return bool(self.standalone) and Patterns(self.standalone).naming(parameter) is not None
+
+    def initializes_buffer(self, name: str) -> bool:
+        """Return whether a rule initializes a buffer, which keeps its dtype, unlike those of custom models."""
+        rule = self.split_of(name)
+        return rule is not None and name.rpartition(".")[2] in rule.buffers
 
     def is_hidden_matrix(self, name: str, dims: int) -> bool:
         """Return whether a parameter of this unsharded name has two `dims` or more and is in an inner layer.

@@ -24,15 +24,8 @@ class ParallelRouting(Routing):
     """`Routing` of this rank's positions, with the choices that routing of the whole sequence would make."""
 
     def __init__(self, routing: Routing, context: ShardingContext) -> None:
-        super().__init__(
-            routing.experts,
-            routing.per_token,
-            routing.capacity_factor,
-            routing.normalize,
-            routing.aux_loss,
-            routing.z_loss,
-        )
-        self._context = context
+        super().__init__(routing.config)
+        self.bias, self._context = routing.bias, context
 
     def _whole(self, shard: Tensor) -> Tensor:
         return whole_sequence(shard, self._context)

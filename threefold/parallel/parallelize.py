@@ -32,6 +32,7 @@ from threefold.parallel.layout_check import undecided_dropouts
 from threefold.parallel.leaf import as_stored, held, local, stored, stored_as, with_marks
 from threefold.parallel.parameter import (
     Weight,
+    draw_,
     initialise_,
     is_of_experts,
     longest_shard,
@@ -336,7 +337,10 @@ def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: Constructe
     model = nn.ModuleList(stages)
     for stage in stages:
         for name, buffer in list(stage.named_buffers(remove_duplicate=False)):
-            if buffer.is_meta:  # of a constructed model, as `check_plan` has seen to
+            if stage.model_plan.initializes_buffer(name):
+                value = torch.empty_like(buffer, device=how.mesh.device)
+                set_in(stage, name, draw_(value, buffer, name, stage.model_plan, how.settings.seed))
+            elif buffer.is_meta:  # of a constructed model, as `check_plan` has seen to
                 dim = standalone_cut(stage.model_plan.standalone, name, how.mesh.tp)
                 whole = constructed.buffer(name)
                 value = whole if dim is None else local_part(whole, how.mesh.tp, dim).clone()

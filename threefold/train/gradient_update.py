@@ -14,6 +14,7 @@ from torch import Tensor
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
 from threefold.parallel.arithmetic import RankArithmetic
+from threefold.parallel.expert_biases import ExpertBiases
 from threefold.parallel.gradients import NORM_ELEMENTS, Gradients, squared_norm
 from threefold.parallel.parameter import Weight, has_uneven_shards, is_split
 from threefold.parallel.pipeline.stage import TiedWeights
@@ -88,6 +89,7 @@ class GradientUpdate:
         copies: pairs of leaves of one weight, whose gradients are summed separately and added up here.
         at_once: number of neighbouring elements of which the norm adds up the squares, as in `squared_norm`.
         arithmetic: how it adds them up.
+        biases: expert biases that follow the load, moved in a step with an update; None without any.
     """
 
     def __init__(
@@ -102,7 +104,9 @@ class GradientUpdate:
         copies: Sequence[tuple[Tensor, Tensor]] = (),
         at_once: int = NORM_ELEMENTS,
         arithmetic: RankArithmetic | None = None,
+        biases: ExpertBiases | None = None,
     ) -> None:
+        self.biases = None if biases is None or biases.is_idle else biases
         self.mesh, self.gradients, self.loss_scale = mesh, gradients, loss_scale
         self._trained = [weight for weight in weights if weight.is_trained]
         self._partial, self._tied, self._copies, self._statistics = list(partial), tied, copies, buffers
@@ -132,6 +136,8 @@ class GradientUpdate:
         self.gradients.begin(arrivals)
         if self._statistics is not None and not self._statistics.is_idle:
             self._statistics.begin()
+        if self.biases is not None:
+            self.biases.begin()
 
     def finish(self, fraction: float = 1.0) -> None:
         """Sum the gradients over the ranks. This rank has a `fraction` of the samples, for means of buffers."""
@@ -140,6 +146,8 @@ class GradientUpdate:
         self.gradients.finish()
         if self._statistics is not None and not self._statistics.is_idle:
             self._statistics.finish(fraction)
+        if self.biases is not None:
+            self.biases.sum_counts()
         # Uses of a tied weight on this rank whose gradients were summed apart, as if each were on a stage of its own.
         for leaf, copy in self._copies:
             self.gradients[leaf].add_(self.gradients[copy])
@@ -178,7 +186,7 @@ class GradientUpdate:
         return self.mesh.world.all_reduce_(self.local_squares().sum().view(1))
 
     def decide(self, norm: float, loss: float = 0.0, refuses: Callable[[float, float], str] | None = None) -> Ending:
-        """Decide whether a step updates the weights, and adapt the loss scale; without an update, restore the buffers.
+        """Decide whether a step updates the weights, and adapt the loss scale; restore the buffers, or move the biases.
 
         Args:
             norm, loss: global norm of the gradients, and loss, equal on every rank.
@@ -192,7 +200,10 @@ class GradientUpdate:
         goes_on = finite or (self.loss_scale is not None and not self.loss_scale.is_least)
         if self.loss_scale is not None:
             self.loss_scale.update(finite)
-        return Ending(finite, refused, goes_on)
+        ending = Ending(finite, refused, goes_on)
+        if ending.updates and self.biases is not None:
+            self.biases.update()
+        return ending
 
     def clip_(self, norm: float, limit: float | None) -> bool:
         """Scale gradients down to the norm `limit` (0 or None for none) if theirs is above; return whether it was."""

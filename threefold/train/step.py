@@ -34,6 +34,7 @@ from threefold.errors import DivergenceError, UserError
 from threefold.models.custom_batch import map_tensors, tensors_of
 from threefold.models.loss_terms import LOSS, LossFunction, LossSums, TermSums
 from threefold.models.sharding import ModelPlan
+from threefold.parallel.expert_biases import ExpertBiases
 from threefold.parallel.parallelize import ChunkSizes, Parallelism, TrainableModel, TrainingSettings, apply_parallelism
 from threefold.parallel.parameter import is_split
 from threefold.parallel.pipeline.runner import LoopRunner, PipelineRunner, Runner
@@ -97,6 +98,7 @@ class GradientStep(GradientUpdate):
             copies=self.model.copies,
             at_once=settings.chunks.norm_elements,
             arithmetic=self.parallelism.arithmetic,
+            biases=ExpertBiases(self.stages, plan, mesh, settings.parallel.sequence_parallel),
         )
         self.generators = ProcessGenerators(mesh.coordinates, mesh.device)  # for user models that draw from them
         self.runner = self._make_runner(activation)

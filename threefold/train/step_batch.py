@@ -60,7 +60,7 @@ class BatchPreparation:
         self.positions = model.parallelism.context.cut.across_context
         self._arithmetic, modules = model.parallelism.arithmetic, model.modules()
         self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
-        self._adds_losses = any(isinstance(module, Routing) and module.adds_losses for module in modules)
+        self._weighs_tokens = any(isinstance(module, Routing) and module.weighs_tokens for module in modules)
 
     def of_tokens(self, batch: Any, step: int, scale: float) -> tuple[LocalBatch, BatchFacts]:
         """Prepare a batch of tokens, whose loss the last layer computes, for a step with the loss scale `scale`."""
@@ -73,7 +73,7 @@ class BatchPreparation:
         if tokens == 0:
             raise UserError(f"All labels of the batch of step {step + 1} are masked; check data.path.")
         keys = sample_keys(self.settings.seed, step, batch.rows) if self._has_dropout else None
-        weights = (batch.labels != IGNORE_INDEX).double() * (scale / tokens) if self._adds_losses else None
+        weights = (batch.labels != IGNORE_INDEX).double() * (scale / tokens) if self._weighs_tokens else None
         local = self.local_batch(batch, keys, weights)
         samples = len(batch.labels) * self.mesh.dp.size
         read = samples * batch.labels.shape[1] - padding

@@ -16,6 +16,7 @@ from threefold.config.model import CUSTOM, ModelConfig
 from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules import batch_sizes
 from threefold.config.schedules import Schedule, find_schedule
+from threefold.config.section import nearest_divisor
 from threefold.data.formats.custom_data import is_custom_data
 from threefold.errors import UserError
 from threefold.exact.rules import GRAIN, takes_context_pieces
@@ -122,6 +123,7 @@ def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
         "shared_expert_ffn_hidden_size": inner(model.shared_expert_ffn_hidden_size),
         "num_experts": experts,
         "experts_per_token": min(model.experts_per_token, max(1, experts // 2)),
+        **_router_groups(model, experts),
         "vocab_size": min(model.vocab_size, _VOCABULARY + 3 * (model.vocab_size % 2)),
         "initializer_range": float(f"{model.initializer_range * (model.hidden_size / hidden) ** 0.5:.3g}"),
     }
@@ -133,6 +135,15 @@ def _kinds_of_attention(model: ModelConfig, layers: int) -> list[str]:
     kinds = every[:layers]
     others = [kind for kind in every[layers:] if kind not in kinds]
     return [*kinds[:-1], others[0]] if others else kinds
+
+
+def _router_groups(model: ModelConfig, experts: int) -> dict[str, int]:
+    """Return the groups of fewer experts: at least two in each, and enough groups chosen for a token's experts."""
+    groups, chosen = model.router_groups, model.router_groups_chosen
+    if groups and experts < model.num_experts:
+        groups = nearest_divisor(groups, experts // 2)
+        chosen = (groups + 1) // 2
+    return {"router_groups": groups, "router_groups_chosen": chosen}
 
 
 def _lengths(config: Config, sequence: int) -> dict[str, Any]:

@@ -380,7 +380,7 @@ def _check_values(
 ) -> None:
     """Check that each parameter has an initial value, and that nothing else needs one."""
     for name, (buffer, _) in _buffers(modules):
-        if buffer.is_meta and not plan.constructed:
+        if buffer.is_meta and not plan.constructed and not plan.initializes_buffer(name):
             raise UserError(f"The model keeps the buffer {name!r}, which nothing initialises; compute it instead.")
     for name in parameters:
         whole = plan.whole_name(name)

@@ -176,9 +176,8 @@ class _Training:
         if not check and self.config.optimizer.name in BUILT_IN:  # other packages' may change the gradients they get
             comparison.clipped(place, {entry.name: entry.gradient.detach() for entry in entries})
         self._compare_state(place)
-        if not check:
-            comparison.buffers(place, stored_buffers(engine.stages))
-        elif result.skipped != overflows:
+        comparison.buffers(place, stored_buffers(engine.stages))
+        if check and result.skipped != overflows:
             comparison.number(SCALE, place, inf, 1.0)
         return events
 

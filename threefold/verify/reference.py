@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from threefold.data.loader import Batch
 from threefold.dtypes import DTYPES
 from threefold.models.custom_batch import LayerSignature, batch_size, forward_layer, inputs_from
 from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.models.layers.experts import Choice, Routing
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
 from threefold.models.source import ModelSource, construct, drawn
@@ -116,6 +117,10 @@ class OneProcess:
                     parameter.fill_(initial.value)
                 elif isinstance(initial, Drawn):
                     parameter.copy_(drawn(initial.fill, name, shape, config.train.seed))
+        self._routings = [each for each in self.model.modules() if isinstance(each, Routing) and each.bias_rate]
+        self._chosen: dict[nn.Module, Tensor] = {}
+        for routing in self._routings:
+            routing.register_forward_hook(self._count)
         self.trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         kind = _Added if config.optimizer.name not in BUILT_IN else _OPTIMIZERS[config.optimizer.name]
         self.optimizer = kind(self.trained, config.optimizer, plan)
@@ -166,6 +171,13 @@ class OneProcess:
         self._put_back(before)
         return loss
 
+    def _count(self, routing: nn.Module, given: tuple[Tensor, SampleInfo], choice: Choice) -> None:
+        """Note how many tokens with a label that counts chose each expert."""
+        if torch.is_grad_enabled():
+            _, samples = given
+            kept = choice.experts if samples.weights is None else choice.experts[samples.weights > 0]
+            self._chosen[routing] = kept.flatten().bincount(minlength=cast(Routing, routing).experts)
+
     def _weights(self) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in self._parameters()}
 
@@ -190,6 +202,10 @@ class OneProcess:
         trace.coefficients.append(clipped / trace.norms[-1] if trace.norms[-1] else 1.0)
         lr = learning_rate(step + 1, self.config.optimizer)
         self.optimizer.step(lr)
+        for routing in self._routings:
+            counts = self._chosen[routing].double()
+            assert routing.bias is not None
+            routing.bias += routing.bias_rate * (counts.mean() - counts).sign().to(routing.bias.dtype)
         for name in trained:
             trace.leverage[name] += lr * self.optimizer.leverage(name)
 
@@ -277,12 +293,15 @@ def write_trace(source: ModelSource, config: Config, rows: BatchSource, steps: i
 
 
 def convert_floats_(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert a model's floats in place; unlike `Module.to`, complex buffers keep their imaginary part."""
+    """Convert a model's floats in place, except expert biases.
+
+    Unlike `Module.to`, complex buffers keep their imaginary part.
+    """
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             parameter.data = parameter.data.to(dtype)
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            if buffer.is_floating_point():
+            if buffer.is_floating_point() and not isinstance(module, Routing):
                 setattr(module, name, buffer.to(dtype))
 
 

@@ -12,7 +12,7 @@ from threefold.comm.mesh import Event
 from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.models.layers.decoder import SampleInfo
-from threefold.models.layers.experts import MixtureOfExperts, Routing, grouped_linear
+from threefold.models.layers.experts import MixtureOfExperts, grouped_linear
 from threefold.verify.worker_pool import WorkerPool
 
 HIDDEN, EXPERTS, PER_TOKEN = 10, 5, 2
@@ -115,7 +115,7 @@ def test_a_mixture_is_its_dense_gate(settings: dict[str, object], capacity: int 
 
 def test_what_comes_later_takes_no_place() -> None:
     """A sequence cut short is routed as its beginning was, as far as the capacity is the same."""
-    routing = Routing(4, 2, 0.5, True, 0, 0)
+    routing = mixture(num_experts=4, expert_capacity_factor=0.5).routing
     logits = torch.randn(2, 16, 4, generator=torch.Generator().manual_seed(4))
     other = logits.clone()
     other[:, 9:] = torch.randn(2, 7, 4, generator=torch.Generator().manual_seed(5))
@@ -124,7 +124,7 @@ def test_what_comes_later_takes_no_place() -> None:
 
 
 def test_evaluation_mode_passes_nobody_by() -> None:
-    routing = Routing(4, 2, 0.25, True, 0, 0).eval()
+    routing = mixture(num_experts=4, expert_capacity_factor=0.25).routing.eval()
     assert (routing(torch.randn(2, 16, 4)).experts < 4).all()
 
 
@@ -191,3 +191,118 @@ def test_bytes_of_the_all_to_all(pool: WorkerPool) -> None:
     row = case.heads * case.head_dim * 8
     assert sum(event.nbytes for event in (*first, *second)) == layers * passes * tokens * 2 * row
     assert {event.axis for event in first} == {"ep"}
+
+
+DEEPSEEK = {
+    "num_experts": 12,
+    "experts_per_token": 4,
+    "router": "sigmoid",
+    "router_groups": 4,
+    "router_groups_chosen": 2,
+}
+
+
+def test_routing_by_groups_is_that_of_transformers() -> None:
+    """DeepSeek-V3's mixture with a shared expert: its choice, its output and its gradients."""
+    modeling = pytest.importorskip("transformers.models.deepseek_v3.modeling_deepseek_v3")
+    moe = mixture(**DEEPSEEK, routed_scale=2.5, shared_expert_gate=False, shared_expert_ffn_hidden_size=7)
+    config = modeling.DeepseekV3Config(
+        hidden_size=HIDDEN, n_routed_experts=12, num_experts_per_tok=4, n_group=4, topk_group=2, moe_intermediate_size=7
+    )
+    theirs = modeling.DeepseekV3MoE(config).double()
+    assert config.routed_scaling_factor == 2.5
+    moe.float()
+    theirs.float()
+    bias = torch.linspace(-0.4, 0.4, 12)[torch.randperm(12, generator=torch.Generator().manual_seed(8))]
+    moe.routing.bias.copy_(bias)
+    with torch.no_grad():
+        theirs.gate.e_score_correction_bias.copy_(bias)
+        theirs.gate.weight.copy_(moe.router.weight)
+        theirs.experts.gate_up_proj.copy_(torch.cat([moe.experts.gate_up[:, 0::2], moe.experts.gate_up[:, 1::2]], 1))
+        theirs.experts.down_proj.copy_(moe.experts.down)
+        theirs.shared_experts.gate_proj.weight.copy_(moe.shared.gate_up.weight[0::2])
+        theirs.shared_experts.up_proj.weight.copy_(moe.shared.gate_up.weight[1::2])
+        theirs.shared_experts.down_proj.weight.copy_(moe.shared.down.weight)
+    x = torch.randn(3, 40, HIDDEN, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    _, weights, experts = theirs.gate(x)
+    choice = moe.routing(moe.router(x))
+    order, other = choice.experts.flatten(0, 1).sort(-1), experts.sort(-1)
+    assert order.values.equal(other.values)
+    torch.testing.assert_close(
+        choice.weights.flatten(0, 1).gather(-1, order.indices), weights.gather(-1, other.indices)
+    )
+    out, expected = moe(x), theirs(x)
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    found = torch.autograd.grad(out.square().sum(), (x, moe.router.weight, moe.experts.down))
+    wanted = torch.autograd.grad(expected.square().sum(), (x, theirs.gate.weight, theirs.experts.down_proj))
+    for one, another in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, another, rtol=1e-4, atol=1e-5 * float(another.abs().max()))
+
+
+def of_one_token(moe: MixtureOfExperts, logits: Tensor) -> set[int]:
+    return set(moe.routing(logits.view(1, 1, -1)).experts.flatten().tolist())
+
+
+def test_a_bias_chooses_and_does_not_weigh() -> None:
+    moe = mixture(router="sigmoid", experts_per_token=2)
+    logits = torch.tensor([0.1, 0.2, 0.3, 0.4, 0.5])
+    assert of_one_token(moe, logits) == {3, 4}
+    moe.routing.bias[0] = 0.5
+    choice = moe.routing(logits.view(1, 1, -1))
+    assert set(choice.experts.flatten().tolist()) == {0, 4}
+    weights = dict(zip(choice.experts.flatten().tolist(), choice.weights.flatten().tolist(), strict=True))
+    expected = logits[[0, 4]].sigmoid()
+    assert weights[0] == pytest.approx(float(expected[0] / expected.sum()))
+
+
+def test_a_group_is_as_good_as_its_two_best() -> None:
+    """With a softmax, as in DeepSeek-V2, as its best alone."""
+    logits = torch.tensor([3.0, -9.0, -9.0, 2.0, 2.0, 2.0])
+    groups = {"num_experts": 6, "experts_per_token": 1, "router_groups": 2, "router_groups_chosen": 1}
+    assert of_one_token(mixture(router="sigmoid", **groups), logits) <= {3, 4, 5}
+    assert of_one_token(mixture(router="softmax", **groups), logits) == {0}
+
+
+def test_a_softmax_of_the_chosen_is_a_normalized_softmax() -> None:
+    logits = torch.randn(2, 9, EXPERTS, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    chosen, plain = (mixture(router=router).routing(logits) for router in ("softmax_chosen", "softmax"))
+    assert chosen.experts.equal(plain.experts)
+    torch.testing.assert_close(chosen.weights, plain.weights)
+
+
+@pytest.mark.parametrize("router", ["softmax", "sigmoid", "softmax_chosen"])
+def test_the_loss_of_a_sequence_is_that_of_its_best_scores(router: str) -> None:
+    """Equations 17 to 20 of arXiv 2412.19437, summed over the tokens: whatever the biases choose."""
+    moe = mixture(router=router, router_sequence_loss=0.3, experts_per_token=2, router_bias_rate=0.1)
+    moe.routing.bias.copy_(torch.linspace(-1, 1, EXPERTS))
+    logits = torch.randn(
+        2, 7, EXPERTS, dtype=torch.float64, generator=torch.Generator().manual_seed(3), requires_grad=True
+    )
+    weights = torch.ones(2, 7, dtype=torch.float64)
+    weights[1, 3:] = 0
+    choice = moe.routing(logits, SampleInfo(weights=weights))
+    (found,) = torch.autograd.grad((choice.weights * 0).sum(), logits)
+    loss = logits.new_zeros(())
+    for b, length in ((0, 7), (1, 3)):
+        scores = logits[b, :length].sigmoid() if router == "sigmoid" else logits[b, :length].softmax(-1)
+        shares = scores / scores.sum(-1, keepdim=True)
+        best = F.one_hot(scores.topk(2).indices, EXPERTS).sum((0, 1)).double()
+        loss = loss + length * 0.3 * (best * EXPERTS / (2 * length) * shares.mean(0)).sum()
+    (wanted,) = torch.autograd.grad(loss, logits)
+    torch.testing.assert_close(found, wanted, rtol=1e-11, atol=1e-13)
+
+
+def test_tokens_without_a_label_and_passes_without_gradients_are_not_counted() -> None:
+    routing = mixture(router="sigmoid", router_bias_rate=0.1).routing
+    logits = torch.randn(2, 6, EXPERTS, dtype=torch.float64, requires_grad=True)
+    weights = torch.ones(2, 6)
+    weights[0, 2:] = 0
+    with torch.no_grad():
+        routing(logits, SampleInfo(weights=weights))
+    routing(logits, SampleInfo(weights=weights))  # and no backward pass
+    assert routing.take_counts() is None
+    choice = routing(logits, SampleInfo(weights=weights))
+    choice.weights.sum().backward()
+    expected = choice.experts[weights > 0].flatten().bincount(minlength=EXPERTS)
+    assert routing.take_counts().equal(expected)
+    assert routing.take_counts() is None

@@ -45,45 +45,110 @@ class Routing(nn.Module):
 
     In training, an expert takes at most ⌈`capacity_factor` · S·k/E⌉ tokens of a sequence (0: no limit). `aux_loss` is
     the weight of the load balancing loss of each token (Fedus et al., Switch Transformers, arXiv 2101.03961, section
-    2.2), `z_loss` of the squared log-sum-exp of its logits (Zoph et al., ST-MoE, arXiv 2202.08906).
+    2.2), `sequence_loss` that of the same loss for the experts with the best scores (DeepSeek-V3, arXiv 2412.19437,
+    section 2.1.2), `z_loss` of the squared log-sum-exp of its logits (Zoph et al., ST-MoE, arXiv 2202.08906).
+
+    `bias` [E], in fp32 whatever the model's dtype, is added to the scores for the choice alone. With a `bias_rate`, the
+    tokens that chose each expert are counted, for whoever updates the bias.
     """
 
-    def __init__(
-        self, experts: int, per_token: int, capacity_factor: float, normalize: bool, aux_loss: float, z_loss: float
-    ) -> None:
+    bias: Tensor | None
+
+    def __init__(self, config: MixtureConfig) -> None:
         super().__init__()
-        self.experts, self.per_token, self.capacity_factor = experts, per_token, capacity_factor
-        self.normalize, self.aux_loss, self.z_loss = normalize, aux_loss, z_loss
+        self.config = config
+        self.experts, self.per_token = config.num_experts, config.experts_per_token
+        self.capacity_factor, self.normalize = config.expert_capacity_factor, config.normalize_expert_weights
+        self.aux_loss, self.z_loss = config.router_aux_loss, config.router_z_loss
+        self.sequence_loss, self.bias_rate = config.router_sequence_loss, config.router_bias_rate
+        bias = torch.zeros(self.experts, dtype=torch.float32) if config.has_expert_bias else None
+        self.register_buffer("bias", bias)
+        self._counts: list[Tensor] = []
 
     @property
     def adds_losses(self) -> bool:
-        return self.aux_loss > 0 or self.z_loss > 0
+        return self.aux_loss > 0 or self.sequence_loss > 0 or self.z_loss > 0
+
+    @property
+    def weighs_tokens(self) -> bool:
+        """Whether its auxiliary losses or its counts depend on `samples.weights`."""
+        return self.adds_losses or self.bias_rate > 0
 
     def forward(self, logits: Tensor, samples: SampleInfo = NOTHING) -> Choice:
-        """Choose experts by `logits` [B, S, E], in fp32 at least; `samples.weights` weigh the auxiliary losses."""
+        """Choose experts by `logits` [B, S, E], in fp32 at least; `samples.weights` weigh the auxiliary losses.
+
+        Tokens whose weight is 0 are not counted.
+        """
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        probabilities = wide.softmax(-1)
-        weights, experts = probabilities.topk(self.per_token)
-        if self.normalize:
+        scores = self._scores(wide)
+        experts = self._best(scores.detach())
+        weights = scores.gather(-1, experts)
+        if self.config.router == "softmax_chosen":
+            weights = weights.softmax(-1)
+        elif self.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
+        if self.config.routed_scale != 1:
+            weights = weights * self.config.routed_scale
         if samples.weights is not None and self.adds_losses:
-            weights = _WithLoss.apply(weights, self._losses(wide, probabilities, experts, samples.weights))
+            weights = _WithLoss.apply(weights, self._losses(wide, scores, experts, samples.weights))
+        if self.bias_rate and torch.is_grad_enabled():
+            weights = self._counted(weights, experts, samples.weights)
         may_drop = bool(self.capacity_factor) and self.training
         if may_drop:
             experts = experts.masked_fill(~self._taken(experts), self.experts)
         return Choice(experts, weights.to(logits.dtype), may_drop)
 
-    def _losses(self, logits: Tensor, probabilities: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def _scores(self, logits: Tensor) -> Tensor:
+        if self.config.router == "sigmoid":
+            return logits.sigmoid()
+        return logits.softmax(-1) if self.config.router == "softmax" else logits
+
+    def _best(self, scores: Tensor) -> Tensor:
+        """Return the numbers of the experts with the best scores and biases, in the best groups: int64 [B, S, k]."""
+        if self.bias is not None:
+            scores = scores + self.bias
+        if groups := self.config.router_groups:
+            grouped = scores.unflatten(-1, (groups, -1))
+            of_groups = grouped.topk(1 if self.config.router == "softmax" else 2).values.sum(-1)
+            kept = of_groups.topk(self.config.router_groups_chosen).indices
+            left_out = torch.ones_like(of_groups, dtype=torch.bool).scatter(-1, kept, False)
+            scores = grouped.masked_fill(left_out.unsqueeze(-1), -torch.inf).flatten(-2)
+        return scores.topk(self.per_token).indices
+
+    def _losses(self, logits: Tensor, scores: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Return the sum of the auxiliary losses of the local tokens, times `weights` [B, S] of the whole sequence."""
-        weights = weights.to(probabilities.dtype)
-        local = self._local(weights)
-        chosen = F.one_hot(experts, self.experts).sum(2).to(weights.dtype) * (local > 0).unsqueeze(-1)
-        counts = self._sum_over_shares(chosen.sum(1))  # [B, E]
+        weights, probabilities = weights.to(scores.dtype), scores
+        if self.config.router == "sigmoid":
+            probabilities = scores / scores.sum(-1, keepdim=True)
+        elif self.config.router == "softmax_chosen":
+            probabilities = logits.softmax(-1)
+        losses = self.z_loss * logits.logsumexp(-1).square()
+        if self.aux_loss:
+            losses = losses + self.aux_loss * self._balance(probabilities, experts, weights)
+        if self.sequence_loss:
+            best = scores.detach().topk(self.per_token).indices
+            losses = losses + self.sequence_loss * self._balance(probabilities, best, weights)
+        return (self._local(weights) * losses).sum()
+
+    def _balance(self, probabilities: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Return the load balancing loss of each local token [B, S]: E · Σᵢ fraction of expert i · its probability."""
+        counts = F.one_hot(experts, self.experts).sum(2).to(weights.dtype) * (self._local(weights) > 0).unsqueeze(-1)
         counted = (weights > 0).sum(1, keepdim=True).clamp_min(1)
-        fractions = counts / (counted * self.per_token)
-        balance = self.experts * (fractions.unsqueeze(1) * probabilities).sum(-1)
-        stray = logits.logsumexp(-1).square()
-        return (local * (self.aux_loss * balance + self.z_loss * stray)).sum()
+        fractions = self._sum_over_shares(counts.sum(1)) / (counted * self.per_token)  # [B, E]
+        return self.experts * (fractions.unsqueeze(1) * probabilities).sum(-1)
+
+    @torch.compiler.disable  # the backward pass has a side effect
+    def _counted(self, chosen: Tensor, experts: Tensor, weights: Tensor | None) -> Tensor:
+        """Return `chosen` [B, S, k], whose backward pass adds the local tokens of each expert to the counts."""
+        counted = torch.ones_like(experts[..., 0]) if weights is None else (self._local(weights) > 0).long()
+        ones = counted.unsqueeze(-1).expand_as(experts).flatten()
+        counts = experts.new_zeros(self.experts).index_add_(0, experts.flatten(), ones)
+        return _Counting.apply(chosen, counts, self._counts)
+
+    def take_counts(self) -> Tensor | None:
+        """Return the tokens that chose each expert in the backward passes since the last call; None without any."""
+        counts, self._counts[:] = self._counts[:], ()
+        return sum(counts[1:], counts[0]) if counts else None
 
     def _taken(self, experts: Tensor) -> Tensor:
         """bool [B, S, k]: whether the expert has room for the token."""
@@ -123,20 +188,28 @@ class _WithLoss(torch.autograd.Function):
         return grad, torch.ones_like(loss)
 
 
+class _Counting(torch.autograd.Function):
+    """Identity on `x` whose backward pass, of which there is one however often activations are computed, adds `counts`
+    to a list."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, counts: Tensor, into: list[Tensor]) -> Tensor:
+        ctx.counts, ctx.into = counts, into
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        ctx.into.append(ctx.counts)
+        return grad, None, None
+
+
 class MixtureOfExperts(nn.Module):
     """Weighted sum of the experts that the router chooses for each token, plus the shared expert, if any."""
 
     def __init__(self, config: MixtureConfig, activation: Activation = "silu") -> None:
         super().__init__()
         self.router = Linear(config.hidden_size, config.num_experts, bias=False)
-        self.routing = Routing(
-            config.num_experts,
-            config.experts_per_token,
-            config.expert_capacity_factor,
-            config.normalize_expert_weights,
-            config.router_aux_loss,
-            config.router_z_loss,
-        )
+        self.routing = Routing(config)
         self.experts = Experts(config.num_experts, config.hidden_size, config.expert_ffn_hidden_size, activation)
         shared = config.shared_expert_ffn_hidden_size
         self.shared = SwiGLU(config.hidden_size, shared, activation) if shared else None

@@ -31,8 +31,10 @@ class LlamaConfig(AttentionConfig, MixtureConfig):
     """For `llama`: limit c of the logits, which become c · tanh(logits / c), as in Gemma 2; 0 for none."""
 
     comes_after: ClassVar[dict[str, str]] = {**MixtureConfig.comes_after, **AttentionConfig.comes_after}
-    unlisted: ClassVar[frozenset[str]] = AttentionConfig.unlisted | frozenset(
-        ("norm_position", "norm_offset", "gate_activation", "embedding_scale", "logit_softcap")
+    unlisted: ClassVar[frozenset[str]] = (
+        AttentionConfig.unlisted
+        | MixtureConfig.unlisted
+        | frozenset(("norm_position", "norm_offset", "gate_activation", "embedding_scale", "logit_softcap"))
     )
 
     def default_ffn_hidden_size(self) -> int:

@@ -72,7 +72,7 @@ def _mlp_split(config: MixtureConfig) -> dict[str, sharding.Split]:
     if any(mixtures):
         split |= {
             "blocks.*.mlp.router": sharding.Replicated(),
-            "blocks.*.mlp.routing": sharding.TokenRouting(),
+            "blocks.*.mlp.routing": sharding.TokenRouting(config.num_experts, config.router_bias_rate),
             "blocks.*.mlp.experts": sharding.OverExperts(
                 sharding.Unit("num_experts", config.num_experts),
                 sharding.Unit("expert_ffn_hidden_size", config.expert_ffn_hidden_size, _GATED),
