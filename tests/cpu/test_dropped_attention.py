@@ -30,14 +30,16 @@ def inputs(queries: int, keys: int) -> list[Tensor]:
 @pytest.mark.parametrize("softcap", [0.0, 0.8])
 @pytest.mark.parametrize(("window", "queries", "keys"), [(0, 40, 40), (0, 600, 600), (70, 300, 300), (9, 33, 140)])
 def test_dropout_of_what_is_attended_to(window: int, queries: int, keys: int, softcap: float, kind: str) -> None:
-    core = CausalAttention(0.3, window, "blocks.0.attn.core", softcap=softcap)
+    core = CausalAttention(0.3, window, "blocks.0.attn.core", softcap=softcap, sinks=4 if softcap else 0).double()
+    if core.sinks is not None:
+        core.sinks.data.copy_(torch.linspace(-1, 2, 4))
     samples = SampleInfo(sample_keys(1, 2, torch.arange(2)), numbered(kind, 2, keys))
     found = []
     for compute in (core, lambda *given: definition(core, *given)):
         given = inputs(queries, keys)
         out = compute(*given, samples)
-        out.backward(torch.ones_like(out).cumsum(-1))
-        found.append([out, *(each.grad for each in given)])
+        learned = [*given, *core.parameters()]
+        found.append([out, *torch.autograd.grad(out, learned, torch.ones_like(out).cumsum(-1))])
     for ours, theirs in zip(*found, strict=True):
         torch.testing.assert_close(ours, theirs)
 

@@ -405,7 +405,7 @@ def test_an_attention_with_another_forward_is_refused() -> None:
     )
     with pytest.raises(UserError) as told:
         ExactAttention.of(CausalAttention(softcap=2.0))
-    assert str(told.value) == ("train.exact is true, which computes attention without a soft cap of scores; use false.")
+    assert str(told.value) == ("train.exact is true, which computes attention without soft caps and sinks; use false.")
 
 
 def test_attention_with_a_factor_of_its_own() -> None:

@@ -39,7 +39,14 @@ def masked_weights(
     found = found / q.shape[-1] ** 0.5 if scoring.scale is None else found * scoring.scale
     if scoring.softcap:
         found = torch.tanh(found / scoring.softcap) * scoring.softcap
-    return found.masked_fill(apart, -torch.inf).softmax(-1)
+    found = found.masked_fill(apart, -torch.inf)
+    if scoring.sinks is None:
+        return found.softmax(-1)
+    # The sum of the exponentials, with the sink's among them.
+    whole = torch.logsumexp(
+        torch.cat([found, scoring.sinks.double().view(-1, 1, 1).expand(*found.shape[:-1], 1)], -1), -1
+    )
+    return (found - whole.unsqueeze(-1)).exp()
 
 
 def _served(x: Tensor, q: Tensor) -> Tensor:

@@ -74,6 +74,35 @@ def test_the_last_positions(dtype: torch.dtype, queries: int, keys: int) -> None
     check(inputs(2, queries, keys, (3, 3), dtype=dtype), 0, None)
 
 
+def check_sinks(given: list[Tensor], window: int, documents: Tensor | None, softcap: float = 0.0) -> None:
+    """Compare the result and all gradients, of the sinks too."""
+    sinks = torch.linspace(-1.5, 2.5, given[0].shape[2]).to(given[0].dtype)
+    mask = AttentionMask(window, documents)
+    found = with_gradients(lambda q, k, v, s: attention(q, k, v, mask, Scoring(0.6, softcap, s)), [*given, sinks])
+    expected = with_gradients(
+        lambda q, k, v, s: masked_attention(q, k, v, window, documents, Scoring(0.6, softcap, s)), [*given, sinks]
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        scale = theirs.double().abs().max().clamp_min(0.1)
+        assert (ours.double() - theirs.double()).abs().max() / scale <= TOLERANCE[given[0].dtype]
+
+
+@pytest.mark.parametrize("kind", ["none", "few", "apart"])
+@pytest.mark.parametrize("window", [0, 7, 150])
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+@pytest.mark.parametrize(("queries", "keys"), [(301, 301), (70, 301)], ids=str)
+def test_sinks(queries: int, keys: int, softcap: float, window: int, kind: str) -> None:
+    """Their gradient too, with the one that torch computes for the definition."""
+    check_sinks(inputs(2, queries, keys, dtype=torch.float64), window, numbered(kind, 2, keys), softcap)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("length", [1, 130, 700])
+def test_sinks_in_narrow_dtypes(dtype: torch.dtype, length: int) -> None:
+    for softcap in (0.0, 1.5):
+        check_sinks(inputs(2, length, length, dtype=dtype), 0, None, softcap)
+
+
 SCORES = {"scale": Scoring(0.7), "softcap": Scoring(softcap=1.5), "both": Scoring(0.7, 0.9)}
 
 
@@ -136,9 +165,10 @@ def test_no_tensor_is_as_large_as_the_matrix(dtype: torch.dtype, softcap: float,
 
     length, documents = 3000, numbered(kind, 1, 3000)
     q, k, v = (each.detach() for each in inputs(1, length, length, (1, 1), dtype=dtype))
+    sinks = torch.ones(1) if softcap else None
     with Measuring():
-        out, sums = module._forward(q, k, v, documents, window, None, softcap)
-        module._backward(out, q, k, v, out, sums, documents, window, None, softcap)
+        out, sums = module._forward(q, k, v, documents, window, None, softcap, sinks)
+        module._backward(out, q, k, v, out, sums, documents, window, None, softcap, sinks)
     assert 0 < largest <= length * 64 < length**2 / 40
 
 

@@ -1,4 +1,4 @@
-"""Attention scores with a soft cap: what one process computes, in layouts that cut heads, positions and layers."""
+"""Attention scores with a soft cap and sinks: layouts that cut heads, positions and layers against one process."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,7 +8,7 @@ from tests.support.sweep import sweep
 
 RING = (("parallel.cp_method", "ring"),)
 SHARED = (("parallel.sequence_parallel", True),)
-SCORES = replace(LLAMA, model=(*LLAMA.model, ("attention_softcap", 0.7)))
+SCORES = replace(LLAMA, model=(*LLAMA.model, ("attention_softcap", 0.7), ("attention_sinks", True)))
 PLAIN: dict[str, Any] = {"dropout": 0.0, "documents": False}
 LAYOUTS = {
     "tp 2": SCORES.with_layout(1, 2, 1, settings=SHARED, **PLAIN),

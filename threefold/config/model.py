@@ -155,6 +155,7 @@ class ModelConfig(Section):
     logit_softcap = unless_setting(lambda model: 0.0)
     attention_pattern = unless_setting(lambda model: cast("str | list[str]", ""))
     rotary_share = unless_setting(lambda model: 1.0)
+    attention_sinks = unless_setting(lambda model: False)
     sliding_window = unless_setting(lambda model: 0)
     full_attention_layers = unless_setting(lambda model: 0)
     key_value_rank = unless_setting(lambda model: 0)

@@ -61,19 +61,20 @@ class _DroppedAttention(torch.autograd.Function):
         layer: Handle,
         scale: float | None,
         softcap: float,
+        sinks: Tensor | None,
     ) -> Tensor:
-        out = DROPPED_ATTENTION(q, k, v, documents, window, keys, layer, scale, softcap)
-        ctx.save_for_backward(q, k, v, documents, keys)
+        out = DROPPED_ATTENTION(q, k, v, documents, window, keys, layer, scale, softcap, sinks)
+        ctx.save_for_backward(q, k, v, documents, keys, sinks)
         ctx.window, ctx.rest = window, (layer, scale, softcap)
         return out.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, documents, keys = ctx.saved_tensors
+        q, k, v, documents, keys, sinks = ctx.saved_tensors
         grad = grad.reshape(*q.shape[:-1], v.shape[-1])
-        found = DROPPED_ATTENTION_BACKWARD(grad, q, k, v, documents, ctx.window, keys, *ctx.rest)
-        return *found, None, None, None, None, None, None
+        *found, of_sinks = DROPPED_ATTENTION_BACKWARD(grad, q, k, v, documents, ctx.window, keys, *ctx.rest, sinks)
+        return *found, *[None] * 6, None if sinks is None else of_sinks.to(sinks.dtype)
 
 
 def _forward(
@@ -86,8 +87,9 @@ def _forward(
     layer: Handle,
     scale: float | None,
     softcap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
-    scoring = tiles.Scoring(scale, softcap)
+    scoring = tiles.Scoring(scale, softcap, sinks)
     out, drop = tiles.output_shape(q, k, v), head_drop(q, keys, layer.value)
     for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
         found = tiles.plain_tile(part.q, part.k, part.v, part.bias, scoring, _whole_drop(drop, part))
@@ -106,13 +108,14 @@ def _backward(
     layer: Handle,
     scale: float | None,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    scoring = tiles.Scoring(scale, softcap)
-    gradients, drop = tiles.TileGradients(q, k, v), head_drop(q, keys, layer.value)
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    scoring = tiles.Scoring(scale, softcap, sinks)
+    gradients, drop = tiles.TileGradients(q, k, v, sinks), head_drop(q, keys, layer.value)
     for part in tiles.tile_inputs(q, k, v, tiles.AttentionMask(window, documents), None):
         upper, dropped = part.of_queries(grad), _whole_drop(drop, part)
-        gradients.add(part, tiles.plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, scoring, dropped))
-    return gradients.whole()
+        gradients.add(part, *tiles.plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, scoring, dropped))
+    return *gradients.whole(), gradients.of_sinks
 
 
 def _whole_drop(drop: HeadDrop, part: tiles.TileInputs) -> tiles.Drop:

@@ -14,8 +14,9 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
-from threefold.ops.kernels import PLAIN_SCORING, AttentionMask, Scoring, serve_heads
+from threefold.ops.kernels import PLAIN_SCORING, AttentionMask, Scoring, serve_heads, with_sinks
 from threefold.ops.tiles import Ids, Tile
 from threefold.torch_private.runtime import cpu_attention, cpu_attention_backward, operator, softmax_gradient
 
@@ -136,25 +137,32 @@ def tile_inputs(
 
 
 class TileGradients:
-    """Gradients of queries, keys and values, accumulated over tiles in fp32 at least."""
+    """Gradients of queries, keys, values and sinks, accumulated over tiles in fp32 at least."""
 
-    def __init__(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> None:
         self._dtype = q.dtype
         self._of_q = q.new_empty(q.shape)  # every query is in one tile
         self._of_keys = [each.new_zeros(each.shape, dtype=wide(each)) for each in (k, v)]
+        self.of_sinks = _sink_gradients(q, sinks).zero_()
 
-    def add(self, part: TileInputs, found: tuple[Tensor, Tensor, Tensor]) -> None:
+    def add(self, part: TileInputs, found: tuple[Tensor, Tensor, Tensor], of_sinks: Tensor | None = None) -> None:
         self._of_q[part.at_queries] = found[0].transpose(1, 2)
         for sums, gradient in zip(self._of_keys, found[1:], strict=True):
             sums[part.at_keys] += gradient.transpose(1, 2)
+        if of_sinks is not None:
+            self.of_sinks += of_sinks
 
     def whole(self) -> tuple[Tensor, Tensor, Tensor]:
         of_k, of_v = (each.to(self._dtype) for each in self._of_keys)
         return self._of_q, of_k, of_v
 
 
-def gradient_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def gradient_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), _sink_gradients(q, rest[-1])
+
+
+def _sink_gradients(q: Tensor, sinks: Tensor | None) -> Tensor:
+    return q.new_empty(0 if sinks is None else len(sinks), dtype=wide(q))
 
 
 def wide(x: Tensor) -> torch.dtype:
@@ -174,7 +182,7 @@ def plain_tile(
     `k` and `v` are [B, key-value heads, K, d], each head for a group of neighboring heads of `q` (GQA).
     """
     k, v = (serve_heads(each, q.shape[1], 1) for each in (k, v))
-    weights, _ = _weights(q, k, bias, scoring)
+    weights = _weights(q, k, bias, scoring)[0][..., : k.shape[2]]
     return _product(weights if drop is None else drop(weights), v)
 
 
@@ -186,32 +194,38 @@ def plain_tile_gradients(
     bias: Tensor | None,
     scoring: Scoring = PLAIN_SCORING,
     drop: Drop | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of `q`, `k` and `v` of `plain_tile`, given the gradient `grad` of its result."""
+) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor | None]:
+    """Return the gradients of `q`, `k` and `v`, and of sinks, of `plain_tile`, given that of its result, `grad`."""
     key_heads = k.shape[1]
     grad, q = grad.contiguous(), q.contiguous()  # two products each
     k, v = (serve_heads(each, q.shape[1], 1) for each in (k, v))
-    weights, slopes = _weights(q, k, bias, scoring)
+    joined, slopes = _weights(q, k, bias, scoring)
+    weights, of_sinks = joined[..., : k.shape[2]], None
     to_v = _product((weights if drop is None else drop(weights)).mT, grad)
     of_weights = _product(grad, v.mT)
     if drop is not None:
         of_weights = drop(of_weights)
-    of_scores = softmax_gradient(of_weights, weights)
+    if scoring.sinks is not None:
+        of_weights = F.pad(of_weights, (0, 1))
+    of_scores = softmax_gradient(of_weights, joined)
+    if scoring.sinks is not None:
+        of_sinks = of_scores[..., -1].sum((0, 2), dtype=wide(q))
+        of_scores = of_scores[..., :-1]
     if slopes is not None:
         of_scores.mul_(slopes)
     scale = scoring.factor(q.shape[-1])
     to_q, to_k = _product(of_scores, k, scale), _product(of_scores.mT, q, scale)
-    return to_q, _of_groups(to_k, key_heads), _of_groups(to_v, key_heads)
+    return (to_q, _of_groups(to_k, key_heads), _of_groups(to_v, key_heads)), of_sinks
 
 
 def _weights(q: Tensor, k: Tensor, bias: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor | None]:
-    """Return attention weights [B, heads, Q, K], and with a soft cap its derivative at each score."""
+    """Return attention weights [B, heads, Q, K], then of sinks, and a soft cap's derivatives."""
     cap, scale = scoring.softcap, scoring.factor(q.shape[-1])
     if not cap:
-        return _product(q, k.mT, scale, bias).softmax(-1), None
+        return with_sinks(_product(q, k.mT, scale, bias), scoring.sinks).softmax(-1), None
     bent = _product(q, k.mT, scale / cap).tanh_()
     found = bent * cap if bias is None else torch.add(bias, bent, alpha=cap)
-    return found.softmax(-1), bent.square_().neg_().add_(1)
+    return with_sinks(found, scoring.sinks).softmax(-1), bent.square_().neg_().add_(1)
 
 
 def _product(a: Tensor, b: Tensor, scale: float = 1.0, bias: Tensor | None = None) -> Tensor:
@@ -244,31 +258,45 @@ class _TiledAttention(torch.autograd.Function):
         window: int,
         scale: float | None,
         softcap: float,
+        sinks: Tensor | None,
     ) -> Tensor:
-        out, sums = TILED_ATTENTION(q, k, v, documents, window, scale, softcap)
-        ctx.save_for_backward(q, k, v, out, sums, documents)
+        out, sums = TILED_ATTENTION(q, k, v, documents, window, scale, softcap, sinks)
+        ctx.save_for_backward(q, k, v, out, sums, documents, sinks)
         ctx.settings = window, scale, softcap
         return out.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums, documents = ctx.saved_tensors
+        q, k, v, out, sums, documents, sinks = ctx.saved_tensors
         grad = grad.reshape(out.shape)
-        found = TILED_ATTENTION_BACKWARD(grad, q, k, v, out, sums, documents, *ctx.settings)
-        return *found, None, None, None, None
+        *found, of_sinks = TILED_ATTENTION_BACKWARD(grad, q, k, v, out, sums, documents, *ctx.settings, sinks)
+        return *found, None, None, None, None, None if sinks is None else of_sinks.to(sinks.dtype)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, window: int, scale: float | None, softcap: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    window: int,
+    scale: float | None,
+    softcap: float,
+    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output [B, Q, heads, d], and for fused tiles the log-sum-exp of each query's scores [B, Q, heads]."""
+    """Return the output [B, Q, heads, d], and for fused tiles the log-sum-exp of each query's scores [B, Q, heads].
+
+    With a sink, the log-sum-exp includes it; softmax without it is brought to the larger sum.
+    """
     out, sums = _forward_shapes(q, k, v)
-    scoring = Scoring(scale, softcap)
+    scoring = Scoring(scale, softcap, sinks)
     shortest = _shortest_fused(q, v, scoring)
     for part in tile_inputs(q, k, v, AttentionMask(window, documents), shortest):
         if _is_fused(part, shortest):
             found, total = cpu_attention(part.q, part.k, part.v, part.bias, part.tile.is_causal, scale)
+            if sinks is not None:
+                joined = torch.logaddexp(total, sinks.to(total.dtype).unsqueeze(1))
+                found, total = found * (total - joined).exp_().unsqueeze(-1), joined
             sums[part.at_queries] = total.transpose(1, 2)
         else:
             found = plain_tile(part.q, part.k, part.v, part.bias, scoring)
@@ -295,18 +323,22 @@ def _backward(
     window: int,
     scale: float | None,
     softcap: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    gradients, scoring = TileGradients(q, k, v), Scoring(scale, softcap)
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradients, scoring = TileGradients(q, k, v, sinks), Scoring(scale, softcap, sinks)
     shortest = _shortest_fused(q, v, scoring)
     for part in tile_inputs(q, k, v, AttentionMask(window, documents), shortest):
-        upper = part.of_queries(grad)
+        upper, of_sinks = part.of_queries(grad), None
         if _is_fused(part, shortest):
             below, total, causal = part.of_queries(out), part.of_queries(sums), part.tile.is_causal
             found = cpu_attention_backward(upper, part.q, part.k, part.v, below, total, part.bias, causal, scale)
+            if sinks is not None:  # the weight of a sink times its own gradient, −Σ output · gradient
+                weights = (sinks.to(total.dtype).unsqueeze(1) - total).exp_()
+                of_sinks = -(weights * (upper * below).sum(-1)).sum((0, 2))
         else:
-            found = plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, scoring)
-        gradients.add(part, found)
-    return gradients.whole()
+            found, of_sinks = plain_tile_gradients(upper, part.q, part.k, part.v, part.bias, scoring)
+        gradients.add(part, found, of_sinks)
+    return *gradients.whole(), gradients.of_sinks
 
 
 TILED_ATTENTION: Final[Any] = operator("tiled_attention", _forward_shapes)(_forward)
@@ -318,7 +350,7 @@ def _shortest_fused(q: Tensor, v: Tensor, scoring: Scoring) -> int | None:
 
     It is one of CPUs, for values as wide as keys.
     """
-    if q.device.type != "cpu" or q.shape[-1] != v.shape[-1] or not scoring.is_fused:
+    if q.device.type != "cpu" or q.shape[-1] != v.shape[-1] or scoring.softcap:
         return None
     return _LONGEST_PLAIN + 1 if q.dtype == torch.bfloat16 else 0
 

@@ -53,7 +53,7 @@ class ExactAttention(CausalAttention):
         """Return the exact attention in place of another."""
         require_standard(core, "train.exact is true, which", "false")
         if not core.scoring.is_fused:
-            raise UserError("train.exact is true, which computes attention without a soft cap of scores; use false.")
+            raise UserError("train.exact is true, which computes attention without soft caps and sinks; use false.")
         attention = cls(window=core.window, scale=core.scoring.scale)
         attention.dropout = core.dropout
         return attention.train(core.training)

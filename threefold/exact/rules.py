@@ -64,6 +64,7 @@ def exact_rules(config: Config) -> Broken:
         ("model.qk_norm_over", config.model.qk_norm_over != "head", "head"),
         ("precision.fp8", precision.fp8, "false"),
         ("model.attention_softcap", config.model.attention_softcap > 0, "0"),
+        ("model.attention_sinks", config.model.attention_sinks, "false"),
         ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),
         ("train.compile", train.compile, "false"),
         ("parallel.cp_method", parallel.cp > 1 and parallel.cp_method != "all-gather", "all-gather"),

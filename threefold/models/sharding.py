@@ -271,7 +271,7 @@ class VocabLoss(Split):
 class AttentionCore(Split):
     """`CausalAttention` with `heads` heads in total, of which each rank of the tensor axis attends with its own."""
 
-    parameters = {}  # noqa: RUF012
+    parameters = {"sinks": (Cut("tp", 0),)}  # noqa: RUF012
     heads: int
 
 

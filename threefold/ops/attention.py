@@ -4,7 +4,7 @@ Without either, torch's kernels or plain products compute it (`ops.kernels`). On
 sequences of different lengths takes windows, and documents that are each in one piece (`varlen_attention`). Everything
 else, windows and documents on a CPU or in fp32, documents in several parts, and on a CPU the last queries of a long
 sequence, is computed tile by tile (`cpu.tiles`), or without that room with a mask of all queries and keys; so is
-everything with a soft cap, also on a GPU.
+everything with a soft cap or sinks, also on a GPU.
 """
 
 from collections.abc import Callable, Iterator

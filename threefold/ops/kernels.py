@@ -101,15 +101,16 @@ class AttentionMask(NamedTuple):
 
 
 class Scoring(NamedTuple):
-    """How the products of queries and keys become scores: their factor, and a soft cap, which precedes the mask."""
+    """How products of queries and keys become attention weights: a factor, a soft cap before the mask, and sinks."""
 
     scale: float | None = None  # None for head_dim^-0.5
     softcap: float = 0.0  # c of c · tanh(score / c), as in Gemma 2; 0 for none
+    sinks: Tensor | None = None  # [heads], each like the score of one key more, whose value is 0, as in gpt-oss
 
     @property
     def is_fused(self) -> bool:
         """Whether fused kernels compute attention with it."""
-        return not self.softcap
+        return not self.softcap and self.sinks is None
 
     def factor(self, width: int) -> float:
         """Return the factor of the products of heads of this width."""
@@ -127,7 +128,14 @@ def attention_weights(q: Tensor, k: Tensor, hidden: Tensor, scoring: Scoring = P
     found = q * scoring.factor(q.shape[-1]) @ k.mT
     if scoring.softcap:
         found = scoring.softcap * torch.tanh(found / scoring.softcap)
-    return found.masked_fill(hidden, -torch.inf).softmax(-1)
+    return with_sinks(found.masked_fill(hidden, -torch.inf), scoring.sinks).softmax(-1)[..., : k.shape[2]]
+
+
+def with_sinks(scores: Tensor, sinks: Tensor | None) -> Tensor:
+    """Append the sink of each head to its scores [B, heads, Q, K], if there are any: [B, heads, Q, K + 1]."""
+    if sinks is None:
+        return scores
+    return torch.cat([scores, sinks.to(scores.dtype).view(-1, 1, 1).expand(*scores.shape[:-1], 1)], -1)
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None) -> Tensor:

@@ -158,6 +158,9 @@ class ContextParallelAttention(nn.Module):
 
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice, runs: int = 1) -> None:
         super().__init__()
+        if core.sinks is not None:
+            require_standard(core, "parallel.cp is above 1, which with attention sinks", "cp 1")
+        self.sinks = core.sinks
         self.axis, self.runs, whole = axis, runs, runs * axis.size
         numbers = list(range(runs * axis.index, runs * (axis.index + 1)))
         self.numbers = numbers + [2 * whole - 1 - each for each in reversed(numbers)]
@@ -178,7 +181,11 @@ class ContextParallelAttention(nn.Module):
             self.numbers, keys + keys[::-1], self.chunks, q.split(size, 1), strict=True
         ):
             k, v = (each[:, : (number + 1) * size] for each in of_run)
-            out.append(attend(queries, k, v, samples))
+            assert isinstance(attend, CausalAttention)
+            if self.sinks is None:
+                out.append(attend(queries, k, v, samples))
+            else:
+                out.append(attend.attend(queries, k, v, samples, attend.scoring._replace(sinks=self.sinks)))
         return torch.cat(out, 1)
 
     def gathered(self, shard: Tensor) -> Sequence[Tensor]:
@@ -210,6 +217,7 @@ class SharedOverRanks(nn.Module):
 def of_chunk(core: CausalAttention, heads: Slice, queries: SequenceChunk) -> CausalAttention:
     """Restrict attention to some heads and queries, with the dropout masks of the whole."""
     attention = deepcopy(core)  # with the settings of a custom subclass
+    attention.sinks = None  # of which the whole attention has the only ones
     # Dropout is of weights [B, heads, queries, keys]; keys start at position 0, so their dim has no offset.
     attention.dropout = core.dropout.of_part({1: heads, 2: queries})
     return attention
@@ -281,7 +289,8 @@ class RingAttention(nn.Module):
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice) -> None:
         super().__init__()
         self.check(core)
-        self.dropout, self.window, self.scoring = core.dropout, core.window, core.scoring
+        self.dropout, self.window, self.sinks = core.dropout, core.window, core.sinks
+        self.scoring = core.scoring._replace(sinks=None)
         self.axis, self.heads = axis, heads
 
     @staticmethod
@@ -298,7 +307,7 @@ class RingAttention(nn.Module):
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))
         site, shapes = self.dropout.site, (k.shape, v.shape)
         ring = _Ring(self.axis, self.heads, p, site, samples, self.window, self.scoring, shapes)
-        out: Tensor = _Attention.apply(q, k, v, ring)
+        out: Tensor = _Attention.apply(q, k, v, self.sinks, ring)
         return out.transpose(1, 2).flatten(2)
 
 
@@ -388,11 +397,14 @@ class _RingTile:
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, ring: _Ring) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, ring: _Ring) -> Tensor:
         wide = torch.promote_types(q.dtype, torch.float32)
         local = torch.cat([k.flatten(), v.flatten()])  # in one message
         out = torch.zeros(*q.shape[:-1], v.shape[-1], dtype=wide, device=q.device)
-        total = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)  # log-sum-exp of the scores so far
+        # Log-sum-exp of the scores so far, of which sinks are the first.
+        total = torch.full(q.shape[:-1], -torch.inf, dtype=wide, device=q.device)
+        if sinks is not None:
+            total.copy_(sinks.unsqueeze(1))
         held = q.shape[2]
         for owner, block in ring.rounds(local):
             for part in ring.of_owner(owner, len(q), chunk_length(held)):
@@ -404,14 +416,14 @@ class _Attention(torch.autograd.Function):
                 weights = part.drop((scores - base.unsqueeze(-1)).exp_(), held * ring.axis.size)
                 mean.mul_((sofar - base).exp_().unsqueeze(-1)).add_(weights.to(q.dtype) @ value)
                 sofar.copy_(joined)
-        ctx.save_for_backward(q, local, out, total)
+        ctx.save_for_backward(q, local, out, total, sinks)
         ctx.ring = ring
         return out.to(q.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, local, out, total = ctx.saved_tensors
+        q, local, out, total, sinks = ctx.saved_tensors
         ring: _Ring = ctx.ring
         common = (grad * out).sum(-1)  # the softmax denominator's part of each score's gradient
         grad_q = torch.zeros(q.shape, dtype=out.dtype, device=q.device)
@@ -436,7 +448,10 @@ class _Attention(torch.autograd.Function):
             # The gradient travels behind its block and is back at the block's owner after a full round.
             grad_local = ring.axis.start_shift(grad_local)()
         grad_k, grad_v = ring.keys_and_values(grad_local.to(q.dtype))
-        return grad_q.to(q.dtype), grad_k, grad_v, None
+        grad_sinks = None
+        if sinks is not None:  # each query gives a sink its weight times −Σ output · gradient
+            grad_sinks = -((sinks.unsqueeze(1) - total).exp_() * common).sum((0, 2)).to(sinks.dtype)
+        return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None
 
 
 def _gathered(gradient: Tensor, like: Tensor) -> Tensor:

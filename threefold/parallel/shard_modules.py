@@ -236,11 +236,16 @@ def heads_of(rule: sharding.AttentionCore, context: ShardingContext) -> Slice:
 
 def _attention_core(rule: sharding.AttentionCore, module: CausalAttention, context: ShardingContext) -> nn.Module:
     heads = heads_of(rule, context)
+    made: CausalAttention | RingAttention | ContextParallelAttention = module
     if context.cp.size > 1:
         kind = RingAttention if context.parallel.cp_method == "ring" else ContextParallelAttention
-        return kind(module, context.cp, heads)
-    module.dropout = module.dropout.of_part({1: heads})  # of the weights [B, heads, queries, keys]
-    return module
+        made = kind(module, context.cp, heads)
+    else:
+        module.dropout = module.dropout.of_part({1: heads})  # of the weights [B, heads, queries, keys]
+    if module.sinks is not None and context.tp.size > 1:
+        made.sinks = split_parameter(module.sinks, (context.tp, 0))
+        _read_local(made, "sinks")
+    return made
 
 
 def _across_heads(rule: sharding.AcrossHeads, module: nn.Module, context: ShardingContext) -> nn.Module:

@@ -158,7 +158,7 @@ class BlockShape:
     hidden_dropout: bool = False
     attention_dropout: bool = False
     window: int = 0  # in positions; 0 for none
-    softcap: bool = False  # of scores
+    tiled: bool = False  # attention that only tiles compute, with a soft cap or sinks
     experts: Mixture | None = None
 
 
@@ -206,7 +206,7 @@ def _described(described: ModelDescription, layer: str, number: int) -> BlockSha
         hidden_dropout=config.hidden_dropout > 0 and any(isinstance(rule, sharding.OverSequence) for rule in rules),
         attention_dropout=config.attention_dropout > 0,
         window=config.window(number),
-        softcap=config.attention_softcap > 0,
+        tiled=config.attention_softcap > 0 or bool(roles["sinks"]),
         experts=mixture,
     )
 
@@ -222,7 +222,7 @@ def _is_layer_norm(described: ModelDescription, name: str) -> bool:
 
 def _require_known(architecture: str, layer: str, roles: dict[str, list[WeightShape]], cores: int) -> None:
     experts, networks = len(roles["experts"]), len(roles["up"])
-    allowed = {"output of attention": 1, "up": 1, "down": networks, "experts": 2, "norm": 4}
+    allowed = {"output of attention": 1, "sinks": 1, "up": 1, "down": networks, "experts": 2, "norm": 4}
     allowed |= dict.fromkeys(("router", "gate of the shared expert"), experts // 2)
     odd = [weight for role, most in allowed.items() if len(roles[role]) > most for weight in roles[role]]
     odd = roles["unknown"] or odd
@@ -252,6 +252,8 @@ def _role(weight: WeightShape) -> str:
         return "bias"
     if dims == 1 and weight.last_name == "weight" and isinstance(rule, sharding.Replicated | sharding.PerHead):
         return "norm of heads" if isinstance(rule, sharding.PerHead) else "norm"
+    if isinstance(rule, sharding.AttentionCore):
+        return "sinks"
     if dims == 3 and weight.is_of_experts:
         return "experts"
     if dims != 2:

@@ -440,7 +440,7 @@ _LONGEST_PLAIN: Final = 512
 def built_in_attention(config: Config, block: BlockShape, device: str) -> Attention:
     """Return this package's implementation of a block's attention on `cpu` or `cuda`."""
     length = config.data.sequence_length
-    tiled = config.data.separate_documents or 0 < block.window < length or block.softcap
+    tiled = config.data.separate_documents or 0 < block.window < length or block.tiled
     short = not tiled and length <= _LONGEST_PLAIN
     if config.train.exact and length <= _LONGEST_PLAIN:
         return "exact"

@@ -25,14 +25,30 @@ class CausalAttention(nn.Module):
     Args:
         scale: factor of the scores; None for head_dim^-0.5.
         softcap: c of c · tanh(score / c), before the mask (Gemma 2, arXiv 2408.00118); 0 for none.
+        sinks: number of heads, each of which has a trained score that joins the denominator of its softmax (gpt-oss,
+            arXiv 2508.10925); 0 for none.
     """
 
+    sinks: nn.Parameter | None
+
     def __init__(
-        self, dropout: float = 0.0, window: int = 0, name: str = "", scale: float | None = None, softcap: float = 0.0
+        self,
+        dropout: float = 0.0,
+        window: int = 0,
+        name: str = "",
+        scale: float | None = None,
+        softcap: float = 0.0,
+        sinks: int = 0,
     ) -> None:
         super().__init__()
         self.dropout = Dropout(dropout, name and f"{name}.dropout")
-        self.window, self.scoring = window, Scoring(scale, softcap)
+        self.window, self.scale, self.softcap = window, scale, softcap
+        self.register_parameter("sinks", nn.Parameter(torch.zeros(sinks)) if sinks else None)
+
+    @property
+    def scoring(self) -> Scoring:
+        """How scores become attention weights."""
+        return Scoring(self.scale, self.softcap, self.sinks)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """Attend from the last Q of K positions to those up to their own, within documents if `samples` has any.
@@ -40,18 +56,22 @@ class CausalAttention(nn.Module):
         `q` [B, Q, heads, d], `k` and `v` [B, K, key-value heads, d] → [B, Q, heads · d]; each key-value head serves a
         group of neighboring heads of `q` (GQA). Values, and so the output, may have heads of another width.
         """
+        return self.attend(q, k, v, samples, self.scoring)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo, scoring: Scoring) -> Tensor:
+        """Compute `forward` with a scoring of the caller's."""
         hidden = AttentionMask(self.window, None if samples.documents is None else samples.documents[:, : k.shape[1]])
         if samples.keys is None or not self.dropout.draws(samples.keys):
-            return attention(q, k, v, hidden, self.scoring)
+            return attention(q, k, v, hidden, scoring)
         whole = self.dropout.parts.get(2, ALL).whole(q.shape[1])  # length of the sequence, independent of the layout
         hides = 0 < self.window < whole or hidden.documents is not None
-        if dropped_attention is not None and (whole > _LONGEST_KEPT or hides or not self.scoring.is_fused):
-            return dropped_attention(q, k, v, hidden, self.dropout, samples.keys, self.scoring)
+        if dropped_attention is not None and (whole > _LONGEST_KEPT or hides or not scoring.is_fused):
+            return dropped_attention(q, k, v, hidden, self.dropout, samples.keys, scoring)
         k, v = (serve_heads(each, q.shape[2]) for each in (k, v))
         q, k, v = (each.transpose(1, 2) for each in (q, k, v))  # [B, heads, S, d]
         sizes = q.shape[2], k.shape[2]
         mask = hidden_keys(len(q), *sizes, hidden, q.device) if hides else later(*sizes, q.device)
-        weights = attention_weights(q, k, mask, self.scoring)
+        weights = attention_weights(q, k, mask, scoring)
         return (self.dropout(weights, samples.keys) @ v).transpose(1, 2).flatten(2)
 
 

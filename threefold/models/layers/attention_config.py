@@ -48,6 +48,8 @@ class AttentionConfig(ModelConfig):
     """For `llama`: factor of the attention scores. Default: `head_dim` to the power of -0.5."""
     attention_softcap: float = Field(default=0.0, ge=0)
     """For `llama`: limit c of attention scores, which become c · tanh(score / c), as in Gemma 2; 0 for none."""
+    attention_sinks: bool = False
+    """For `llama`: whether each head has a trained score that joins the denominator of its softmax, as in gpt-oss."""
     attention_gate: bool = False
     """For `llama`: whether the output of each head is multiplied by the sigmoid of a projection, as in Qwen3-Next."""
     proj_bias: bool = False
@@ -56,7 +58,7 @@ class AttentionConfig(ModelConfig):
     comes_after: ClassVar[dict[str, str]] = {"num_key_value_heads": "num_attention_heads", "qkv_bias": "norm_eps"}
     unlisted: ClassVar[frozenset[str]] = frozenset(
         ("attention_pattern", "sliding_rope_theta", "sliding_rope_scaling", "rotary_share", "qk_norm_over")
-    ) | {"attention_scale", "attention_softcap", "attention_gate", "proj_bias"}
+    ) | {"attention_scale", "attention_softcap", "attention_sinks", "attention_gate", "proj_bias"}
 
     @property
     def rotary_dim(self) -> int:

@@ -55,7 +55,8 @@ class Attention(nn.Module):
         self.rotary = Rotary(config.rotary_dim, config.rope_base(layer), scaling)
         scale = None if config.attention_scale == self.head_dim**-0.5 else config.attention_scale
         core = config.attention_dropout, config.window(layer), f"{name}.core"
-        self.core = CausalAttention(*core, scale=scale, softcap=config.attention_softcap)
+        sinks = config.num_attention_heads if config.attention_sinks else 0
+        self.core = CausalAttention(*core, scale=scale, softcap=config.attention_softcap, sinks=sinks)
         self.proj = Linear(config.num_attention_heads * self.head_dim, config.hidden_size, bias=config.proj_bias)
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:

@@ -107,6 +107,7 @@ def layer_shapes(config: LlamaConfig, layer: str) -> Shapes:
         "attn.qkv.weight": (rows, hidden),
         **({"attn.qkv.bias": (rows,)} if config.qkv_bias else {}),
         **(heads if config.qk_norm else {}),
+        **({"attn.core.sinks": (config.num_attention_heads,)} if config.attention_sinks else {}),
         "attn.proj.weight": (hidden, queries),
         **({"attn.proj.bias": (hidden,)} if config.proj_bias else {}),
         **({"attn_out_norm.weight": (hidden,)} if position != "before" else {}),
