@@ -20,6 +20,7 @@ MEANINGLESS: dict[str, Any] = {
     "sliding_window": 64,
     "full_attention_layers": 1,
     "attention_softcap": 50.0,
+    "attention_sinks": True,
     "attention_pattern": "1 sliding : 1 full",
     "sliding_rope_theta": 500.0,
     "sliding_rope_scaling": False,

@@ -156,6 +156,7 @@ REFUSED = [
     ("gpt context", "cp2 ring", {}, "cp_method is ring but train.exact is true, .*; use all-gather"),
     ("gpt context", "dp1", {"train.exact": False}, "grain_context is 4 but train.exact is false; leave it out"),
     ("gpt context", "tp8 sp", {"train.grain_context": 8}, "tp is 8 but must divide the 4 pieces of a sequence"),
+    ("llama", "dp1", {"model.attention_sinks": True}, "sinks is true but train.exact is true, .*; use false"),
     ("llama", "dp1", {"model.attention_softcap": 2.0}, "softcap is 2.0 but train.exact is true, .*; use 0"),
     ("gpt", "dp2", {"precision.dtype": "fp16"}, "^precision.dtype .*train.exact is true"),
     ("gpt", "dp2", {"precision.dtype": "fp64"}, "^precision.dtype .*train.exact is true"),

@@ -14,13 +14,14 @@ from threefold.verify.worker_pool import WorkerPool
 KINDS: dict[str, dict[str, Any]] = {
     "learned": {},
     "rope": {"position_embedding": "rope"},
-    # grouped heads, scores with a cap, a window in the second and third layer, weights that are not tied
+    # grouped heads, scores with a cap and sinks, a window in the second and third layer, weights that are not tied
     "llama": {
         "architecture": "llama",
         "num_key_value_heads": 2,
         "sliding_window": 5,
         "full_attention_layers": 1,
         "attention_softcap": 1.0,
+        "attention_sinks": True,
     },
     # latents, YaRN with a factor of the scores, values narrower than keys
     "latent": {

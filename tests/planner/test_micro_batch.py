@@ -33,7 +33,7 @@ from threefold.verify.worker_pool import WorkerPool
 
 LLAMA: tuple[tuple[str, Any], ...] = (("architecture", "llama"), ("num_key_value_heads", 6), ("head_dim", 4))
 NORMED = (*LLAMA, ("qk_norm", True), ("qkv_bias", True))
-CAPPED = (*LLAMA, ("attention_softcap", 2.0))
+CAPPED = (*LLAMA, ("attention_softcap", 2.0), ("attention_sinks", True))
 EXPERTS = (*LLAMA, ("num_experts", 4), ("expert_ffn_hidden_size", 18), ("dense_layers", 1))
 SHARED = (*EXPERTS, ("shared_expert_ffn_hidden_size", 12), ("shared_expert_gate", True))
 BASE = Case(layers=2, sequence=18, batch=2, accumulation=1, tie=False, head_dim=4)
@@ -80,6 +80,7 @@ ALONE = {
     "llama, documents": replace(ROPE, model=LLAMA, documents=True),
     "llama, window": replace(ROPE, model=(*LLAMA, ("sliding_window", 5))),
     "llama, bf16, window": replace(ROPE, model=(*LLAMA, ("sliding_window", 5)), dtype="bf16", sequence=600),
+    "llama, sinks": replace(ROPE, model=(*LLAMA, ("attention_sinks", True))),
     "llama, bf16, softcap": replace(ROPE, model=CAPPED, dtype="bf16"),
     "llama, dropout, softcap": replace(ROPE, model=CAPPED, dropout=0.1),
     "experts": replace(ROPE, model=EXPERTS),
@@ -106,7 +107,7 @@ SPREAD = {
 }
 
 
-@sweep("name", [*ALONE, *SPREAD], quick=(0, 4, 7, 11, 13, 17, 21, 27, 33), slow=slice(0, None, 3))
+@sweep("name", [*ALONE, *SPREAD], quick=(0, 4, 7, 11, 13, 18, 22, 28, 34), slow=slice(0, None, 3))
 def test_what_is_kept_is_never_more_than_the_formula_says(pool: WorkerPool, name: str) -> None:
     case = {**ALONE, **SPREAD}[name]
     described = block_shapes(describe_model(case.config.model, case.sequence))[-1]

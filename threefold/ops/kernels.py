@@ -127,7 +127,7 @@ def attention_weights(q: Tensor, k: Tensor, hidden: Tensor, scoring: Scoring = P
     """
     found = q * scoring.factor(q.shape[-1]) @ k.mT
     if scoring.softcap:
-        found = scoring.softcap * torch.tanh(found / scoring.softcap)
+        found = softcap(found, scoring.softcap)
     return with_sinks(found.masked_fill(hidden, -torch.inf), scoring.sinks).softmax(-1)[..., : k.shape[2]]
 
 

@@ -158,13 +158,18 @@ class ContextParallelAttention(nn.Module):
 
     def __init__(self, core: CausalAttention, axis: Axis, heads: Slice, runs: int = 1) -> None:
         super().__init__()
-        if core.sinks is not None:
-            require_standard(core, "parallel.cp is above 1, which with attention sinks", "cp 1")
+        self.check(core)
         self.sinks = core.sinks
         self.axis, self.runs, whole = axis, runs, runs * axis.size
         numbers = list(range(runs * axis.index, runs * (axis.index + 1)))
         self.numbers = numbers + [2 * whole - 1 - each for each in reversed(numbers)]
         self.chunks = nn.ModuleList(of_chunk(core, heads, SequenceChunk(number, 2 * whole)) for number in self.numbers)
+
+    @staticmethod
+    def check(core: CausalAttention) -> None:
+        """Raise a `UserError` if an attention with sinks has another `forward` or hooks."""
+        if core.sinks is not None:
+            require_standard(core, "parallel.cp is above 1, which with attention sinks", "cp 1")
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """Attend from `q` [B, S / cp, heads, d], this rank's chunks in a row → [B, S / cp, heads · d].

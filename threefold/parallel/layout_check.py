@@ -12,7 +12,7 @@ from threefold.errors import UserError
 from threefold.models import sharding
 from threefold.models.source import ModelSource
 from threefold.parallel.arithmetic import arithmetic_of
-from threefold.parallel.context import RingAttention, check_whole_sequences
+from threefold.parallel.context import ContextParallelAttention, RingAttention, check_whole_sequences
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.random.dropout import Dropout
 
@@ -20,7 +20,7 @@ from threefold.random.dropout import Dropout
 def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
     """Return the numbers of all and of trained parameters.
 
-    Raises a `UserError` if model and plan do not match, or if a ring would leave out an attention's forward or hooks.
+    Raises a `UserError` if model and plan do not match, or if context parallelism would leave out a forward or hooks.
     """
     make_model, plan = source.load(config)
     model = made_on_meta(make_model)
@@ -28,11 +28,12 @@ def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
         call_hook("check_plan", model, plan)
     except UserError as error:
         raise UserError(f"{source}: {error}") from None
-    if config.parallel.cp > 1 and config.parallel.cp_method == "ring":
+    if config.parallel.cp > 1:
+        kind = RingAttention if config.parallel.cp_method == "ring" else ContextParallelAttention
         for name, module in model.named_modules(remove_duplicate=False):
             pattern = plan.patterns.naming(name)
             if pattern is not None and isinstance(plan.split[pattern], sharding.AttentionCore):
-                RingAttention.check(module)
+                kind.check(module)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
     return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
 
