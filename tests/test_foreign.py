@@ -183,7 +183,7 @@ FUNCTIONS: Final = {
         cli/config.py::show cli/config.py::diff report/commands/data.py::show
         report/commands/data.py::_show_conversations report/tokens.py::_audit_folder
         report/tokens.py::_audit_foreign report/tokens.py::compare
-        terminal.py::read_config terminal.py::require_page
+        terminal.py::read_config report/page.py::require_page
         inference/commands/eval.py::command
         inference/commands/eval.py::_write verify/inspect_command.py::command
         inference/inputs.py::read_prompts inference/inputs.py::require_texts

@@ -275,21 +275,6 @@ def first_of(names: Iterable[object], most: int = 5, of: str = "", separator: st
     return separator.join(every[:most]) + more
 
 
-def fill_page(page: str, parts: Mapping[str, str]) -> str:
-    """Replace each `{{name}}` of an HTML page by the part of that name, in which nothing is replaced."""
-    first, *others = page.split("{{")
-    pieces = [first]
-    for other in others:
-        name, rest = other.split("}}", 1)
-        pieces += [parts[name], rest]
-    return "".join(pieces)
-
-
-def json_in_script(document: Mapping[str, Any]) -> str:
-    """Return a document as JSON for a script element of a page, which only `<` could end; ASCII suits any file name."""
-    return json.dumps(document, separators=(",", ":"), allow_nan=False).replace("<", r"\u003c")
-
-
 def describe_error(error: Exception) -> str:
     """Return the type and the message of an error in a user's code, on one line and without its full stop."""
     return hide_secrets(" ".join(f"{type(error).__name__}: {error}".split())).removesuffix(".")

@@ -4,12 +4,10 @@ import errno
 import io
 import json
 import os
-import re
 import sys
 import time
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
-from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Self, TextIO
 
@@ -112,23 +110,6 @@ def print_warnings(warnings: Iterable[str]) -> None:
         typer.echo(f"Warning: {warning}", err=True)
 
 
-def whole_number(text: str, option: str, least: int = 1, most: int = 10**7) -> int:
-    """Parse an option as a whole number; raise a `UserError` if it is not one from `least` to `most`."""
-    try:
-        number = int(text.replace("_", ""))
-    except ValueError:
-        nearest = least
-        with suppress(ValueError):  # a text such as `1e3`, `1,024` or `7.9`
-            meant = float(text.replace(",", ""))
-            nearest = round(min(max(meant, least), most)) if isfinite(meant) else least
-        raise UserError(f"{option} {shown(text) or repr(text)} must be a whole number; use {nearest}.") from None
-    if number < least:
-        raise UserError(f"{option} {number} must be at least {least}; use {least}.")
-    if number > most:
-        raise UserError(f"{option} {number} must be at most {most:,}; use {most}.")
-    return number
-
-
 def byte_size(text: str, option: str, example: str) -> int:
     """Parse an option as a size; raise a `UserError` if it is not one."""
     try:
@@ -175,25 +156,6 @@ def shortened(rows: Sequence[tuple[str, ...]], most: int = 24) -> Sequence[tuple
     if len(rows) <= most:
         return rows
     return [*rows[: most // 2], ("…",) * len(rows[0]), *rows[-most // 2 :]]
-
-
-_OF_A_PAGE: Final = re.compile(rb'<meta name="generator" content="threefold ')
-
-
-def require_page(path: Path) -> None:
-    """Raise a `UserError` unless a page can be written to the path of `--html`: over nothing but another such page."""
-    named = f"--html {shown(path)}"
-    if path.is_dir() or not path.absolute().parent.is_dir():
-        what = "that is a folder" if path.is_dir() else f"there is no folder {shown(path.parent)}"
-        raise UserError(f"{named} cannot be written: {what}.")
-    if path.is_file():
-        try:
-            with path.open("rb") as file:
-                begins = file.read(1000)
-        except OSError as error:
-            raise UserError(f"{named} cannot be read ({error.strerror}); use another name.") from None
-        if begins and not _OF_A_PAGE.search(begins):
-            raise UserError(f"{named} exists already and is not a page of this program; use another name.")
 
 
 def setting_text(value: object) -> str:

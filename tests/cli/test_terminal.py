@@ -3,7 +3,7 @@
 import pytest
 
 from threefold.errors import UserError
-from threefold.terminal import whole_number
+from threefold.report.page import whole_number
 
 
 def test_whole_numbers() -> None:

@@ -15,7 +15,7 @@ from tests.train.support import Run, manifest, steps_of, train_rank
 from threefold.checkpoint.index import INDEX, index_text, read_fingerprint
 from threefold.checkpoint.manifest import read_manifest, write_manifest
 from threefold.exact.fingerprint import WeightHashes
-from threefold.random.tensor_hash import PartHash, fingerprint_of
+from threefold.exact.tensor_hash import PartHash, fingerprint_of
 from threefold.report.checkpoints import summarize_checkpoint
 from threefold.verify.worker_pool import WorkerPool
 

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from threefold.launch.output import _plain, whole_lines
+from threefold.launch.output import _plain
+from threefold.report.whole_lines import whole_lines
 
 LOGGED = """
 import os, sys

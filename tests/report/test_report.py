@@ -15,7 +15,7 @@ import torch
 from tests.support.command import Command
 from threefold.checkpoint.manifest import MANIFEST
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
-from threefold.random.tensor_hash import PartHash, fingerprint_of
+from threefold.exact.tensor_hash import PartHash, fingerprint_of
 from threefold.report.document import LEDGER, PHASES, RunReport, make_page, report_of
 from threefold.report.goodput import Goodput
 from threefold.report.metrics import read_metrics_file

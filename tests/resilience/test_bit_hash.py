@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from threefold.random.tensor_hash import odd_factors
+from threefold.exact.tensor_hash import odd_factors
 from threefold.resilience.bit_hash import bit_hash, combined
 
 WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

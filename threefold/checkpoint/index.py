@@ -89,7 +89,7 @@ def index_text(
 ) -> str:
     """Return the content of tensors.json, which does not depend on the order in which ranks wrote.
 
-    `fingerprint` is that of the weights, in every layout the same (`threefold.random.tensor_hash`).
+    `fingerprint` is that of the weights, in every layout the same (`threefold.exact.tensor_hash`).
     """
     entries = (
         f"{json.dumps(name)}: "

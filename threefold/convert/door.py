@@ -10,6 +10,7 @@ COMMANDS: Final = {
     "checkpoint convert": ("", "threefold.convert.checkpoint_command:convert"),
 }
 HOOKS: Final = {
+    "decompressed": "threefold.convert.compressed:decompressed",
     "parquet_texts": "threefold.convert.parquet:parquet_texts",
     "json_lines": "threefold.convert.json_lines:JsonLines",
     "audit_cache": "threefold.convert.token_cache:audit_cache",

@@ -1,16 +1,12 @@
 """Input files of text, read as documents: JSON lines and plain text, compressed or not; a room adds parquet."""
 
-import gzip
 import hashlib
 import io
 import json
-import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
-
-import zstandard
 
 from threefold.constants import LONGEST_DOCUMENT
 from threefold.data.conversations import Chat, Document, chat_of, is_chat, utf8
@@ -21,6 +17,7 @@ from threefold.errors import UserError
 from threefold.files import load_json
 
 _KINDS: Final = {".jsonl": "json", ".json": "json", ".txt": "text", ".parquet": "parquet"}
+_COMPRESSED: Final = (".gz", ".zst")
 _KNOWN: Final = ".jsonl, .json, .txt, one of these and .gz or .zst, or .parquet"
 
 # Characters after which a long text is cut at the next blank line, or after 4 times as many at the next line, so that
@@ -28,8 +25,6 @@ _KNOWN: Final = ".jsonl, .json, .txt, one of these and .gz or .zst, or .parquet"
 _TEXT_DOCUMENT: Final = 65_536
 _READ_LINE_LIMIT: Final = 4 * _TEXT_DOCUMENT
 CHUNK: Final = 1 << 18
-_ZSTD_INPUT: Final = 1 << 12
-"""Bytes that are decompressed at once; their content has at most 128 MiB."""
 
 
 def find_inputs(inputs: Iterable[Path]) -> list[Path]:
@@ -202,7 +197,7 @@ class _Watched(io.FileIO):
 
 def _kind(path: Path) -> str | None:
     suffixes = [suffix.lower() for suffix in path.suffixes]
-    if is_compressed := suffixes[-1:] in ([".gz"], [".zst"]):
+    if is_compressed := bool(suffixes) and suffixes[-1] in _COMPRESSED:
         suffixes.pop()
     kind = _KINDS.get(suffixes[-1]) if suffixes else None
     return None if kind == "parquet" and is_compressed else kind
@@ -210,10 +205,8 @@ def _kind(path: Path) -> str | None:
 
 def _decompressed(raw: io.BufferedReader, path: Path) -> io.TextIOWrapper:
     stream: Any = raw
-    if path.suffix.lower() == ".gz":
-        stream = gzip.GzipFile(fileobj=raw)
-    elif path.suffix.lower() == ".zst":
-        stream = io.BufferedReader(_ZstdFile(raw), CHUNK)
+    if path.suffix.lower() in _COMPRESSED:
+        stream = needed("decompressed", f"A compressed file, as {path},", "convert")(raw, path.suffix.lower())
     return io.TextIOWrapper(stream, encoding="utf-8-sig")
 
 
@@ -239,33 +232,5 @@ def _explained(path: Path) -> Iterator[None]:
         yield
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text ({error.reason}); convert it") from None
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+    except (OSError, EOFError) as error:
         raise UserError(f"{path} cannot be read ({error}); it may be truncated") from None
-
-
-class _ZstdFile(io.RawIOBase):
-    """Content of zstd frames; truncation is an error, which the library's `stream_reader` takes for the end."""
-
-    def __init__(self, file: io.BufferedReader) -> None:
-        self._file, self._input, self._output = file, b"", memoryview(b"")
-        self._frame, self._in_frame = zstandard.ZstdDecompressor().decompressobj(), False
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._output:
-            if not self._input:
-                self._input = self._file.read(_ZSTD_INPUT)
-            if not self._input:
-                if self._in_frame:
-                    raise EOFError("the zstd frame has no end")
-                return 0
-            self._output = memoryview(self._frame.decompress(self._input))
-            self._in_frame, self._input = not self._frame.eof, self._frame.unused_data
-            if self._frame.eof:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-        count = min(len(buffer), len(self._output))
-        buffer[:count] = self._output[:count]
-        self._output = self._output[count:]
-        return count

@@ -25,6 +25,7 @@ from threefold.exact.layers import RowSum, last_dim_summed
 from threefold.exact.modules import ExactExperts, shardings
 from threefold.exact.products import tree_sum
 from threefold.exact.sample_sums import ExactShardedGradients, SampleOrder, TreePlace
+from threefold.exact.tensor_hash import fingerprint_of
 from threefold.exact.totals import row_norms, row_width, sum_exactly
 from threefold.models import sharding
 from threefold.ops import kernels
@@ -35,7 +36,6 @@ from threefold.parallel.gradients import Gradients, MakePlace
 from threefold.parallel.parameter import Weight
 from threefold.parallel.shard_modules import feature_units
 from threefold.parallel.zero import ShardedGradients, ZeroSharding
-from threefold.random.tensor_hash import fingerprint_of
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,12 @@
-"""Hashes of the weights of a model that is sharded over a mesh, which give its fingerprint (`random.tensor_hash`)."""
+"""Hashes of the weights of a model that is sharded over a mesh, which give its fingerprint (`exact.tensor_hash`)."""
 
 from collections.abc import Sequence
 
 import torch
 
 from threefold.comm.mesh import Mesh
+from threefold.exact.tensor_hash import PartHash
 from threefold.parallel.parameter import Weight, offset
-from threefold.random.tensor_hash import PartHash
 
 
 class WeightHashes:

@@ -9,10 +9,9 @@ import select
 import signal
 import sys
 import termios
-import threading
 import traceback
 import tty
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -79,67 +78,7 @@ def logged_and_shown(log: Path, prefix: str = "") -> Iterator[None]:
 
 
 @contextmanager
-def whole_lines() -> Iterator[None]:
-    """Show what this process prints in whole lines within the block, as other ranks print to the same console."""
-    before = sys.stdout, sys.stderr
-    streams = [each if each is None else _WholeLines(each) for each in before]
-    sys.stdout, sys.stderr = streams
-    try:
-        yield
-    finally:
-        sys.stdout, sys.stderr = before
-        for stream in streams:
-            if stream is not None:
-                stream.end()
-
-
-class _WholeLines:
-    """Text stream that passes text on when its line ends, and holds the rest of a line until then.
-
-    A piece that begins with a carriage return is passed on at once, as progress bars end no line. Other attributes are
-    those of the stream below, which may be a notebook's.
-    """
-
-    def __init__(self, stream: Any) -> None:
-        self._stream, self._held, self._lock, self._pid = stream, "", threading.RLock(), os.getpid()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        if os.getpid() != self._pid:  # a fork, such as a worker of a data loader: the held piece is its parent's
-            self._held, self._lock, self._pid = "", threading.RLock(), os.getpid()
-        with self._lock:
-            lines, end, rest = (self._held + text).rpartition("\n")
-            self._held = "" if rest.startswith("\r") else rest
-            if shown := lines + end + (rest if rest.startswith("\r") else ""):
-                self._show(shown)
-        return len(text)
-
-    def writelines(self, lines: Iterable[str]) -> None:
-        self.write("".join(lines))
-
-    def flush(self) -> None:
-        self._stream.flush()
-
-    def end(self) -> None:
-        """Pass on a line without an end."""
-        with self._lock, suppress(OSError, ValueError, OutputLost):
-            held, self._held = self._held, ""
-            if held:
-                self._show(held)
-
-    def _show(self, text: str) -> None:
-        descriptor = -1
-        with suppress(AttributeError, OSError, ValueError):  # io.UnsupportedOperation is both
-            descriptor = self._stream.fileno()
-        with _alone(descriptor):
-            self._stream.write(text)
-            self._stream.flush()
-
-
-@contextmanager
-def _alone(descriptor: int) -> Iterator[None]:
+def alone(descriptor: int) -> Iterator[None]:
     """Keep other ranks from writing to a console: one call of `write` into a pipe is whole only up to 4 kB.
 
     The lock of the console's file ends with its process. A system that has none goes without.
@@ -242,7 +181,7 @@ def _copy(source: int, told: int, path: Path, file: BinaryIO, prefix: bytes) -> 
 
 def _show(data: bytes) -> None:
     """Write to the console, ignoring errors: the log continues when the console is closed."""
-    with suppress(OSError), _alone(1):
+    with suppress(OSError), alone(1):
         while data:
             data = data[os.write(1, data) :]
 

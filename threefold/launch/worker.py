@@ -17,7 +17,7 @@ from threefold.errors import UserError
 from threefold.host import usable_cores
 from threefold.launch.device import Backend, gpu_count
 from threefold.launch.environment import chosen_threads
-from threefold.launch.output import log_file, logged, logged_and_shown, whole_lines
+from threefold.launch.output import log_file, logged, logged_and_shown
 
 if TYPE_CHECKING:
     from torch.distributed import Store
@@ -91,7 +91,8 @@ class Job:
         if rank == self.debug_rank:
             return nullcontext()
         if self.run_dir is None:  # a single rank streams, such as the text that it generates
-            return whole_lines() if len(self.console_ranks) > 1 else nullcontext()
+            whole_lines = hook("whole_lines") if len(self.console_ranks) > 1 else None
+            return nullcontext() if whole_lines is None else whole_lines()
         log = log_file(self.run_dir, rank)
         if rank not in self.console_ranks:
             return logged(log)

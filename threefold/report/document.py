@@ -21,10 +21,8 @@ from threefold.config.loading import differing_settings
 from threefold.errors import UserError
 from threefold.files import (
     counted,
-    fill_page,
     format_bytes,
     how_often,
-    json_in_script,
     load_json,
     shown,
 )
@@ -33,6 +31,7 @@ from threefold.report.checkpoints import group_of, listed
 from threefold.report.console import clock
 from threefold.report.curves import Curves
 from threefold.report.door import REPORT_FILE
+from threefold.report.page import fill_page, json_in_script
 from threefold.report.record import SAMPLES_FILE, SUMS, RunRecord, number
 from threefold.train.callbacks.base import Callback, RunContext, reason_of, say
 

@@ -40,6 +40,7 @@ CHOSEN_CALLBACKS: Final = {
     "mlflow": "threefold.report.callbacks:MLflowRun",
 }
 HOOKS: Final = {
+    "whole_lines": "threefold.report.whole_lines:whole_lines",
     "token_facts": "threefold.report.commands.data:token_facts",
     "goodput": "threefold.report.goodput:goodput_of",
     "announce": "threefold.report.announcement:announce",

@@ -6,7 +6,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from threefold.random.tensor_hash import WORDS, PartHash, odd_factors
+from threefold.exact.tensor_hash import WORDS, PartHash, odd_factors
 
 _BITS_IN_A_ROW: Final = 1 << 12  # words of a row in which the bits of a tensor without a place of its own are hashed
 

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+NEEDS: Final = ("exact",)
 CALLBACKS: Final = {"stragglers": "threefold.resilience.stragglers:StragglerReport"}
 ATTACHMENTS: Final = {"resilience": "threefold.resilience.attachment:FaultResponse"}
 RULES: Final = {"skipped_steps": "threefold.resilience.rules:skipped_steps_rules"}

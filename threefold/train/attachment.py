@@ -89,7 +89,7 @@ class Attachment:
 
 _CALLED_BY_RANKS: Final = (
     *("peak_rate", "checks", "over_shared_memory", "kept_states", "remote_copies", "background_saver", "check_plan"),
-    *("checkpoints", "announce", "performance_meter", "share_mailbox"),
+    *("checkpoints", "hash_of_part", "announce", "performance_meter", "share_mailbox"),
 )
 """Hooks of a run, in the order in which its ranks call them."""
 

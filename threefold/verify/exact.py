@@ -17,11 +17,11 @@ from torch import Tensor
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
+from threefold.exact.tensor_hash import PartHash
 from threefold.models.source import ModelSource
 from threefold.parallel.layout_check import check_source
 from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import offset
-from threefold.random.tensor_hash import PartHash
 from threefold.train.step import Engine
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Held

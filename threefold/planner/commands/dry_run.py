@@ -13,6 +13,7 @@ from typer import Option
 from threefold import terminal
 from threefold.errors import UserError
 from threefold.files import counted, format_bytes
+from threefold.report.page import whole_number
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -44,8 +45,8 @@ def command(
     from threefold.comm.layout import Layout
     from threefold.config.section import MOST_RANKS
 
-    number = 0 if rank is None else terminal.whole_number(rank, "--rank", least=0)
-    ranks = None if world is None else terminal.whole_number(world, "--world", most=MOST_RANKS)
+    number = 0 if rank is None else whole_number(rank, "--rank", least=0)
+    ranks = None if world is None else whole_number(world, "--world", most=MOST_RANKS)
     settings = terminal.with_model(overrides, model)
     if ranks is not None:
         given = terminal.read_config(config, settings, trust_code=trust_code)

@@ -12,7 +12,8 @@ from typer import Argument, Option
 
 from threefold.errors import UserError
 from threefold.files import counted, shown
-from threefold.terminal import Bars, whole_number
+from threefold.report.page import whole_number
+from threefold.terminal import Bars
 
 if TYPE_CHECKING:
     from threefold.config import Config

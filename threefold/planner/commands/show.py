@@ -12,8 +12,9 @@ from typer import Option
 from threefold import terminal
 from threefold.doors import require_installed
 from threefold.errors import UserError
-from threefold.files import counted, fill_page, format_bytes, json_in_script, read_json, shown
+from threefold.files import counted, format_bytes, read_json, shown
 from threefold.planner.commands.estimate import HardwareName
+from threefold.report.page import fill_page, json_in_script, require_page
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -59,7 +60,7 @@ def command(
     if html is not None:
         if html.suffix.lower() != ".html":
             raise UserError(f"The page {shown(html)} must end in .html; use {shown(html.with_suffix('.html'))}.")
-        terminal.require_page(html)
+        require_page(html)
     resolved = terminal.read_without_data(config, overrides, model, trust_code)
     other: Config | None = None
     if compare is not None and (compare.lower().endswith((".yaml", ".yml")) or Path(compare).exists()):

@@ -7,7 +7,8 @@ import typer
 from typer import Argument, Option
 
 from threefold.files import shown
-from threefold.terminal import print_warnings, require_page, setting_text, table
+from threefold.report.page import require_page
+from threefold.terminal import print_warnings, setting_text, table
 
 
 def command(

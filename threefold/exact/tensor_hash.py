@@ -112,6 +112,11 @@ class PartHash:
         return torch.cat(sums)
 
 
+def hash_of_part(part: Tensor, shape: Sequence[int], start: Sequence[int], whole: Sequence[int]) -> int:
+    """Return the hash of a part as a number, see `PartHash`."""
+    return int(PartHash(shape, start, whole)(part))
+
+
 def fingerprint_of(hashes: Mapping[str, int]) -> str:
     """Return the fingerprint of a model, 12 hexadecimal digits that are the same in every layout.
 
