@@ -116,6 +116,8 @@ class PipelineRunner(Runner):
         self._add_gradient, self._settings = add_gradient, parallelism.settings
         self._declared: Mapping[int, tuple[Tensor, ...]] | None = None
         self._exchange = wait_code("send", self._mesh.pp.number)
+        # False if a parameter may get two gradients per micro-batch: a tied weight, from each stage or a deferred one.
+        self._one_backward = schedule.one_backward_per_micro_batch
         self.has_loss = any(stage.gives_loss for stage in stages)
         loss_dtype = torch.promote_types(parallelism.settings.dtype, torch.float32)
         self._zero = torch.zeros(1, dtype=loss_dtype, device=self._mesh.device)
@@ -132,8 +134,7 @@ class PipelineRunner(Runner):
             self._use(self._passes(self._settings.micro_batches, None))
 
     def arrivals(self, samples: int) -> int | None:
-        # None if a parameter may get two gradients per micro-batch: a tied weight, from each stage or a deferred one.
-        return self._settings.parts(samples) if self._schedule.one_backward_per_micro_batch else None
+        return self._settings.parts(samples) if self._one_backward else None
 
     def knows(self, shapes: Hashable) -> bool:
         return self._declared is not None or shapes in self._found
