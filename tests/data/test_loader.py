@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from threefold.data.fingerprint import fingerprint_of
+from threefold.data.keyed_reading import fingerprint_of
 from threefold.data.loader import Batch, BatchSlice, Loader
 from threefold.data.packed import PackedSamples
 from threefold.data.samples import ConsumedSamples

@@ -16,8 +16,9 @@ from tests.train.support import Run, manifest, train, train_rank
 from threefold.checkpoint.folder import newest, path_of
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
+from threefold.resilience.restarts import memory_files
 from threefold.resilience.states_in_memory import StateInMemory, StatesInMemory
-from threefold.train.attempt import Attempt, memory_files
+from threefold.train.attempt import Attempt
 from threefold.train.stop import Stopped
 from threefold.verify.worker_pool import WorkerPool
 

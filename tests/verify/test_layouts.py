@@ -5,7 +5,7 @@ from itertools import pairwise
 import pytest
 
 from tests.verify.support import config
-from threefold.comm.layout import Layout, parse, parse_layouts
+from threefold.comm.layout import Layout, parse
 from threefold.config.optimizer import LR_SCHEDULES
 from threefold.errors import UserError
 from threefold.train.optim import learning_rate
@@ -14,6 +14,7 @@ from threefold.verify.layouts import (
     compose,
     covering,
     every,
+    parse_layouts,
     possible,
     prepare,
     products,

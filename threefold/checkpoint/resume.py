@@ -252,16 +252,6 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
                 yield key, old, new
 
 
-def decisive_settings(config: Config) -> dict[str, Any]:
-    """Return the settings of a resolved config that decide a run's results, its beginning and its length included."""
-    return {
-        key: given.get(name)
-        for section, given in config.sections().items()
-        for name in {**type(getattr(config, section)).model_fields, **given}
-        if is_decisive(key := f"{section}.{name}")
-    }
-
-
 def is_decisive(key: str) -> bool:
     """Return whether a setting decides a run's results, its beginning and its length included."""
     return key in _WHOLE_RUN or not (_is_free(key) or key in ("data.mixture", _REPORTS))

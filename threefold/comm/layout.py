@@ -223,12 +223,6 @@ ORDER = (
 RECOMPUTE = ("selective", "full")
 
 
-def parse_layouts(texts: list[str]) -> list[LayoutSpec]:
-    """Parse several layouts, one or several (separated by `;`) in each text; drop duplicates."""
-    parts = [part.strip() for text in texts for part in text.split(";")]
-    return list(dict.fromkeys(parse(part) for part in parts if part))
-
-
 def parse(text: str) -> LayoutSpec:
     """Parse one layout: axes with sizes, and words such as `zbv`, `zero3`, `sp`, `full` (recompute), in any order.
 
@@ -285,12 +279,6 @@ def _word(key: str, value: Any) -> str:
     if key == "parallel.sequence_parallel":
         return "sp"
     return f"{next(word for word, meant in NUMBERS.items() if meant == key)}{value}"
-
-
-def shard_length(size: int, shards: int, index: int) -> int:
-    """Return the length of a shard, as `shard_bounds` cuts it."""
-    start, end = shard_bounds(size, shards, index)
-    return end - start
 
 
 def shard_bounds(size: int, shards: int, index: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from threefold.config.model import CUSTOM
 from threefold.constants import IGNORE_INDEX
 from threefold.data.conversations import ChatTemplate
 from threefold.data.corpus import Corpus
-from threefold.data.formats.custom_data import CustomData, is_custom_data, is_nested
+from threefold.data.formats.custom_data import CustomData, is_custom_data
 from threefold.data.formats.registry import holds_tokens, open_corpus
 from threefold.data.packed import PackedSamples
 from threefold.data.samples import MixedSamples, MixturePart, Samples
@@ -154,13 +154,6 @@ def open_dataset(config: Config) -> Dataset:
 def names_data(config: Config) -> bool:
     """Return whether there are files at a config's paths; `open_dataset` raises if they hold no data."""
     return any(is_custom_data(name) or Path(name).exists() or holds_tokens(Path(name)) for name in config.data.corpora)
-
-
-def names_nested_data(config: Config) -> bool:
-    """Return whether a config names a custom dataset without tokens. Raises UserError if there is no dataset."""
-    return any(
-        is_custom_data(name) and not holds_tokens(Path(name)) and is_nested(name) for name in config.data.corpora
-    )
 
 
 def missing_data(name: str, config: Config) -> str:

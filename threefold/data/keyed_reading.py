@@ -5,15 +5,17 @@ the layout, the number of workers and the samples read before; afterwards they c
 the data set's own, and any other state that reading changes, cannot be keyed, and is refused.
 """
 
+import hashlib
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from threefold.data.fingerprint import fingerprint_of
 from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.random.rng import generators_preserved, seed_generators, stream_key
@@ -126,3 +128,33 @@ def positions() -> tuple[Any, ...]:
     inner = numpy["state"]
     place = inner["key"].tobytes() if "key" in inner else repr(inner), inner.get("pos"), numpy.get("has_gauss")
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), place
+
+
+def fingerprint_of(value: Any) -> int:
+    """Return a 63-bit content hash (BLAKE2b) of a nesting of tensors, arrays, numbers and texts."""
+    digest = hashlib.blake2b(digest_size=8)
+    _add(value, digest)
+    return int.from_bytes(digest.digest(), "little") >> 1
+
+
+def _add(value: Any, digest: Any) -> None:
+    digest.update(type(value).__name__.encode())
+    if isinstance(value, Tensor):
+        digest.update(f"{value.dtype}{[*value.shape]}".encode())
+        if value.layout == torch.strided and not value.is_nested:
+            flat = value.detach().cpu().contiguous().flatten()
+            digest.update(flat.view(torch.uint8).numpy().data)
+    elif isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        digest.update(f"{value.dtype}{[*value.shape]}".encode() + value.tobytes())
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            digest.update(repr(key).encode())
+            _add(each, digest)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            _add(each, digest)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            _add(getattr(value, field.name), digest)
+    elif isinstance(value, str | bytes | int | float | complex | np.generic | None):
+        digest.update(repr(value).encode())

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from threefold.comm.axis import Axis
 from threefold.comm.mesh import Mesh
-from threefold.data.fingerprint import fingerprint_of
-from threefold.data.keyed_reading import KeyedReader, changing
+from threefold.data.keyed_reading import KeyedReader, changing, fingerprint_of
 from threefold.errors import UserError
 
 _UNKNOWN: Final = -1

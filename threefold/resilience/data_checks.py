@@ -25,8 +25,8 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.data.corpus import Content, Corpus, TokenArray, damaged
 from threefold.data.dataset import Dataset
-from threefold.data.fingerprint import fingerprint_of
 from threefold.data.formats.custom_data import CustomData, named
+from threefold.data.keyed_reading import fingerprint_of
 from threefold.data.loader import Batch, Loader
 from threefold.data.samples import Samples
 from threefold.errors import UserError

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import ClassVar, Final, Self
+from typing import Any, ClassVar, Final, Self
 
 from threefold.checkpoint.folder import code_text, complete, model_files
-from threefold.checkpoint.resume import decisive_settings
+from threefold.checkpoint.resume import is_decisive
 from threefold.checksums import checksum_of_blocks, seal, unseal
 from threefold.config import Config
 from threefold.data.dataset import Dataset
@@ -36,7 +36,7 @@ Terms = Mapping[str, str]
 
 def terms_of(config: Config, dataset: Dataset) -> dict[str, str]:
     """Return what a folder must have in common with a run to continue it; needs a resolved config."""
-    found = {key: json.dumps(value) for key, value in decisive_settings(config).items()}
+    found = {key: json.dumps(value) for key, value in _decisive_settings(config).items()}
     weights = list(config.data.corpora.values())
     if len(weights) > 1:
         found["data.mixture"] = json.dumps(whole_weights(weights))
@@ -47,6 +47,16 @@ def terms_of(config: Config, dataset: Dataset) -> dict[str, str]:
         blocks = (part for name, file in sorted(files.items()) for part in (name.encode(), code_text(file).encode()))
         found["the code of model.file"] = f"code with the checksum {checksum_of_blocks(blocks)}"
     return found
+
+
+def _decisive_settings(config: Config) -> dict[str, Any]:
+    """Return the settings of a resolved config that decide a run's results, its beginning and its length included."""
+    return {
+        key: given.get(name)
+        for section, given in config.sections().items()
+        for name in {**type(getattr(config, section)).model_fields, **given}
+        if is_decisive(key := f"{section}.{name}")
+    }
 
 
 @dataclass(frozen=True)

@@ -1,11 +1,13 @@
 """Restart the ranks of a training run after a failure: decide whether, how often, and in which layout."""
 
+import os
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from threefold.checkpoint.resume import has_all_steps
 from threefold.comm.layout import Layout, LayoutSpec, parse
@@ -14,10 +16,13 @@ from threefold.config.loading import config_of, problem
 from threefold.config.resolve import check_settings
 from threefold.config.rules import batch_sizes
 from threefold.doors import call_hook
+from threefold.errors import UserError
 from threefold.files import how_often
 from threefold.launch.checks import naming_fallback
 from threefold.launch.failure import Failure, RankFailed
-from threefold.train.attempt import Attempt, fresh_files, memory_files
+from threefold.train.attempt import Attempt
+
+COPIES: Final = 2  # number of copies of a rank's state in memory: one stays whole while the other is written
 
 
 def fallbacks_of(config: Config) -> dict[str, Config]:
@@ -151,3 +156,25 @@ class Restarts:
             layout=layout or self._attempt.layout,
             memory=fresh_files(self._attempt.memory) if failure.hardware else self._attempt.memory,
         )
+
+
+def memory_files(ranks: int) -> tuple[tuple[Path, ...], ...]:
+    """Create empty files in memory for the states of `ranks` ranks, `COPIES` for each.
+
+    They exist as long as this process, or another one that opened them, so nothing remains when all are killed. Raises
+    a `UserError` on systems without such files.
+    """
+    if sys.platform != "linux":
+        raise UserError("checkpoint.memory_every is not 0 but needs files in memory, which only Linux has; use 0.")
+    return tuple(
+        tuple(Path(f"/proc/{os.getpid()}/fd/{os.memfd_create(f'threefold-rank-{rank}')}") for _ in range(COPIES))
+        for rank in range(ranks)
+    )
+
+
+def fresh_files(files: tuple[tuple[Path, ...], ...]) -> tuple[tuple[Path, ...], ...]:
+    """Close these files, whose states cannot be trusted, and create as many empty ones."""
+    for each in files:
+        for file in each:
+            os.close(int(file.name))
+    return memory_files(len(files)) if files else ()

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from threefold.api.trainer import AnyConfig, custom_run
-from threefold.comm.layout import parse_layouts
 from threefold.data.dataset import vocabulary
 from threefold.doors import call_hook
 from threefold.errors import UserError, require_whole
@@ -14,7 +13,7 @@ from threefold.files import shown
 from threefold.launch.process import prepare_fork
 from threefold.models.loss_terms import LossFunction
 from threefold.parallel.layout_check import layout_check
-from threefold.verify.layouts import UNKNOWN_VOCABULARY, asked_for, covering, possible, prepare, shrink
+from threefold.verify.layouts import UNKNOWN_VOCABULARY, asked_for, covering, parse_layouts, possible, prepare, shrink
 from threefold.verify.verifier import EQUAL, LayoutResult, Verification, choose_batches, verifier
 
 if TYPE_CHECKING:

@@ -83,15 +83,14 @@ def command(
       threefold verify run.yaml dp2,tp2,pp2 tp4,pp2:zbv
       threefold verify run.yaml --all --ranks 4
     """
-    from threefold.comm.layout import parse_layouts
     from threefold.config.model import CUSTOM, split_model_file
-    from threefold.data.dataset import names_nested_data, vocabulary
+    from threefold.data.dataset import vocabulary
     from threefold.verify import layouts as choices
 
     from_section = model is not None and _is_made_from_section(*split_model_file(model))
     given = read_config(config, overrides, None if from_section else model, trust_code)
-    nested = names_nested_data(given)
-    specs = parse_layouts([*(layouts or ()), *(named or ())])
+    nested = choices.names_nested_data(given)
+    specs = choices.parse_layouts([*(layouts or ()), *(named or ())])
     if specs and every:
         raise UserError("Layouts are given and --all too; leave one of the two out.")
     if exact:

@@ -12,12 +12,12 @@ from rich.table import Table
 from torch import nn
 
 from threefold.api.model import with_arguments
-from threefold.comm.layout import shard_length
 from threefold.errors import UserError
 from threefold.models.plan import Plan, tie_
 from threefold.models.sharding import ModelPlan, Split, check_tensor_axis
 from threefold.verify.plan_check import check_plan
 from threefold.verify.proposal import as_pattern, propose
+from threefold.verify.rank_part import shard_length
 
 _WIDTH = 160
 

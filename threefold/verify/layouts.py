@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, cycle, product
 from math import gcd, lcm
+from pathlib import Path
 from typing import Any
 
-from threefold.comm.layout import SCHEDULES, Layout, LayoutSpec
+from threefold.comm.layout import SCHEDULES, Layout, LayoutSpec, parse
 from threefold.config import Config, resolve
 from threefold.config.loading import config_of
 from threefold.config.model import CUSTOM, ModelConfig
@@ -17,7 +18,8 @@ from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules import batch_sizes
 from threefold.config.schedules import Schedule, find_schedule
 from threefold.config.section import nearest_divisor
-from threefold.data.formats.custom_data import is_custom_data
+from threefold.data.formats.custom_data import is_custom_data, is_nested
+from threefold.data.formats.registry import holds_tokens
 from threefold.errors import UserError
 from threefold.exact.rules import GRAIN, takes_context_pieces
 
@@ -456,3 +458,16 @@ _EXTRAS: tuple[dict[str, Any], ...] = (
     {"train.recompute": "full"},
 )
 """Settings that must not change a bit, given to the layouts in turn; `most` makes micro-batches of one sample."""
+
+
+def parse_layouts(texts: list[str]) -> list[LayoutSpec]:
+    """Parse several layouts, one or several (separated by `;`) in each text; drop duplicates."""
+    parts = [part.strip() for text in texts for part in text.split(";")]
+    return list(dict.fromkeys(parse(part) for part in parts if part))
+
+
+def names_nested_data(config: Config) -> bool:
+    """Return whether a config names a custom dataset without tokens. Raises UserError if there is no dataset."""
+    return any(
+        is_custom_data(name) and not holds_tokens(Path(name)) and is_nested(name) for name in config.data.corpora
+    )

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from threefold.comm.layout import shard_bounds, shard_length
+from threefold.comm.layout import shard_bounds
 from threefold.errors import UserError
 from threefold.models import sharding
 from threefold.parallel.parameter import set_in
@@ -85,3 +85,9 @@ def cut_to_rank(model: nn.Module, plan: sharding.ModelPlan, tp: int, rank: int) 
             start, end = shard_bounds(tensor.shape[dim], tp, rank)
             part: Tensor = tensor.detach().narrow(dim, start, end - start)
             set_in(model, name, nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part)
+
+
+def shard_length(size: int, shards: int, index: int) -> int:
+    """Return the length of a shard, as `shard_bounds` cuts it."""
+    start, end = shard_bounds(size, shards, index)
+    return end - start

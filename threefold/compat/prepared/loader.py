@@ -12,8 +12,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 
 from threefold.comm.mesh import Mesh
 from threefold.compat.map_dataset import sentences_of_workers
-from threefold.data.fingerprint import fingerprint_of
-from threefold.data.keyed_reading import KeyedReader
+from threefold.data.keyed_reading import KeyedReader, fingerprint_of
 from threefold.errors import UserError
 from threefold.resilience.data_agreement import require_one_data_set, require_one_stream
 
