@@ -16,6 +16,7 @@ from threefold.planner.doctor import (
     Machine,
     RankRates,
     findings_of,
+    fitted_collective,
     half_depth,
     measure_disk,
     measured_entry,
@@ -120,6 +121,14 @@ def test_rates_that_do_not_grow_and_one_rank_alone() -> None:
     assert half_depth({64: 1e9}) == 0.0
     assert measured_link(rates_of(1)).bandwidth == 1e9
     assert measured_link(rates_of(8, transport=NCCL)).latency == pytest.approx(5e-6), "of trees"
+
+
+def test_noise_makes_no_link_faster_than_memory() -> None:
+    assert fitted_collective(1e-3, 1.1e-3, 3.1e-3, 10**6, 1e10, "gloo") == Collective(
+        pytest.approx(1e-4), pytest.approx(5e8), "gloo"
+    )
+    for large in (1.1e-3, 0.9e-3):  # as fast as the small message, or faster than the product alone
+        assert fitted_collective(1e-3, 1.1e-3, large, 10**6, 1e10, "gloo").bandwidth == pytest.approx(1e10)
 
 
 def test_this_machine_and_its_disk(tmp_path: Path) -> None:

@@ -305,19 +305,19 @@ def measure_ranks(info: Any, dtypes: Sequence[str], effort: MeasuringEffort, dev
             out = out + tiny
         torch.autograd.grad(out.sum(), tiny)
 
-    several = world > 1
+    several, copied = world > 1, 2 * effort.copied / timed(lambda: target.copy_(source))
     return RankRates(
         ranks=world,
         threads=torch.get_num_threads(),
         matrix={dtype: _products(timed, DTYPES[dtype], effort.sizes, on) for dtype in dtypes},
         attention={name: [_attention(timed, DTYPES[name], on, *each) for each in effort.attention] for name in dtypes},
-        memory_bandwidth=2 * effort.copied / timed(lambda: target.copy_(source)),
+        memory_bandwidth=copied,
         kernel=timed(chain) / 32,
         block=block(),
         sharded_block=block(zero=ZERO_WEIGHTS) if several else 0.0,
         tensor_block=mean(block(tp=tp) for tp in (2, world)) if several else 0.0,
         context_block=block(cp=2) if several else 0.0,
-        collectives=_all_reduces(timed, mesh, effort.nbytes) if several else {},
+        collectives=_all_reduces(timed, mesh, effort.nbytes, copied / 2) if several else {},
     )
 
 
@@ -395,12 +395,12 @@ def _attention(timed: _Timed, dtype: torch.dtype, on: torch.device, positions: i
     forward = partial(F.scaled_dot_product_attention, query, key, value, is_causal=True)
     seconds = timed(forward)
     both = timed(lambda: torch.autograd.grad(forward(), (query, key, value), grad.detach()))
-    rates = {"forward": flops / seconds, "backward": 2.5 * flops / max(both - seconds, 1e-9)}
+    rates = {"forward": flops / seconds, "backward": 2.5 * flops / max(both - seconds, seconds)}
     return {"positions": positions, "head_dim": head_dim, **rates}
 
 
-def _all_reduces(timed: _Timed, mesh: Mesh, nbytes: int) -> dict[str, Collective]:
-    """Measure an all-reduce of all ranks, and of simultaneous pairs.
+def _all_reduces(timed: _Timed, mesh: Mesh, nbytes: int, fastest: float) -> dict[str, Collective]:
+    """Measure an all-reduce of all ranks, and of simultaneous pairs; `fastest` is the bandwidth of a copy in memory.
 
     Each follows a product, as in training: ranks that share cores arrive one after another, and a waiting rank yields
     its core. The time that it adds to the product is its cost.
@@ -411,10 +411,20 @@ def _all_reduces(timed: _Timed, mesh: Mesh, nbytes: int) -> dict[str, Collective
         for name, axis in (("all_reduce", mesh.world), ("pairs", mesh.tp)):
             small, large = (torch.zeros(size // 4, device=mesh.device) for size in (256, nbytes))
             both = [timed(lambda: (linear(x, x), axis.all_reduce_(tensor))) for tensor in (small, large)]  # noqa: B023
-            latency, seconds = (max(each - alone, 1e-7) for each in both)
             transport = "shared memory" if axis.shares_memory else NCCL if mesh.device.type == "cuda" else "gloo"
-            found[name] = Collective(latency, nbytes / max(seconds - latency, 1e-9), transport)
+            found[name] = fitted_collective(alone, *both, nbytes, fastest, transport)
     return found
+
+
+def fitted_collective(
+    alone: float, small: float, large: float, nbytes: int, fastest: float, transport: str
+) -> Collective:
+    """Fit a collective to the seconds of a product alone, and of one before a message of no size and of `nbytes`.
+
+    On a busy machine the large message may seem as fast as the small one; it cannot be above the `fastest` bandwidth.
+    """
+    latency = max(small - alone, 1e-7)
+    return Collective(latency, nbytes / max(large - alone - latency, nbytes / fastest), transport)
 
 
 def attention_fractions(rates: RankRates, peaks: Mapping[str, float]) -> dict[str, float]:
