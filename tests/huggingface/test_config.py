@@ -19,7 +19,7 @@ from threefold.models.llama import LlamaConfig
 _DATA = Path(__file__).parent / "data"
 PUBLISHED = json.loads((_DATA / "published.json").read_text(encoding="utf-8"))
 _REFUSED = tomllib.loads((_DATA / "refused_configs.toml").read_text(encoding="utf-8"))["refused"]
-LLAMA_3_1, QWEN3_MOE, MISTRAL, GPT_2 = PUBLISHED.values()
+LLAMA_3_1, QWEN3_MOE, MISTRAL, GPT_2, GEMMA_3, OLMO_3, GLM_4 = PUBLISHED.values()
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,19 @@ LLAMA_3_1, QWEN3_MOE, MISTRAL, GPT_2 = PUBLISHED.values()
         ),
         (MISTRAL, {"sliding_window": 4096, "full_attention_layers": 0, "head_dim": 128, "qkv_bias": False}),
         (GPT_2, {"architecture": "gpt", "ffn_hidden_size": 3072, "hidden_dropout": 0.1, "tie_embeddings": True}),
+        (
+            GEMMA_3,
+            {"attention_pattern": "5 sliding : 1 full", "sliding_window": 512, "rope_theta": 1e6,
+             "sliding_rope_theta": 1e4, "attention_scale": 0.0625, "qk_norm": True},
+        ),
+        (
+            OLMO_3,
+            {"architecture": "olmo", "attention_pattern": "3 sliding : 1 full", "sliding_rope_scaling": False,
+             "rope_attention_factor": 1.2079441541679836, "sliding_rope_theta": 5e5, "qk_norm": True},
+        ),
+        (GLM_4, {"architecture": "glm", "rotary_share": 0.5, "qkv_bias": True, "norm_position": "both"}),
     ],
-    ids=["llama 3.1", "qwen3 moe", "mistral", "gpt-2"],
+    ids=["llama 3.1", "qwen3 moe", "mistral", "gpt-2", "gemma 3", "olmo 3", "glm-4"],
 )  # fmt: skip
 def test_published_files_are_read_and_come_back(published: dict[str, Any], expected: dict[str, Any]) -> None:
     family, settings = read_model(published, "config.json")

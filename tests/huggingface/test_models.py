@@ -11,6 +11,7 @@ from torch import nn
 
 from tests.huggingface.hand_made import file_tensors, stored
 from tests.support.command import Silent
+from tests.support.double import Fp64
 from tests.support.sweep import sweep
 from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import newest, stored_config
@@ -18,10 +19,12 @@ from threefold.huggingface import files as weights
 from threefold.huggingface import gpt
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.import_hf import Import, import_model
+from threefold.huggingface.mapping import huggingface_types
 from threefold.inference.generate import GenerationRequest, Sampling, complete
 from threefold.inference.model import Trained
 from threefold.models.family import make_model, model_plan
 from threefold.models.gpt import Activation
+from threefold.models.plan import tie_
 from threefold.ops.kernels import ACTIVATIONS
 
 same_bits = partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -49,6 +52,9 @@ LLAMA3 = {
     "original_max_position_embeddings": 16,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
+GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 11, "sliding_window": 5}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT),
     "gpt2 untied": ("gpt2", GPT | {"n_inner": 50, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
@@ -73,6 +79,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("mixtral", SIZES | {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 9}),
     "qwen2_moe": ("qwen2_moe", SIZES | EXPERTS | {"shared_expert_intermediate_size": 20, "mlp_only_layers": [0]}),
     "qwen3_moe": ("qwen3_moe", SIZES | EXPERTS | {"head_dim": 8, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "olmo2": ("olmo2", SIZES),
+    "olmo3": ("olmo3", SIZES | {"num_hidden_layers": 5, "sliding_window": 5, "rope_parameters": BY_KIND}),
+    "gemma2": ("gemma2", SIZES | GEMMA | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 2.0}),
+    "gemma3": (
+        "gemma3_text",
+        SIZES | GEMMA | {"num_hidden_layers": 7, "rope_parameters": BY_KIND | {"full_attention": LINEAR}},
+    ),
+    "glm": ("glm", SIZES | {"head_dim": 8, "pad_token_id": 0}),
+    "glm4": ("glm4", SIZES | {"head_dim": 8, "partial_rotary_factor": 0.75, "pad_token_id": 0}),
+    "glm4 without biases": ("glm4", SIZES | {"head_dim": 8, "attention_bias": False, "pad_token_id": 0}),
+    "phi3": ("phi3", SIZES | {"pad_token_id": 0, "partial_rotary_factor": 0.5, "sliding_window": 6}),
     "gpt2 relu": ("gpt2", GPT | {"activation_function": "relu", "embd_pdrop": 0.3}),
     "gpt2 gelu": ("gpt2", GPT | {"activation_function": "gelu"}),
 }
@@ -104,7 +121,7 @@ def random_model(transformers: Any, name: str, dtype: torch.dtype = torch.float3
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(0)
     for key, parameter in model.named_parameters():
-        centre = 1.0 if parameter.dim() == 1 and key.endswith("weight") else 0.0
+        centre = 1.0 if parameter.dim() == 1 and key.endswith("weight") and "gemma" not in kind else 0.0
         parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.15 + centre).to(dtype)
     return model
 
@@ -147,6 +164,38 @@ def test_same_logits_and_bits_both_ways(transformers: Any, tmp_path: Path, name:
 
     import_model(Import(tmp_path / "back", tmp_path / "run2"), Silent())
     same_bits(stored(tmp_path / "run2"), stored(tmp_path / "run"))
+
+
+BLOCKS = [name for name in MODELS if name.startswith(("olmo", "gemma", "glm", "phi"))]
+
+
+@sweep("name", BLOCKS, quick=(3, 5), slow=(0, 1, 2, 7))
+def test_loss_and_gradients_of_weights_that_transformers_wrote(transformers: Any, tmp_path: Path, name: str) -> None:
+    with Fp64():
+        theirs = random_model(transformers, name).double()
+    theirs.save_pretrained(tmp_path / "hf")
+    import_model(Import(tmp_path / "hf", tmp_path / "run"), Silent())
+    theirs.get_input_embeddings().padding_idx = None  # the row of padding would get no gradient
+    config = Trained.find(tmp_path / "run").config.model
+    ours = tie_(model_of(tmp_path / "run").double(), model_plan(config, LENGTH).ties)  # of numbers that fp32 has too
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) * 31 % 97
+    labels = tokens.roll(-1, 1)
+    with Fp64():
+        expected = nn.functional.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten())
+    expected.backward()
+    loss = ours(tokens, labels) / labels.numel()
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    shapes = {key: tuple(parameter.shape) for key, parameter in ours.named_parameters()}
+    found: dict[str, torch.Tensor] = {}
+    for weight in huggingface_types()[MODELS[name][0]].weights(config, shapes):
+        found |= weights.split(weight, ours.get_parameter(weight.name).grad)
+    gradients = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    assert found.keys() == gradients.keys()
+    for key, gradient in gradients.items():
+        largest = gradient.abs().max()
+        assert largest > 1e-7, key
+        assert (found[key] - gradient).abs().max() <= 1e-6 * largest, key
 
 
 def test_activation_functions_are_those_of_transformers(transformers: Any) -> None:

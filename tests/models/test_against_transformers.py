@@ -3,7 +3,7 @@
 Layouts are compared with one process, which runs the same model: a mistake in the model itself they would share.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import combinations
 from typing import Any
@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode
 
 from tests.models.masks_by_hand import dropout_factors
+from tests.support.double import Fp64
 from tests.support.parity import Case, make_engine, shard_of, whole_tensors
 from tests.support.sweep import sweep
 from threefold.config import Config, resolve
@@ -27,29 +26,6 @@ from threefold.verify.worker_pool import WorkerPool
 Factors = Callable[[str, tuple[int, ...]], Tensor]
 """Function of a dropout layer's name and a tensor's shape; returns the factors that dropout multiplies the tensor by.
 """
-
-
-class Fp64(TorchFunctionMode):
-    """Make transformers compute in fp64 what it computes in fp32 for any model dtype: softmax, norms, angles.
-
-    Args:
-        attention: name → factors of the attention weights of the next layer, where they have dropout.
-    """
-
-    def __init__(self, attention: Iterable[Callable[[Tensor], Tensor]] | None = None) -> None:
-        super().__init__()
-        self._attention = None if attention is None else iter(attention)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        if func is F.dropout and self._attention is not None and args[0].dim() == 4:
-            return next(self._attention)(args[0])
-        args = tuple(torch.float64 if each is torch.float32 else each for each in args)
-        kwargs = {name: torch.float64 if each is torch.float32 else each for name, each in (kwargs or {}).items()}
-        return func(*args, **kwargs)
 
 
 def random_model(transformers: Any, kind: str, settings: Mapping[str, Any], seed: int = 0) -> Any:

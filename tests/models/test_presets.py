@@ -33,6 +33,22 @@ PUBLISHED = {
     "mixtral-8x7b": 46_702_792_704,
     "qwen1.5-moe-a2.7b": 14_315_784_192,
     "qwen3-30b-a3b": 30_532_122_624,
+    "olmo-2-1b": 1_484_916_736,
+    "olmo-2-7b": 7_298_617_344,
+    "olmo-2-13b": 13_716_198_400,
+    "olmo-2-32b": 32_234_279_936,
+    "olmo-3-7b": 7_298_011_136,
+    "olmo-3-32b": 32_233_522_176,
+    "gemma-2-2b": 2_614_341_888,
+    "gemma-2-9b": 9_241_705_984,
+    "gemma-2-27b": 27_227_128_320,
+    "gemma-3-270m": 268_098_176,
+    "gemma-3-1b": 999_885_952,
+    "gemma-3-4b": 3_880_263_168,
+    "gemma-3-12b": 11_766_034_176,
+    "gemma-3-27b": 27_009_346_304,
+    "glm-4-9b-0414": 9_400_279_040,
+    "phi-4": 14_659_507_200,
 }
 
 
@@ -40,7 +56,7 @@ def resolved(preset: str) -> Config:
     return resolve(Config.model_validate({"model": {"preset": preset}, "data": {"path": "unused"}}), 1)
 
 
-@sweep("preset", PUBLISHED, quick=(0, 4, 12, 20, 24))
+@sweep("preset", PUBLISHED, quick=(0, 4, 12, 20, 24, 28, 34, 40))
 def test_published_sizes(preset: str) -> None:
     with torch.device("meta"):
         model = make_model(resolved(preset).model)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from threefold.files import load_json
 
 Sizes = dict[str, Any]
-_TEXTS = ("llama", "llama3")  # values that are not numbers or truth values
+_TEXTS = ("architecture", "rope_scaling", "attention_pattern")  # settings whose values are texts
 
 
 def _families() -> dict[str, dict[str, Sizes]]:
@@ -21,7 +21,7 @@ def _families() -> dict[str, dict[str, Sizes]]:
         for row in csv.DictReader(file):
             sizes = families.setdefault(row.pop("family"), {}).setdefault(row.pop("preset"), {})
             texts = ((key, text) for key, text in row.items() if text)
-            sizes |= {key: text if text in _TEXTS else load_json(text) for key, text in texts}
+            sizes |= {key: text if key in _TEXTS else load_json(text) for key, text in texts}
     return families
 
 

@@ -237,16 +237,20 @@ def read_box(weight: WeightMap, files: TensorFiles, box: Box) -> Tensor:
     for source in weight.sources:
         rows = (source.start + groups.start * source.rows, source.start + groups.stop * source.rows)
         read.append(files.read(source.name, rows, box.columns, source.index, weight.transposed))
-    if len(read) == 1:
+    if len(read) == 1 and not weight.order:
         return read[0].contiguous()
     parts = zip(weight.sources, read, strict=True)
-    return torch.cat([part.unflatten(0, (len(groups), source.rows)) for source, part in parts], dim=1).flatten(0, 1)
+    joined = torch.cat([part.unflatten(0, (len(groups), source.rows)) for source, part in parts], dim=1)
+    return (joined[:, list(weight.order)] if weight.order else joined).flatten(0, 1)
 
 
 def split(weight: WeightMap, parameter: Tensor) -> dict[str, Tensor]:
     """Split a whole parameter into the tensors of the files, by name."""
     matrix = parameter if weight.expert is None else parameter[weight.expert]
-    groups = matrix.unflatten(0, (-1, weight.group)).split([source.rows for source in weight.sources], dim=1)
+    joined = matrix.unflatten(0, (-1, weight.group))
+    if weight.order:
+        joined = torch.empty_like(joined).index_copy_(1, torch.tensor(weight.order), joined)
+    groups = joined.split([source.rows for source in weight.sources], dim=1)
     rows: dict[str, list[Tensor]] = {}
     for source, part in zip(weight.sources, groups, strict=True):
         rows.setdefault(source.name, []).append(part.flatten(0, 1))

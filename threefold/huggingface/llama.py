@@ -12,8 +12,7 @@ from threefold.huggingface import mapping as hf
 from threefold.models.llama import LlamaConfig
 
 _MOST_EXPERTS: Final = 65_536
-_FULL, _SLIDING = "full_attention", "sliding_attention"
-_NAMES: Final = hf.TensorNames(
+NAMES: Final = hf.TensorNames(
     outside={
         "embed.tokens.weight": "model.embed_tokens.weight",
         "head.norm.weight": "model.norm.weight",
@@ -38,9 +37,11 @@ _GATE_UP: Final = {
 _MIXTRAL: Final = ("block_sparse_moe.gate.weight", "block_sparse_moe.experts.{}.", ("w1", "w3", "w2"))
 _QWEN: Final = ("mlp.gate.weight", "mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj"))
 """Names of the router, of an expert, and of its gate, up and down projections."""
+_WINDOWED: Final = ("mistral", "mixtral", "phi3")
+"""Types whose `sliding_window` holds without `use_sliding_window`."""
 _STACKED: Final = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
 """Names of stacked experts, gates before ups, as transformers 5 holds them in memory and some tools store them."""
-_DEFAULTS: Final[dict[str, Any]] = {
+DEFAULTS: Final[dict[str, Any]] = {
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e4,
     "max_position_embeddings": 32768,
@@ -54,20 +55,27 @@ _DEFAULTS: Final[dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class LlamaType(hf.HuggingFaceType):
-    """A `model_type` with Llama's architecture; a `window` may be in no layer, in all, or in all but the first few."""
+    """A `model_type` with Llama's architecture.
+
+    A `window` may be in no layer, in all, in all but the first few, or by layer, where every `full_every`-th is full.
+    With `fused`, the files hold queries, keys and values, or gates and ups, in one tensor each.
+    """
 
     qkv_bias: tuple[bool, ...] = (False,)
     qk_norm: bool = False
-    window: Literal["none", "all", "tail"] = "none"
+    window: Literal["none", "all", "tail", "pattern"] = "none"
+    full_every: int = 1
+    fused: frozenset[str] = frozenset()
+    pairs_neighbors: bool = False  # whether rotary pairs are neighboring features
+    usual_share: float | None = None  # of a head that is rotated; None for a type without `partial_rotary_factor`
+    by_kind: bool = False  # whether full and sliding layers have rotary positions of their own
     experts: bool = False
     shared: bool = False
     fixed: Mapping[str, Any] = field(default_factory=dict)  # settings → values that the type stands for
     free: frozenset[str] = frozenset()  # settings that its config.json has keys for
 
     def read(self, given: hf.ConfigJson) -> dict[str, Any]:
-        given.require("hidden_act", "silu", "swish")
-        given.require("mlp_bias", False)
-        given.require("attention_bias", False)  # in transformers, this also adds one to the output projection
+        further = self._read_block(given)
         hidden, heads = given.whole("hidden_size", least=1), given.whole("num_attention_heads", least=1)
         layers = given.whole("num_hidden_layers", least=1, most=hf.MOST_LAYERS)
         positions = given.whole("max_position_embeddings", least=1)
@@ -91,34 +99,65 @@ class LlamaType(hf.HuggingFaceType):
             "initializer_range": float(given.number("initializer_range")),
             "tie_embeddings": given.flag("tie_word_embeddings"),
         }
-        settings |= hf.read_rope(given, positions) | self._read_window(given, layers)
+        if self.by_kind:
+            settings |= hf.read_rope_by_kind(given, positions, self.defaults["sliding_rope_theta"])
+        else:
+            settings |= hf.read_rope(given, positions, self.usual_share)
+            if self.window == "pattern" and "rope_scaling" in settings:
+                settings["sliding_rope_scaling"] = True
+        settings |= self._read_window(given, layers) | further
+        if self.by_kind and not settings.get("sliding_window"):
+            del settings["sliding_rope_theta"], settings["sliding_rope_scaling"]
         return settings | (self._read_experts(given, layers) if self.experts else {})
+
+    def _read_block(self, given: hf.ConfigJson) -> dict[str, Any]:
+        """Return further settings of a block, after checks of those that this type has no settings for."""
+        given.require("hidden_act", "silu", "swish")
+        given.require("mlp_bias", False)
+        given.require("attention_bias", False)  # in transformers, this also adds one to the output projection
+        return {}
 
     def _read_window(self, given: hf.ConfigJson, layers: int) -> dict[str, Any]:
         if self.window == "none":
             return {}
+        if self.window == "pattern":
+            return self._read_pattern(given, layers)
         window = None if given.take("sliding_window") is None else given.whole("sliding_window")
-        if self.name not in ("mistral", "mixtral") and not given.flag("use_sliding_window"):
+        if self.name not in _WINDOWED and not given.flag("use_sliding_window"):
             window = None
         limit, kinds = given.whole("max_window_layers"), given.listed("layer_types", str)
         first_full = limit if self.window == "tail" else 0  # ignored by other types
         if not window:
-            if kinds and _SLIDING in kinds:
+            if kinds and hf.SLIDING in kinds:
                 raise given.refuse(
                     "layer_types", kinds, "sliding attention with use_sliding_window and sliding_window alone"
                 )
             return {}
         if kinds is None and self.name == "qwen2_moe":
             # As in transformers: every other one of the first layers.
-            kinds = [_SLIDING if layer % 2 == 0 and layer < first_full else _FULL for layer in range(layers)]
+            kinds = [hf.SLIDING if layer % 2 == 0 and layer < first_full else hf.FULL for layer in range(layers)]
         if kinds is not None:
-            first_full = next((layer for layer, kind in enumerate(kinds) if kind != _FULL), layers)
-            ordered = kinds == [_FULL] * first_full + [_SLIDING] * (layers - first_full)
+            first_full = next((layer for layer, kind in enumerate(kinds) if kind != hf.FULL), layers)
+            ordered = kinds == [hf.FULL] * first_full + [hf.SLIDING] * (layers - first_full)
             if not ordered or (self.window == "all" and first_full):
                 raise given.refuse("layer_types", kinds, "full attention in the first layers and sliding in all others")
         if first_full >= layers:
             return {}
         return {"sliding_window": window, "full_attention_layers": first_full}
+
+    def _read_pattern(self, given: hf.ConfigJson, layers: int) -> dict[str, Any]:
+        every, kinds = given.whole("sliding_window_pattern", self.full_every, least=1), given.listed("layer_types", str)
+        if kinds is None:
+            kinds = [hf.SLIDING if (layer + 1) % every else hf.FULL for layer in range(layers)]
+        if len(kinds) != layers or not {*kinds} <= {hf.FULL, hf.SLIDING}:
+            raise given.refuse("layer_types", kinds, f"{hf.FULL} or {hf.SLIDING} for each of the {layers} layers")
+        given.take("_sliding_window_pattern")  # of transformers, which writes layer_types beside it
+        window = given.whole("sliding_window", 0)
+        if hf.SLIDING not in kinds:
+            return {}
+        if not window:
+            raise given.problem("sliding_window is missing and layer_types has sliding layers")
+        return {"sliding_window": window, "attention_pattern": hf.pattern_of(kinds)}
 
     def _read_experts(self, given: hf.ConfigJson, layers: int) -> dict[str, Any]:
         given.require("router_jitter_noise", 0.0, None)
@@ -160,19 +199,23 @@ class LlamaType(hf.HuggingFaceType):
             "rms_norm_eps": model.norm_eps,
             "initializer_range": model.initializer_range,
             "tie_word_embeddings": model.tie_embeddings,
-            **hf.write_rope(model),
+            **(hf.write_rope_by_kind(model) if self.by_kind else hf.write_rope(model)),
         }
+        if self.usual_share is not None:
+            values["partial_rotary_factor"] = model.rotary_share
+            values["rope_parameters"] = {**values["rope_parameters"], "partial_rotary_factor": model.rotary_share}
         if self.name == "llama":
             values |= {"attention_bias": False, "mlp_bias": False}
         if self.name in ("qwen3", "qwen3_moe"):
             values["attention_bias"] = False
         if self.window != "none":
             values["sliding_window"] = model.sliding_window or None
-            if self.name not in ("mistral", "mixtral"):
+            if self.name not in _WINDOWED and self.window != "pattern":
                 values["use_sliding_window"] = model.sliding_window > 0
-        if self.window == "tail":
+        if self.window in ("tail", "pattern"):
             windows = [model.window(layer) for layer in range(model.num_layers)]
-            values["layer_types"] = [_SLIDING if window else _FULL for window in windows]
+            values["layer_types"] = [hf.SLIDING if window else hf.FULL for window in windows]
+        if self.window == "tail":
             values["max_window_layers"] = model.full_attention_layers if model.sliding_window else model.num_layers
         return values | (self._write_experts(model) if self.experts else {})
 
@@ -207,7 +250,7 @@ class LlamaType(hf.HuggingFaceType):
             f"model.sliding_window {model.sliding_window}": not model.sliding_window or self.window != "none",
             f"model.full_attention_layers {model.full_attention_layers}": not model.sliding_window
             or not model.full_attention_layers
-            or self.window == "tail",
+            or self.window in ("tail", "pattern"),
             f"model.num_experts {model.num_experts}": self.is_near(model),
         }
         if self.experts:
@@ -224,10 +267,11 @@ class LlamaType(hf.HuggingFaceType):
             }
         # All others of a block are as in Llama.
         usual = {name: given.default for name, given in LlamaConfig.model_fields.items()} | LlamaConfig.filled(model, 0)
-        for name in sorted(LlamaConfig.unlisted - self.free - {*self.training_only()}):
+        without = {*self.free, *self.training_only(), *dict(model.unused())}
+        for name in sorted(LlamaConfig.unlisted - without):
             value = getattr(model, name)
             shown = str(value).lower() if isinstance(value, bool) else value
-            found[f"model.{name} {shown}"] = value == self.fixed.get(name, usual[name])
+            found[f"model.{name} {shown}"] = value == {**usual, **self.fixed}[name]
         return next((setting for setting, fits in found.items() if not fits), None)
 
     def is_near(self, model: LlamaConfig) -> bool:
@@ -242,13 +286,12 @@ class LlamaType(hf.HuggingFaceType):
         """Map gates interleaved with ups; queries, keys and values by key-value head (GQA); experts one by one."""
         if in_block in _GATE_UP:
             sources = [hf.SourceRows(block + tensor) for tensor in _GATE_UP[in_block]]
+            if "gate_up" in self.fused:
+                both = block + "mlp.gate_up_proj.weight"
+                sources = [hf.SourceRows(both), hf.SourceRows(both, start=shapes[name][0] // 2)]
             return [hf.interleaved(name, shapes[name], sources)]
         if in_block.startswith("attn.qkv."):
-            kind = in_block.rpartition(".")[2]
-            served, width = model.num_attention_heads // model.num_key_value_heads, model.head_dim
-            rows = {"q": served * width, "k": width, "v": width}
-            sources = [hf.SourceRows(f"{block}self_attn.{each}_proj.{kind}", count) for each, count in rows.items()]
-            return [hf.interleaved(name, shapes[name], sources)]
+            return [self._heads(name, f"{block}self_attn.{{}}_proj.{in_block.rpartition('.')[2]}", model, shapes)]
         router, expert, (gate, up, down) = _MIXTRAL if self.name == "mixtral" else _QWEN
         stacked = block + _STACKED[0] in present
         if in_block == "mlp.router.weight":
@@ -270,6 +313,23 @@ class LlamaType(hf.HuggingFaceType):
             maps.append(hf.interleaved(name, shape, sources, number))
         return maps
 
+    def _heads(self, name: str, tensor: str, model: LlamaConfig, shapes: hf.Shapes) -> hf.WeightMap:
+        heads, groups, width = model.num_attention_heads, model.num_key_value_heads, model.head_dim
+        served = heads // groups
+        rows = {"q": served * width, "k": width, "v": width}
+        sources = [hf.SourceRows(tensor.format(each), count) for each, count in rows.items()]
+        if "qkv" in self.fused:
+            starts = (0, heads * width, (heads + groups) * width)
+            counts = zip(rows.values(), starts, strict=True)
+            sources = [hf.SourceRows(tensor.format("qkv"), count, start) for count, start in counts]
+        order: list[int] = []
+        if self.pairs_neighbors:  # ours are a feature of the first and one of the second half of those rotated
+            turned = model.rotary_dim
+            head = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, width)]
+            order = [each * width + place for each in range(served + 1) for place in head]
+            order += range(len(order), len(order) + width)
+        return hf.WeightMap(name, shapes[name], tuple(sources), order=tuple(order))
+
 
 def _read_sparse_layers(given: hf.ConfigJson, layers: int) -> tuple[dict[str, int], int]:
     """Return the `moe_every` and `dense_layers` that give experts to the same layers, and the number of these."""
@@ -286,7 +346,22 @@ def _read_sparse_layers(given: hf.ConfigJson, layers: int) -> tuple[dict[str, in
 
 
 def _type(name: str, head: str, defaults: dict[str, Any], **differences: Any) -> LlamaType:
-    return LlamaType(name, "llama", head, _NAMES, defaults=_DEFAULTS | defaults, **differences)
+    return LlamaType(name, "llama", head, NAMES, defaults=DEFAULTS | defaults, **differences)
+
+
+@dataclass(frozen=True)
+class PhiType(LlamaType):
+    """Phi-3 and Phi-4: Llama with fused tensors, and rotary positions in a share of each head."""
+
+    def _read_block(self, given: hf.ConfigJson) -> dict[str, Any]:
+        for key in ("resid_pdrop", "embd_pdrop"):
+            given.require(key, 0.0)
+        given.take("original_max_position_embeddings")  # of `longrope`, which is refused
+        return super()._read_block(given)
+
+    def write(self, model: LlamaConfig) -> dict[str, Any]:
+        written = super().write(model)
+        return written | {"original_max_position_embeddings": model.max_position_embeddings}
 
 
 TYPES: Final = (
@@ -341,5 +416,16 @@ TYPES: Final = (
         qk_norm=True,
         window="all",
         experts=True,
+    ),
+    PhiType(
+        "phi3",
+        "llama",
+        "Phi3ForCausalLM",
+        NAMES,
+        defaults=DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        window="all",
+        fused=frozenset(("qkv", "gate_up")),
+        usual_share=1.0,
+        free=frozenset(("rotary_share",)),
     ),
 )

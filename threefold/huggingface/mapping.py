@@ -64,6 +64,10 @@ class ConfigJson:
                 raise self.problem(f"{first} and {second}", "delete the one that is wrong")
         return given[0][1] if given else None
 
+    def with_values(self, **values: Any) -> "ConfigJson":
+        """Return the keys of the same file with other values of some."""
+        return ConfigJson({**self._values, **values}, self._defaults, self._where)
+
     def given(self, key: str) -> Any:
         """Return a key's value in the file; None if missing or null."""
         self._seen.add(key)
@@ -159,11 +163,12 @@ _METHODS: dict[str, tuple[tuple[str, str], ...]] = {
 _NUMBERS = {key for names in _METHODS.values() for _, key in names} | {"rope_theta", "mscale", "mscale_all_dim"}
 
 
-def read_rope(keys: ConfigJson, positions: int) -> dict[str, Any]:
+def read_rope(keys: ConfigJson, positions: int, usual_share: float | None = None) -> dict[str, Any]:
     """Read the settings of rotary positions; raise UserError if a method or a value is unsupported.
 
     The old spelling is `rope_theta` next to `rope_scaling`; the new one is `rope_parameters` with both. A file with
-    both must say the same in each. `positions` is the length of the longest sequence.
+    both must say the same in each. `positions` is the length of the longest sequence, `usual_share` the share of a head
+    that is rotated if the file does not say; None for a type that rotates all.
     """
     old, new = keys.take("rope_scaling") or {}, keys.take("rope_parameters") or {}
     for key, value in (("rope_scaling", old), ("rope_parameters", new)):
@@ -179,7 +184,13 @@ def read_rope(keys: ConfigJson, positions: int) -> dict[str, Any]:
     base = keys.agreed(bases)
     theta = keys.number("rope_theta") if base is None else keys.checked_number("rope_theta", base)
     settings: dict[str, Any] = {"position_embedding": "rope", "rope_theta": float(theta)}
-    keys.require("partial_rotary_factor", 1.0, None)
+    if usual_share is None:
+        keys.require("partial_rotary_factor", 1.0, None)
+    else:
+        key = "partial_rotary_factor"
+        shares = {key: keys.take(key)} | {f"{key} of {place[14:]}": rope.get(key) for place, rope in inside.items()}
+        share = keys.agreed(shares)
+        settings["rotary_share"] = float(keys.checked_number(key, usual_share if share is None else share))
     method = keys.agreed({name: given.get(name) for name in ("rope_type", "type")}) or "default"
     if method == "default":
         return settings
@@ -189,7 +200,7 @@ def read_rope(keys: ConfigJson, positions: int) -> dict[str, Any]:
     known = {*names.values(), "type", "rope_type", "rope_theta", "mscale", "mscale_all_dim", "truncate"}
     if method == "dynamic":
         known.add("original_max_position_embeddings")  # ignored by transformers
-    if given.get("partial_rotary_factor", 1.0) == 1.0:
+    if usual_share is not None or given.get("partial_rotary_factor", 1.0) == 1.0:
         known.add("partial_rotary_factor")
     for key in given.keys() - known:
         raise keys.refuse(f"{key} of rope_type {method}", given[key], f"{', '.join(names.values())} for it")
@@ -229,6 +240,49 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters}
 
 
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+"""Kinds of attention in `layer_types`."""
+
+
+def read_rope_by_kind(keys: ConfigJson, positions: int, sliding_theta: float) -> dict[str, Any]:
+    """Read the settings of rotary positions that differ between full and sliding layers, which have no scaling.
+
+    The old spelling has the keys of full layers and `rope_local_base_freq`, by default `sliding_theta`.
+    """
+    nested, local = keys.take("rope_parameters") or {}, keys.given("rope_local_base_freq")
+    for key in ("rope_theta", "rope_scaling", "partial_rotary_factor"):
+        keys.take(key)
+    if not isinstance(nested, dict) or not nested.keys() <= {FULL, SLIDING}:
+        raise keys.refuse("rope_parameters", nested, f"{FULL} and {SLIDING} in it for this type")
+    full, sliding = (nested.get(kind) or {} for kind in (FULL, SLIDING))
+    if not isinstance(sliding, dict) or not isinstance(full, dict):
+        raise keys.refuse("rope_parameters", nested, f"objects at {FULL} and {SLIDING} for this type")
+    if sliding.keys() - {"rope_type", "rope_theta"} or sliding.get("rope_type", "default") != "default":
+        raise keys.refuse(f"{SLIDING} of rope_parameters", sliding, "rope_type default alone for sliding layers")
+    bases = {"rope_local_base_freq": local, f"rope_theta of {SLIDING}": sliding.get("rope_theta")}
+    base = keys.agreed(bases)
+    theta = keys.checked_number("rope_local_base_freq", sliding_theta if base is None else base)
+    settings = read_rope(keys.with_values(rope_parameters=full), positions)
+    return settings | {"sliding_rope_theta": float(theta), "sliding_rope_scaling": False}
+
+
+def write_rope_by_kind(model: Any) -> dict[str, Any]:
+    """Return the keys of config.json for full and sliding layers, in both spellings."""
+    written = write_rope(model)
+    theta = model.sliding_rope_theta if model.sliding_window else model.rope_theta
+    kinds = {FULL: written["rope_parameters"], SLIDING: {"rope_type": "default", "rope_theta": theta}}
+    return {**written, "rope_local_base_freq": theta, "rope_parameters": kinds}
+
+
+def pattern_of(kinds: Sequence[str]) -> str | list[str]:
+    """Return `layer_types` as a pattern of attention, as a period where it is some sliding layers and a full one."""
+    names = [kind.removesuffix("_attention") for kind in kinds]
+    period = names.index("full") + 1 if "full" in names else 0
+    repeated = ["full" if period and layer % period == period - 1 else "sliding" for layer in range(len(names))]
+    return f"{period - 1} sliding : 1 full" if period > 1 and names == repeated else names
+
+
 def _plain(spelled: dict[str, Any]) -> dict[str, Any]:
     kept = {key: value for key, value in spelled.items() if key not in ("rope_theta", "type", "rope_type")}
     return {**kept, "rope_type": spelled.get("rope_type", spelled.get("type", "default"))}
@@ -255,6 +309,7 @@ class WeightMap:
     shape: tuple[int, ...]  # of one matrix of a stack
     sources: tuple[SourceRows, ...]
     transposed: bool = False  # whether the files hold [in, out]
+    order: tuple[int, ...] = ()  # row of a group in the files for each of the parameter's, if their order differs
     expert: int | None = None  # index in the stack
 
     @property

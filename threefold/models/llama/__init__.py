@@ -51,7 +51,7 @@ class LlamaConfig(AttentionConfig, MixtureConfig):
     def broken_rules(self) -> Iterator[tuple[str, str]]:
         yield from self.broken_by_setting_unused()
         if self.position_embedding != "rope":
-            yield "position_embedding", "model.architecture llama has rotary positions; use rope"
+            yield "position_embedding", f"model.architecture {self.architecture} has rotary positions; use rope"
         if self.head_dim is None:
             yield from self.broken_by_heads()
         heads, key_value = self.num_attention_heads, self.num_key_value_heads

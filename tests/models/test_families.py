@@ -1,0 +1,49 @@
+"""The table of families in docs/models.md says what each family has."""
+
+import re
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from threefold.config import Config, resolve
+from threefold.config.model import ModelConfig
+from threefold.errors import UserError
+from threefold.huggingface.mapping import huggingface_types
+from threefold.models.llama import LlamaConfig
+from threefold.planner.block import block_shapes, describe_model
+
+PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
+(TABLE,) = re.findall(r"\| Family \| Defaults.*?\n\n", PAGE, re.DOTALL)
+ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in TABLE.strip().splitlines()[2:]]
+
+
+def resolved(family: str, **train: object) -> Config:
+    given = {"model": {"architecture": family}, "data": {"path": "unused", "sequence_length": 64}, "train": train}
+    return resolve(Config.model_validate(given), 512)
+
+
+def shown(model: ModelConfig, name: str) -> str:
+    value = getattr(model, name)
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=[row[0] for row in ROWS])
+def test_a_family_is_what_its_row_says(row: list[str]) -> None:
+    family, defaults, types, exact, planned = row
+    family = family.strip("`")
+    model = resolved(family).model
+    assert types.split(", ") == [kind.name for kind in huggingface_types().values() if kind.architecture == family]
+    for name, value in re.findall(r"`(\w+): ([\w.]+)`", defaults):
+        assert shown(model, name) == value
+        assert shown(resolved("llama").model, name) != value
+    if family != "gpt":  # all defaults that differ are in the row
+        own, usual = type(model).model_fields, LlamaConfig.model_fields
+        differing = {name for name in LlamaConfig.unlisted if own[name].default != usual[name].default}
+        assert differing <= {*re.findall(r"`(\w+)", defaults)}
+    is_exact = False
+    with suppress(UserError):
+        is_exact = resolved(family, exact=True).train.exact
+    assert is_exact == (exact == "yes")
+    assert planned == "yes"
+    assert len(block_shapes(describe_model(model, 64))) == model.num_layers
