@@ -1,6 +1,7 @@
 """A run without the room: gloo's own groups and torch's own kernels, with the same sums and record of collectives."""
 
 from dataclasses import replace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -51,26 +52,30 @@ def test_gloo_between_gpus_needs_the_room() -> None:
     )
 
 
-def attended(with_room: bool, dropout: float, window: int, kind: str) -> list[Tensor]:
-    """The output of attention, with grouped heads, and the gradients of queries, keys and values."""
+def attended(with_room: bool, dropout: float, window: int, kind: str, other: bool) -> list[Tensor]:
+    """The output of attention, with grouped heads, and the gradients of queries, keys, values and sinks."""
     draw = torch.Generator().manual_seed(1)
     given = [torch.randn(3, 70, heads, 6, generator=draw).double().requires_grad_() for heads in (4, 2, 2)]
+    other_scores: dict[str, Any] = {"softcap": 1.5, "sinks": 4} if other else {}
+    core = CausalAttention(dropout, window, "core", **other_scores).double()
     samples = SampleInfo(sample_keys(1, 2, torch.arange(3)), numbered(kind, 3, 70))
     rooms = (
         patch.object(attention, "_TILED", attention._TILED if with_room else None),
         patch.object(layers, "dropped_attention", attention.dropped_attention if with_room else None),
     )
     with rooms[0], rooms[1]:
-        out = CausalAttention(dropout, window, "core")(*given, samples)
+        out = core(*given, samples)
     out.backward(torch.ones_like(out).cumsum(-1))
-    return [out, *(each.grad for each in given if each.grad is not None)]
+    return [out, *(each.grad for each in (*given, *core.parameters()) if each.grad is not None)]
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
-@pytest.mark.parametrize(("window", "kind"), [(0, "few"), (9, "none"), (9, "apart")])
-def test_attention_needs_no_room(dropout: float, window: int, kind: str) -> None:
-    """Windows, documents in one part or several, and dropout, with a mask of all queries and keys."""
-    for ours, theirs in zip(*(attended(room, dropout, window, kind) for room in (True, False)), strict=True):
+@pytest.mark.parametrize(
+    ("window", "kind", "other"), [(0, "few", False), (9, "none", False), (9, "apart", False), (9, "few", True)]
+)
+def test_attention_needs_no_room(dropout: float, window: int, kind: str, other: bool) -> None:
+    """Windows, documents in one part or several, other scores, and dropout, with a mask of all queries and keys."""
+    for ours, theirs in zip(*(attended(room, dropout, window, kind, other) for room in (True, False)), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 

@@ -88,7 +88,7 @@ def check_sinks(given: list[Tensor], window: int, documents: Tensor | None, soft
 
 
 @pytest.mark.parametrize("kind", ["none", "few", "apart"])
-@pytest.mark.parametrize("window", [0, 7, 150])
+@pytest.mark.parametrize("window", [0, 7])
 @pytest.mark.parametrize("softcap", [0.0, 1.5])
 @pytest.mark.parametrize(("queries", "keys"), [(301, 301), (70, 301)], ids=str)
 def test_sinks(queries: int, keys: int, softcap: float, window: int, kind: str) -> None:
@@ -97,7 +97,7 @@ def test_sinks(queries: int, keys: int, softcap: float, window: int, kind: str) 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length", [1, 130, 700])
+@pytest.mark.parametrize("length", [1, 550])
 def test_sinks_in_narrow_dtypes(dtype: torch.dtype, length: int) -> None:
     for softcap in (0.0, 1.5):
         check_sinks(inputs(2, length, length, dtype=dtype), 0, None, softcap)
@@ -106,8 +106,8 @@ def test_sinks_in_narrow_dtypes(dtype: torch.dtype, length: int) -> None:
 SCORES = {"scale": Scoring(0.7), "softcap": Scoring(softcap=1.5), "both": Scoring(0.7, 0.9)}
 
 
-@pytest.mark.parametrize("kind", ["none", "few", "apart"])
-@pytest.mark.parametrize("window", [0, 7, 150])
+@pytest.mark.parametrize("kind", ["none", "few"])
+@pytest.mark.parametrize("window", [0, 7])
 @pytest.mark.parametrize("scores", SCORES)
 @pytest.mark.parametrize(("queries", "keys"), [(301, 301), (70, 301)], ids=str)
 def test_other_scores(queries: int, keys: int, scores: str, window: int, kind: str) -> None:
@@ -116,10 +116,9 @@ def test_other_scores(queries: int, keys: int, scores: str, window: int, kind: s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length", [130, 700])
-def test_other_scores_in_narrow_dtypes(dtype: torch.dtype, length: int) -> None:
+def test_other_scores_in_narrow_dtypes(dtype: torch.dtype) -> None:
     for scores in SCORES.values():
-        check(inputs(2, length, length, dtype=dtype), 0, None, scores)
+        check(inputs(2, 130, 130, dtype=dtype), 0, None, scores)
 
 
 def test_what_is_hidden_changes_no_bit() -> None:
@@ -216,18 +215,19 @@ def test_shapes_without_memory() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_code_calls_it_as_one_operator() -> None:
+@pytest.mark.parametrize("softcap", [0.0, 1.5])
+def test_compiled_code_calls_it_as_one_operator(softcap: float) -> None:
     """Without a break of the graph, and for other documents without being compiled anew; only one in each pass, with
     none of the tiles' own operations beside it."""
-    given = inputs(2, 300, 300)
+    given = [*inputs(2, 300, 300), torch.linspace(-1, 1, 4)]
     graphs = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
         graphs.append(graph)
         return graph.forward
 
-    def twice(q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
-        return attention(q, k, v, AttentionMask(9, documents)) * 2
+    def twice(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, documents: Tensor) -> Tensor:
+        return attention(q, k, v, AttentionMask(9, documents), Scoring(None, softcap, sinks)) * 2
 
     compiled = torch.compile(twice, fullgraph=True, backend=backend)
     for seed in (1, 2):

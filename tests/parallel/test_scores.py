@@ -31,6 +31,7 @@ LAYOUTS = {
         model=(*SCORES.model, ("num_experts", 4), ("expert_ffn_hidden_size", 18)),
         settings=(("parallel.ep", 2),),
     ),
+    "compiled": SCORES.with_layout(1, 2, 1, compile=True),
     "fp32": SCORES.with_layout(1, 2, 1, cp=2, settings=RING, dtype="fp32"),
 }
 
