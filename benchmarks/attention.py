@@ -1,9 +1,10 @@
 """Measure time and memory of attention over long sequences, windowed and inside documents, beside alternatives.
 
-    python benchmarks/attention.py [--rounds 3] [--length 2048 8192] [--before CHECKOUT] [--flex]
+    python benchmarks/attention.py [--rounds 3] [--length 2048 8192] [--kind softcap sinks] [--before CHECKOUT] [--flex]
 
 Each contestant runs one forward and backward pass, fp32 and bf16, in a process of its own, in turns: this package's
-attention in a window of 256 and inside documents of 512 tokens on average (exponentially distributed); torch's fused
+attention in a window of 256, inside documents of 512 tokens on average (exponentially distributed), and of whole
+sequences with a soft cap or sinks, the last two beside plain operations with an attention matrix; torch's fused
 causal attention over the whole sequence, without further masks; with `--before` another checkout of this package; with
 `--flex` torch's compiled flex attention with a block mask, then forward passes only, as it has no backward pass on a
 CPU. Memory is the peak of the process above its start.
@@ -30,7 +31,7 @@ from threefold.host import keep_freed_memory
 from threefold.models.layers.attention import CausalAttention
 from threefold.models.layers.decoder import SampleInfo
 
-HEADS, WIDTH, WINDOW, DOCUMENT = 8, 64, 256, 512
+HEADS, WIDTH, WINDOW, DOCUMENT, SOFTCAP = 8, 64, 256, 512, 50.0
 MIB = 1 << 20
 
 
@@ -45,8 +46,8 @@ def attention_pass(way: str, hides: str, dtype: str, length: int, report: str, f
     """Return a function that does one pass and writes the process's peak memory into `report`.
 
     Args:
-        way: `package`, `fused` or `flex`.
-        hides: `window` or `documents`.
+        way: `package`, `fused`, `plain` or `flex`.
+        hides: `window`, `documents`, `softcap` or `sinks`.
         forward: whether to leave out the backward pass.
     """
     keep_freed_memory()  # as `threefold.train.run` does
@@ -58,10 +59,12 @@ def attention_pass(way: str, hides: str, dtype: str, length: int, report: str, f
     grad = torch.randn(1, length, HEADS * WIDTH, generator=draw).to(kind)
     documents = document_numbers(length)
     if way == "package":
-        core = CausalAttention(window=WINDOW if hides == "window" else 0)
+        other = {"softcap": SOFTCAP} if hides == "softcap" else {"sinks": HEADS} if hides == "sinks" else {}
+        core = CausalAttention(window=WINDOW if hides == "window" else 0, **other).to(kind)
         compute = partial(core, samples=SampleInfo(documents=documents if hides == "documents" else None))
     else:
-        compute = _fused if way == "fused" else _flex(hides, documents[0], length)
+        plain = partial(_plain, hides == "softcap")
+        compute = plain if way == "plain" else _fused if way == "fused" else _flex(hides, documents[0], length)
     before = _resident()
 
     def step(_: int) -> None:
@@ -79,6 +82,17 @@ def attention_pass(way: str, hides: str, dtype: str, length: int, report: str, f
 def _fused(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
     return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+
+
+def _plain(capped: bool, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    if capped:
+        scores = SOFTCAP * torch.tanh(scores / SOFTCAP)
+    scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), -torch.inf)
+    if not capped:
+        scores = torch.cat([scores, scores.new_zeros(*scores.shape[:-1], 1)], -1)
+    return (scores.softmax(-1)[..., : k.shape[2]] @ v).transpose(1, 2).flatten(2)
 
 
 def _flex(hides: str, documents: Tensor, length: int) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
@@ -108,6 +122,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="turns of each, of which the medians are printed")
     parser.add_argument("--length", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--dtype", nargs="+", default=["fp32", "bf16"])
+    parser.add_argument("--kind", nargs="+", default=["window", "documents", "softcap", "sinks"])
     parser.add_argument("--before", default="", help="another checkout of this package")
     parser.add_argument("--flex", action="store_true", help="torch's flex attention too, forward passes alone")
     arguments = parser.parse_args()
@@ -125,8 +140,11 @@ def main() -> None:
 def _measure(table: Table, length: int, dtype: str, arguments: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         ways = [("causal", "fused", "", "")]
-        for hides in ("window", "documents"):
+        for hides in arguments.kind:
             ways.append((hides, "package", "", "tiles"))
+            if hides in ("softcap", "sinks"):
+                ways.append((hides, "plain", "", "plain"))
+                continue
             if arguments.before:
                 ways.append((hides, "package", arguments.before, "before"))
             if arguments.flex:
