@@ -155,7 +155,7 @@ def small_run(tmp_path_factory: pytest.TempPathFactory) -> "Run":
 @pytest.fixture
 def threefold(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """Call `threefold ARGUMENTS...` in this process; on a slow machine it prints no more than on a fast one."""
-    monkeypatch.setattr("threefold.terminal.QUIET", math.inf)
+    monkeypatch.setattr("threefold.report.progress.QUIET", math.inf)
 
     def call(*arguments: str | Path) -> Ended:
         monkeypatch.setattr(sys, "argv", ["threefold", *map(str, arguments)])

@@ -39,7 +39,7 @@ def test_the_table(threefold, config: Path) -> None:
 def test_work_of_minutes_tells_where_it_is(
     threefold, config: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("threefold.terminal.QUIET", 0.0)
+    monkeypatch.setattr("threefold.report.progress.QUIET", 0.0)
     name, *options = command
     status, output, error = threefold(name, config, *options)
     assert status == 0

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-NEEDS: Final = ("huggingface", "verify")
+NEEDS: Final = ("huggingface", "report", "verify")
 COMMANDS: Final = {
     "generate": ("Train and use", "threefold.inference.commands.generate:command"),
     "eval": ("Train and use", "threefold.inference.commands.eval:command"),

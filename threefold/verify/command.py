@@ -16,7 +16,8 @@ from typer import Argument, Option
 from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.files import counted, first_of, format_bytes, shown
-from threefold.terminal import CUSTOM_MODEL, ConfigFile, Overrides, Steps, TrustCode, read_config
+from threefold.report.progress import Steps
+from threefold.terminal import CUSTOM_MODEL, ConfigFile, Overrides, TrustCode, read_config
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -13,6 +13,7 @@ from threefold import terminal
 from threefold.errors import UserError
 from threefold.files import first_bytes, shown
 from threefold.inference.commands import options
+from threefold.report.progress import Steps
 
 if TYPE_CHECKING:
     from threefold.config import Config
@@ -89,7 +90,7 @@ def command(
     between = (length + 1) // 2 if stride is None else stride
     chosen: EvalTask = LastWord(length) if task == "lambada" else Perplexity(length, between, counted)
     texts = read_texts(data, key)
-    with terminal.Steps("reading", len(texts)) as steps:
+    with Steps("reading", len(texts)) as steps:
         work = chosen.prepare(inference.trained.documents(special_tokens), texts, steps.advance)
     about = {
         "run": str(run),
@@ -122,7 +123,7 @@ def measure(
         terminal.print_warnings(model.trained.warnings)
     about["step"] = model.trained.checkpoint.step
     started = time.perf_counter()
-    with terminal.Steps("measuring", len(work.windows), shown=model.prints) as steps:
+    with Steps("measuring", len(work.windows), shown=model.prints) as steps:
         scores = score(model, work.texts, work.windows, batch_size, steps.advance, work.masks)
     seconds = time.perf_counter() - started
     if model.prints:

@@ -11,7 +11,8 @@ from typer import Option
 
 from threefold.errors import UserError
 from threefold.files import first_bytes, format_bytes, shown
-from threefold.terminal import Steps, print_table
+from threefold.report.progress import Steps
+from threefold.terminal import print_table
 
 if TYPE_CHECKING:
     from threefold.planner.doctor import Examination

@@ -13,6 +13,7 @@ from typer import Option
 from threefold import terminal
 from threefold.errors import UserError
 from threefold.files import counted, format_bytes
+from threefold.report import progress
 from threefold.report.page import whole_number
 
 if TYPE_CHECKING:
@@ -62,7 +63,7 @@ def command(
         resolved = on_device(resolved, "cuda")  # the default number of logits at once is that of the device
     from threefold.planner.dry_run import run_ranks, run_stages
 
-    with terminal.Steps("Running", lines=True, quiet=terminal.QUIET) as steps:
+    with progress.Steps("Running", lines=True, quiet=progress.QUIET) as steps:
         reports = run_stages(resolved, steps.tell) if all_stages else run_ranks(resolved, [number], tell=steps.tell)
     largest = max(reports, key=lambda report: report.peak_bytes)
     if as_json:

@@ -14,6 +14,7 @@ from threefold.doors import require_installed
 from threefold.errors import UserError
 from threefold.files import counted, format_bytes, read_json, shown
 from threefold.planner.commands.estimate import HardwareName
+from threefold.report import progress
 from threefold.report.page import fill_page, json_in_script, require_page
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def command(
 
     entry = None if hardware is None else find_hardware(hardware)
     moved = None if other is None else moves(resolved, other)
-    with terminal.Steps("Running", lines=True, quiet=terminal.QUIET) as steps:
+    with progress.Steps("Running", lines=True, quiet=progress.QUIET) as steps:
         document = layout_document(resolved, entry, traffic=traffic, tell=steps.tell)
     document["compare"] = moved
     document["proof"] = None if verify is None else proof(report, f"The report {shown(verify)}", document)
