@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.layouts import laid_out
-from tests.support.parity import BIASED_SIZES, MOE, Case, Trace, check, over
+from tests.support.parity import BIASED_SIZES, MOE, OSS_SIZES, Case, Trace, check, over
 from threefold.verify.worker_pool import WorkerPool
 
 SHARED = (("parallel.sequence_parallel", True),)
@@ -68,3 +68,34 @@ def test_a_layout_routes_by_biases_and_groups_as_one_process_does(
     pool: WorkerPool, expected: Callable[[Case], Trace], words: str, dtype: str
 ) -> None:
     check(pool, expected, laid_out(replace(BIASED, dtype=dtype), words))
+
+
+OSS = replace(MOE, model=OSS_SIZES, steps=3)
+
+
+@pytest.mark.parametrize(
+    ("words", "optimizer"),
+    [
+        ("dp2 ep2", "adamw"),
+        ("tp2 sp", "adamw"),
+        *(
+            pytest.param(words, optimizer, marks=pytest.mark.slow)
+            for words, optimizer in (
+                ("tp3", "adamw"),
+                ("dp2,tp2 ep2", "lion"),
+                ("dp4,tp2 zero3 ep2", "muon"),
+                ("dp4 zero3 shards2 ep2 micro3", "muon"),
+                ("dp2,tp2 zero3", "muon"),
+                ("cp2 ring", "adamw"),
+                ("dp2,pp2 ep2 zero-bubble micro4", "adamw"),
+                ("pp2 zbv micro4", "adamw"),
+                ("dp2,cp2 zero3 ep2 full", "adamw"),
+            )
+        ),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["fp64", pytest.param("fp32", marks=pytest.mark.sweep)])
+def test_a_layout_trains_biased_and_limited_experts_as_one_process_does(
+    pool: WorkerPool, expected: Callable[[Case], Trace], words: str, optimizer: str, dtype: str
+) -> None:
+    check(pool, expected, laid_out(replace(OSS, dtype=dtype, optimizer=optimizer), words))

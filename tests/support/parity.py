@@ -185,6 +185,13 @@ BIASED_SIZES: tuple[tuple[str, Any], ...] = (  # as in DeepSeek-V3
     ("routed_scale", 2.5),
     ("router_sequence_loss", 0.1),
 )
+OSS_SIZES: tuple[tuple[str, Any], ...] = (  # as in gpt-oss
+    *(item for item in MOE_SIZES if not item[0].startswith(("expert_capacity", "shared_expert"))),
+    ("router", "softmax_chosen"),
+    ("router_bias", True),
+    ("expert_bias", True),
+    ("expert_gate_limit", 0.3),
+)
 MOE = Case(model=MOE_SIZES, positions="rope", sequence=12, dropout=0.1, tie=False, dtype="fp64", steps=2)
 DEEPSEEK_SIZES: tuple[tuple[str, Any], ...] = (
     ("architecture", "deepseek"),

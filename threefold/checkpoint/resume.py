@@ -60,6 +60,7 @@ SHAPES = frozenset(
         *("ffn_hidden_size", "vocab_size", "max_position_embeddings", "position_embedding", "tie_embeddings"),
         *("qkv_bias", "qk_norm", "num_experts", "expert_ffn_hidden_size", "shared_expert_ffn_hidden_size"),
         *("shared_expert_gate", "moe_every", "dense_layers", "router", "router_bias_rate"),
+        *("router_bias", "expert_bias"),
         *("query_rank", "key_value_rank", "plain_head_dim", "rope_head_dim", "value_head_dim"),
         *("qk_norm_over", "attention_gate", "proj_bias", "norm_position"),
     )

@@ -168,6 +168,8 @@ class ModelConfig(Section):
     expert_ffn_hidden_size = unless_setting(lambda model: 0)
     shared_expert_ffn_hidden_size = unless_setting(lambda model: 0)
     router_groups = unless_setting(lambda model: 0)
+    expert_bias = unless_setting(lambda model: False)
+    expert_gate_limit = unless_setting(lambda model: 0.0)
     router_groups_chosen = unless_setting(lambda model: 1)
     moe_every = unless_setting(lambda model: 1)
     dense_layers = unless_setting(lambda model: 0)

@@ -63,6 +63,8 @@ def exact_rules(config: Config) -> Broken:
         ("precision.master_weights", precision.dtype == "bf16" and not precision.master_weights, "true"),
         ("model.qk_norm_over", config.model.qk_norm_over != "head", "head"),
         ("precision.fp8", precision.fp8, "false"),
+        ("model.expert_bias", config.model.expert_bias, "false"),
+        ("model.expert_gate_limit", config.model.expert_gate_limit > 0, "0"),
         ("model.attention_softcap", config.model.attention_softcap > 0, "0"),
         ("model.attention_sinks", config.model.attention_sinks, "false"),
         ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),

@@ -287,7 +287,7 @@ def initial_values(name: str, config: ModelConfig) -> Initial:
     They are N(0, range²), times 1/√(2·layers) if the output joins the residual stream; biases are 0, norms 1
     (0 with `norm_offset`).
     """
-    if name.endswith(".bias"):
+    if name.endswith((".bias", "_bias")):
         return Constant(0.0)
     if fnmatchcase(name, "*norm.weight"):
         return Constant(0.0 if config.norm_offset else 1.0)

@@ -331,18 +331,26 @@ class TokenRouting(Split):
 class OverExperts(Split):
     """`Experts`, divided over the expert axis, with each expert sharded over the tensor axis."""
 
-    parameters = {"gate_up": (Cut("ep", 0), Cut("tp", 1)), "down": (Cut("ep", 0), Cut("tp", 2))}  # noqa: RUF012
+    parameters = {  # noqa: RUF012
+        "gate_up": (Cut("ep", 0), Cut("tp", 1)),
+        "down": (Cut("ep", 0), Cut("tp", 2)),
+        "gate_up_bias": (Cut("ep", 0), Cut("tp", 1)),
+        "down_bias": (Cut("ep", 0), Cut("tp", 1)),
+    }
     experts: Unit | None = None  # None if there may be any number
     inner: Unit | None = None  # features of each expert, as a unit of `gate_up`; None if they may be cut anywhere
 
-    def uncut_dim(self, parameter: str) -> int:
-        """Return the dim that neither axis cuts, along which ZeRO shards among the ranks with the same experts."""
-        return next(dim for dim in range(3) if dim not in {cut.dim for cut in self.cuts(parameter)})
+    def zero_dim(self, parameter: str) -> int:
+        """Return the dim along which ZeRO shards among ranks with the same experts: one without a cut, or else 0."""
+        dims = 2 if parameter.endswith("_bias") else 3
+        return next((dim for dim in range(dims) if dim not in {cut.dim for cut in self.cuts(parameter)}), 0)
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
         inner = self.inner
         if inner is not None and parameter == "down":
             inner = Unit(inner.setting, inner.count)
+        if parameter == "down_bias":  # of output features, which may be cut anywhere
+            inner = None
         return {axis: unit for axis, unit in (("ep", self.experts), ("tp", inner)) if unit is not None}
 
 
@@ -419,7 +427,13 @@ class ModelPlan:
         Inner layers are those between the first and the last; a tied weight has the name of its first use.
         """
         parts = name.split(".")
-        return dims >= 2 and any(".".join(parts[:end]) in self._hidden_layers for end in range(1, len(parts)))
+        return dims - self.is_stack(name) >= 2 and any(
+            ".".join(parts[:end]) in self._hidden_layers for end in range(1, len(parts))
+        )
+
+    def is_stack(self, name: str) -> bool:
+        """Return whether the first dim of a parameter counts experts, each with a matrix or a vector of its own."""
+        return isinstance(self.split_of(name), OverExperts)
 
     @cached_property
     def _hidden_layers(self) -> frozenset[str]:

@@ -301,6 +301,33 @@ def gated(pairs: Tensor, activation: Callable[[Tensor], Tensor] = F.silu) -> Ten
     return activation(gate) * up
 
 
+def limited_gated(pairs: Tensor, limit: float) -> Tensor:
+    """Compute (up + 1) · quick_gelu(gate) of gates up to `limit` and ups within ±`limit`, as in gpt-oss."""
+    return _LimitedGated.apply(pairs, limit)
+
+
+class _LimitedGated(torch.autograd.Function):
+    """Keeps nothing but its input, unlike autograd's."""
+
+    @staticmethod
+    def forward(ctx: Any, pairs: Tensor, limit: float) -> Tensor:
+        ctx.save_for_backward(pairs)
+        ctx.limit = limit
+        gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+        return (up.clamp(-limit, limit) + 1) * quick_gelu(gate.clamp(max=limit))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        (pairs,), limit = ctx.saved_tensors, ctx.limit
+        gate, up = pairs.unflatten(-1, (-1, 2)).unbind(-1)
+        below, within = gate <= limit, up.abs() <= limit
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        open_ = torch.sigmoid(1.702 * gate)
+        to_gate = grad * (up + 1) * open_ * (1 + 1.702 * gate * (1 - open_)) * below
+        return torch.stack([to_gate, grad * gate * open_ * within], -1).flatten(-2), None
+
+
 class _PackedGated(torch.autograd.Function):
     """`gated` for compiled code on a GPU, which reads and writes pairs of bf16 as words of 32 bits.
 

@@ -1,5 +1,7 @@
 """Expert parallelism: each rank holds some experts, and tokens reach them by all-to-all."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -45,14 +47,19 @@ class ParallelExperts(nn.Module):
 
     gate_up: nn.Parameter
     down: nn.Parameter
+    gate_up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
     def __init__(self, experts: Experts, context: ShardingContext) -> None:
         super().__init__()
-        self.context, self.count, self.activation = context, len(experts.gate_up), experts.activation
-        for name, weight in experts.named_parameters():  # this rank's experts, each cut over the tensor axis
+        self.context, self.count = context, len(experts.gate_up)
+        self.activation, self.gate = experts.activation, experts.gate
+        for name in OverExperts.parameters:  # this rank's experts, each cut over the tensor axis
             (_, outer), (_, inner) = OverExperts().cuts(name)
             cuts = [(context.ep, outer)] if context.ep.size > 1 else []
-            self.register_parameter(name, split_parameter(weight, *cuts, (context.tp, inner)))
+            weight = getattr(experts, name)
+            made = None if weight is None else split_parameter(weight, *cuts, (context.tp, inner))
+            self.register_parameter(name, made)
 
     # The number of tokens per expert is only known at run time.
     @torch.compiler.disable
@@ -83,12 +90,16 @@ class ParallelExperts(nn.Module):
 
         `counts` are the numbers of rows, [experts] or [senders, experts].
         """
-        weights = local(self.gate_up), local(self.down)
+        weights: list[Any] = [self.gate, local(self.gate_up), local(self.down)]
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            # Outputs are summed over the tensor ranks, each of which adds the biases of some features.
+            first, _ = shard_bounds(self.down.shape[1], self.context.tp.size, self.context.tp.index)
+            weights += [local(self.gate_up_bias), local(self.down_bias), first]
         if counts.dim() == 1:
-            return swiglu(rows, *weights, counts, self.activation)
+            return swiglu(rows, counts, *weights)
         experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
         order = experts.repeat_interleave(counts.flatten()).argsort(stable=True)
-        done = swiglu(rows[order], *weights, counts.sum(0), self.activation)
+        done = swiglu(rows[order], counts.sum(0), *weights)
         return torch.empty_like(done).index_copy(0, order, done)
 
     def extra_repr(self) -> str:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from threefold.parallel.compression import narrowed, widen_
 from threefold.parallel.experts import ParallelExperts
 from threefold.parallel.gradients import Gradients, Observer
 from threefold.parallel.leaf import as_stored, keep_stored, like, local, stored, with_marks
-from threefold.parallel.parameter import has_uneven_shards, is_of_experts, replace_parameters
+from threefold.parallel.parameter import cut_dims, has_uneven_shards, is_of_experts, replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import unwrapped
 from threefold.torch_private import distributed
@@ -77,7 +78,7 @@ def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dt
             experts = unwrapped(module)
             if isinstance(experts, ParallelExperts) and experts.context.ep.size > 1:
                 rule = OverExperts()
-                places = {weight: Shard(rule.uncut_dim(name)) for name, weight in experts.named_parameters()}
+                places = {weight: Shard(rule.zero_dim(name)) for name, weight in experts.named_parameters()}
                 _wrap(module, zero.expert_shards, zero.stage, policy, places.get)
         wrap_layers(stage, [stage.get_submodule(name) for name in stage.layer_names], zero, policy)
         replace_parameters(stage, allocated)
@@ -167,8 +168,10 @@ def describe(parameter: nn.Parameter, before: nn.Parameter, axis: Axis) -> None:
     (shard,) = parameter.placements
     assert isinstance(shard, Shard)
     placement: Placement = shard
-    if any(isinstance(cut, Shard) and cut.dim == shard.dim for cut in before.placements):
-        placement = distributed.StridedPlacement(shard.dim, split_factor=before.device_mesh.size())
+    alike = [axis for axis, dim in enumerate(cut_dims(before)) if dim == shard.dim]
+    if alike:
+        parts = prod(before.device_mesh.size(axis) for axis in alike)
+        placement = distributed.StridedPlacement(shard.dim, split_factor=parts)
     keep_stored(parameter, as_stored(parameter.to_local().detach(), mesh, [placement, *before.placements], before))
 
 

@@ -40,9 +40,8 @@ class WeightShape(NamedTuple):
     @property
     def multiply_adds(self) -> int:
         """Multiply-adds of one token, or one token of one expert; a single row, such as a gate, counts as none."""
-        if len(self.shape) < 2 or min(self.shape) == 1:
-            return 0
-        return prod(self.shape[1:] if self.is_of_experts else self.shape)
+        shape = self.shape[1:] if self.is_of_experts else self.shape
+        return 0 if len(shape) < 2 or min(self.shape) == 1 else prod(shape)
 
     @property
     def parts(self) -> dict[str, int]:
@@ -254,8 +253,8 @@ def _role(weight: WeightShape) -> str:
         return "norm of heads" if isinstance(rule, sharding.PerHead) else "norm"
     if isinstance(rule, sharding.AttentionCore):
         return "sinks"
-    if dims == 3 and weight.is_of_experts:
-        return "experts"
+    if weight.is_of_experts:
+        return "experts" if dims == 3 else "bias"
     if dims != 2:
         return "unknown"
     if isinstance(rule, sharding.Column):

@@ -77,7 +77,7 @@ def local_bounds(
     for axis, dim in split.cuts(parameter):
         bounds[dim] = getattr(place, axis).within(*bounds[dim])
     if isinstance(split, OverExperts) and place.ep.count > 1:
-        dim = split.uncut_dim(parameter)
+        dim = split.zero_dim(parameter)
         bounds[dim] = place.zero_experts.within(*bounds[dim])
     elif bounds:
         bounds[0] = place.zero.within(*bounds[0])

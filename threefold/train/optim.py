@@ -34,12 +34,14 @@ class Entry(Weight):
         is_hidden: whether the weight has at least two dims and lies between the first and the last layer; False for
             embeddings, the head, norms and biases.
         arithmetic: how an update multiplies whole matrices, and whether it may use fused kernels.
+        is_stack: whether its first dim counts experts, each with a matrix or a vector of its own.
     """
 
     gradients: Gradients
     whole: ShardedMatrix
     is_hidden: bool = False
     arithmetic: LayerArithmetic = PLAIN
+    is_stack: bool = False
 
     @property
     def gradient(self) -> Tensor:
@@ -49,7 +51,7 @@ class Entry(Weight):
     @property
     def decays(self) -> bool:
         """Whether weight decay applies: to weights of at least two dims, not to biases and norms."""
-        return self.parameter.dim() >= 2
+        return self.parameter.dim() - self.is_stack >= 2
 
 
 class UpdateRule(ABC):
@@ -133,7 +135,7 @@ class Optimizer:
             parameter = weight.parameter
             whole, hidden = ShardedMatrix(parameter, axes), plan.is_hidden_matrix(weight.name, parameter.dim())
             fields = weight.name, parameter, weight.leaf, weight.master
-            self.entries.append(Entry(*fields, gradients, whole, hidden, arithmetic))
+            self.entries.append(Entry(*fields, gradients, whole, hidden, arithmetic, plan.is_stack(weight.name)))
         self._narrow = [weight for weight in trained if weight.master is not weight.leaf]
         self.rule = rule(self.entries, config)
         self.restorations = 0

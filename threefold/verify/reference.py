@@ -344,7 +344,11 @@ class ReferenceOptimizer(ABC):
         """
 
     def _decay(self, name: str) -> float:
-        return self.config.weight_decay if self.parameters[name].dim() >= 2 else 0.0
+        return 0.0 if self._is_vector(name) else self.config.weight_decay
+
+    def _is_vector(self, name: str) -> bool:
+        """Return whether a parameter is a vector, or the biases of experts, one vector for each."""
+        return self.parameters[name].dim() < 2 or name.endswith(("experts.gate_up_bias", "experts.down_bias"))
 
     def _largest(self, name: str) -> float:
         return float(_gradient(self.parameters[name]).abs().max())
@@ -354,9 +358,9 @@ class _Torch(ReferenceOptimizer):
     """Reference for AdamW, Adam and SGD: `torch.optim`."""
 
     def __post_init__(self) -> None:
-        parameters, config = self.parameters.values(), self.config
-        decayed = [parameter for parameter in parameters if parameter.dim() >= 2]
-        others = [parameter for parameter in parameters if parameter.dim() < 2]
+        config = self.config
+        decayed = [parameter for name, parameter in self.parameters.items() if not self._is_vector(name)]
+        others = [parameter for name, parameter in self.parameters.items() if self._is_vector(name)]
         parts = ((decayed, config.weight_decay), (others, 0.0))
         groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
         self._optimizer: torch.optim.Optimizer
@@ -414,7 +418,7 @@ class _Muon(ReferenceOptimizer):
         others = {
             name: parameter
             for name, parameter in self.parameters.items()
-            if parameter.dim() < 2 or self.plan.whole_name(name).startswith(outside)
+            if self._is_vector(name) or self.plan.whole_name(name).startswith(outside)
         }
         self._others = _Torch(others, self.config, self.plan)
         self._momentum = {name: torch.zeros_like(p) for name, p in self.parameters.items() if name not in others}

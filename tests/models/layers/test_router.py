@@ -1,5 +1,6 @@
 """Who goes where, and what the mixture makes of it: beside every token going through every expert."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from threefold.config import Config
 from threefold.config.resolve import resolve
 from threefold.models.layers.decoder import SampleInfo
 from threefold.models.layers.experts import MixtureOfExperts, grouped_linear
+from threefold.ops.kernels import limited_gated
 from threefold.verify.worker_pool import WorkerPool
 
 HIDDEN, EXPERTS, PER_TOKEN = 10, 5, 2
@@ -306,3 +308,41 @@ def test_tokens_without_a_label_and_passes_without_gradients_are_not_counted() -
     expected = choice.experts[weights > 0].flatten().bincount(minlength=EXPERTS)
     assert routing.take_counts().equal(expected)
     assert routing.take_counts() is None
+
+
+def test_biased_and_limited_experts_are_those_of_transformers() -> None:
+    """gpt-oss's router and experts: the output and all gradients."""
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    settings = {"router_bias": True, "expert_bias": True, "expert_gate_limit": 0.8, "router": "softmax_chosen"}
+    moe = mixture(**settings, shared_expert_gate=False, shared_expert_ffn_hidden_size=0)
+    config = modeling.GptOssConfig(
+        hidden_size=HIDDEN, num_local_experts=EXPERTS, num_experts_per_tok=PER_TOKEN, intermediate_size=7
+    )
+    config.swiglu_limit = 0.8
+    theirs = modeling.GptOssMLP(config).double()
+    ours = (moe.router.weight, moe.router.bias, moe.experts.gate_up, moe.experts.down)
+    ours = (*ours, moe.experts.gate_up_bias, moe.experts.down_bias)
+    experts = theirs.experts
+    others = (theirs.router.weight, theirs.router.bias, experts.gate_up_proj, experts.down_proj)
+    others = (*others, experts.gate_up_proj_bias, experts.down_proj_bias)
+    with torch.no_grad():
+        for mine, other in zip(ours, others, strict=True):
+            other.copy_(mine.mT if mine.dim() == 3 else mine)
+    x = torch.randn(3, 9, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    out, (expected, _) = moe(x), theirs(x)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    inner = (x.unsqueeze(2) @ moe.experts.gate_up[0].T + moe.experts.gate_up_bias[0]).abs()
+    assert (inner > 0.8).any()
+    assert (inner < 0.8).any()
+    found = torch.autograd.grad(out.square().sum(), (x, *ours))
+    wanted = torch.autograd.grad(expected.square().sum(), (x, *others))
+    for mine, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, other.mT if mine.dim() == 3 and mine is not found[0] else other)
+
+
+def test_limited_gates_have_the_gradients_of_their_formula() -> None:
+    pairs = torch.randn(6, 10, dtype=torch.float64, generator=torch.Generator().manual_seed(2), requires_grad=True)
+    assert torch.autograd.gradcheck(lambda pairs: limited_gated(pairs, 0.7), (pairs,))
+    assert limited_gated(torch.tensor([9.0, 9.0, -9.0, -9.0]), 2.0).tolist() == pytest.approx(
+        [3 * 2 / (1 + math.exp(-1.702 * 2)), -1 * -9 / (1 + math.exp(1.702 * 9))]
+    )

@@ -14,7 +14,16 @@ from threefold.config.model import Activation
 from threefold.models.layers.decoder import NOTHING, Linear, SampleInfo
 from threefold.models.layers.mixture_config import MixtureConfig
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
-from threefold.ops.kernels import ACTIVATIONS, GradientStore, defer_or_compute, gated, gradient_store, product
+from threefold.ops.kernels import (
+    ACTIVATIONS,
+    GradientStore,
+    defer_or_compute,
+    embedding,
+    gated,
+    gradient_store,
+    limited_gated,
+    product,
+)
 
 
 class SwiGLU(nn.Module):
@@ -208,9 +217,9 @@ class MixtureOfExperts(nn.Module):
 
     def __init__(self, config: MixtureConfig, activation: Activation = "silu") -> None:
         super().__init__()
-        self.router = Linear(config.hidden_size, config.num_experts, bias=False)
+        self.router = Linear(config.hidden_size, config.num_experts, bias=config.router_bias)
         self.routing = Routing(config)
-        self.experts = Experts(config.num_experts, config.hidden_size, config.expert_ffn_hidden_size, activation)
+        self.experts = Experts(config, activation)
         shared = config.shared_expert_ffn_hidden_size
         self.shared = SwiGLU(config.hidden_size, shared, activation) if shared else None
         self.shared_gate = Linear(config.hidden_size, 1, bias=False) if config.shared_expert_gate else None
@@ -226,13 +235,20 @@ class MixtureOfExperts(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU networks without biases; rows of each `gate_up` alternate between a gate and what it gates."""
+    """SwiGLU networks; rows of each `gate_up` alternate between a gate and what it gates."""
 
-    def __init__(self, experts: int, hidden: int, inner: int, activation: Activation = "silu") -> None:
+    def __init__(self, config: MixtureConfig, activation: Activation = "silu") -> None:
         super().__init__()
-        self.activation = ACTIVATIONS[activation]
+        experts, hidden, inner = config.num_experts, config.hidden_size, config.expert_ffn_hidden_size
+        self.activation: Callable[[Tensor], Tensor] = ACTIVATIONS[activation]
+        self.gate: Callable[[Tensor], Tensor] = partial(gated, activation=self.activation)
+        if config.expert_gate_limit:
+            self.gate = partial(limited_gated, limit=config.expert_gate_limit)
         self.gate_up = nn.Parameter(torch.empty(experts, 2 * inner, hidden))
         self.down = nn.Parameter(torch.empty(experts, hidden, inner))
+        biased = config.expert_bias
+        self.gate_up_bias = nn.Parameter(torch.empty(experts, 2 * inner)) if biased else None
+        self.down_bias = nn.Parameter(torch.empty(experts, hidden)) if biased else None
 
     # The number of tokens of each expert is only known when the layer runs, not when it is compiled.
     @torch.compiler.disable
@@ -241,7 +257,7 @@ class Experts(nn.Module):
         return through(x, choice, len(self.gate_up), self._products)
 
     def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return swiglu(rows, self.gate_up, self.down, counts, self.activation)
+        return swiglu(rows, counts, self.gate, self.gate_up, self.down, self.gate_up_bias, self.down_bias)
 
 
 def through(
@@ -272,10 +288,29 @@ def through(
 
 
 def swiglu(
-    rows: Tensor, gate_up: Tensor, down: Tensor, counts: Tensor, activation: Callable[[Tensor], Tensor]
+    rows: Tensor,
+    counts: Tensor,
+    gate: Callable[[Tensor], Tensor],
+    gate_up: Tensor,
+    down: Tensor,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+    first: int = 0,
 ) -> Tensor:
-    """Compute each expert's outputs for its rows [n, H], sorted by expert, with `counts` int64 [experts] of each."""
-    return grouped_linear(gated(grouped_linear(rows, gate_up, counts), activation), down, counts)
+    """Compute each expert's outputs for its rows [n, H], sorted by expert, with `counts` int64 [experts] of each.
+
+    `down_bias` may be that of some of the features alone, from the `first`.
+    """
+    inner = gate(_with_bias(grouped_linear(rows, gate_up, counts), counts, gate_up_bias))
+    return _with_bias(grouped_linear(inner, down, counts), counts, down_bias, first)
+
+
+def _with_bias(x: Tensor, counts: Tensor, bias: Tensor | None, first: int = 0) -> Tensor:
+    """Add to each group of rows of `x` [n, out] its row of `bias` [groups, features], to the features from `first`."""
+    if bias is None:
+        return x
+    groups = torch.arange(len(counts), device=x.device).repeat_interleave(counts, output_size=len(x))
+    return x + F.pad(embedding(groups, bias), (first, x.shape[1] - first - bias.shape[1]))
 
 
 def grouped_linear(x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:

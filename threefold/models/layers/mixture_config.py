@@ -15,6 +15,9 @@ _UNLISTED: Final = (
     "router_groups_chosen",
     "routed_scale",
     "router_sequence_loss",
+    "router_bias",
+    "expert_bias",
+    "expert_gate_limit",
 )
 FOR_EXPERTS: Final = (
     "experts_per_token",
@@ -79,6 +82,13 @@ class MixtureConfig(ModelConfig):
     router_sequence_loss: float = Field(default=0.0, ge=0)
     """Weight of the load balancing loss of DeepSeek-V3, of each sequence's best scores without biases and groups, for
     each token and layer."""
+    router_bias: bool = False
+    """Whether the router's logits have a trained bias, as in gpt-oss."""
+    expert_bias: bool = False
+    """Whether the two layers of each expert have biases, as in gpt-oss."""
+    expert_gate_limit: float = Field(default=0.0, ge=0)
+    """Limit c of the gated features of experts, as in gpt-oss: (up + 1) · gate · sigmoid(1.702 · gate), of gates of at
+    most c and ups between -c and c; 0 for SwiGLU."""
 
     unlisted = frozenset(_UNLISTED)
     comes_after: ClassVar[dict[str, str]] = {"num_experts": "norm_eps"}

@@ -130,11 +130,15 @@ def mlp_shapes(config: MixtureConfig, layer: int) -> Shapes:
     if not config.has_experts(layer):
         return _gated_shapes("mlp", config.hidden_size, config.ffn_hidden_size)
     hidden, experts, inner = config.hidden_size, config.num_experts, config.expert_ffn_hidden_size
-    shared = config.shared_expert_ffn_hidden_size
+    shared, biases = config.shared_expert_ffn_hidden_size, {"gate_up": 2 * inner, "down": hidden}
     return {
         "mlp.router.weight": (experts, hidden),
+        **({"mlp.router.bias": (experts,)} if config.router_bias else {}),
         "mlp.experts.gate_up": (experts, 2 * inner, hidden),
         "mlp.experts.down": (experts, hidden, inner),
+        **(
+            {f"mlp.experts.{name}_bias": (experts, size) for name, size in biases.items()} if config.expert_bias else {}
+        ),
         **(_gated_shapes("mlp.shared", hidden, shared) if shared else {}),
         **({"mlp.shared_gate.weight": (1, hidden)} if config.shared_expert_gate else {}),
     }
