@@ -18,6 +18,7 @@ from threefold.exact.layers import RowSum
 from threefold.exact.products import PRODUCTS
 from threefold.models.layers.experts import Routing
 from threefold.models.layers.experts import grouped_linear as plain_grouped_linear
+from threefold.models.llama import LlamaConfig
 
 COUNTS = [[5, 0, 1, 2], [0, 0, 17, 1], [3, 3, 3, 3]]
 """Rows of each expert, from each of three senders."""
@@ -103,9 +104,10 @@ def test_weighted_sum(chosen: int, width: int) -> None:
     assert all((a - b).abs().max() <= 1e-5 * b.abs().max() for a, b in zip(whole, plain, strict=True))
 
 
+@pytest.mark.parametrize("router", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("experts", [3, 16, 130])
-def test_choices_and_weights_of_a_token_do_not_depend_on_the_others(experts: int) -> None:
-    routing, logits = Routing(experts, 2, 0.0, True, 0.0, 0.0), drawn(1, 64, experts)
+def test_choices_and_weights_of_a_token_do_not_depend_on_the_others(experts: int, router: str) -> None:
+    routing, logits = Routing(LlamaConfig(num_experts=experts, router=router)), drawn(1, 64, experts)
     logits[0, 5] = 1.0  # no expert is best
 
     def weights(logits: Tensor) -> Tensor:
