@@ -139,8 +139,8 @@ def parameters_of(config: Config) -> int:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_explicit_settings_override_the_preset(preset: str) -> None:
-    config = resolved(model={"preset": preset, "num_layers": 3, "vocab_size": 2000})
-    assert config.model.num_layers == 3
+    config = resolved(model={"preset": preset, "num_layers": 4, "vocab_size": 2000})
+    assert config.model.num_layers == 4
     assert config.model.vocab_size == 2000
     assert config.model.hidden_size == PRESETS[preset]["hidden_size"]
     assert config.data.sequence_length == PRESETS[preset]["max_position_embeddings"]

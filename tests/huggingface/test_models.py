@@ -7,14 +7,16 @@ from typing import Any, get_args
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
-from tests.huggingface.hand_made import file_tensors, stored
+from tests.huggingface.hand_made import file_tensors, refused, stored
 from tests.support.command import Silent
 from tests.support.double import Fp64
 from tests.support.sweep import sweep
 from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import newest, stored_config
+from threefold.config import ModelConfig
 from threefold.huggingface import files as weights
 from threefold.huggingface import gpt
 from threefold.huggingface.export_hf import Export, export_model
@@ -55,6 +57,24 @@ YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
 BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 11, "sliding_window": 5}
+LATENT = {
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+    "kv_lora_rank": 10,
+    "qk_nope_head_dim": 6,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 7,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1,
+}
+SHARPENED = YARN | {"mscale": 0.707, "mscale_all_dim": 0.707}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("gpt2", GPT),
     "gpt2 untied": ("gpt2", GPT | {"n_inner": 50, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3}),
@@ -90,6 +110,22 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("glm4", SIZES | {"head_dim": 8, "partial_rotary_factor": 0.75, "pad_token_id": 0}),
     "glm4 without biases": ("glm4", SIZES | {"head_dim": 8, "attention_bias": False, "pad_token_id": 0}),
     "phi3": ("phi3", SIZES | {"pad_token_id": 0, "partial_rotary_factor": 0.5, "sliding_window": 6}),
+    "deepseek_v2 lite": (
+        "deepseek_v2",
+        LATENT | {"q_lora_rank": None, "n_shared_experts": 2, "rope_parameters": SHARPENED},
+    ),
+    "deepseek_v2": (
+        "deepseek_v2",
+        LATENT
+        | {"q_lora_rank": 11, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+        | {"routed_scaling_factor": 3.0, "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 0.5}},
+    ),
+    "deepseek_v3": (
+        "deepseek_v3",
+        LATENT
+        | {"q_lora_rank": 11, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
+        | {"rope_parameters": SHARPENED | {"factor": 3.0}},
+    ),
     "gpt2 relu": ("gpt2", GPT | {"activation_function": "relu", "embd_pdrop": 0.3}),
     "gpt2 gelu": ("gpt2", GPT | {"activation_function": "gelu"}),
 }
@@ -123,6 +159,9 @@ def random_model(transformers: Any, name: str, dtype: torch.dtype = torch.float3
     for key, parameter in model.named_parameters():
         centre = 1.0 if parameter.dim() == 1 and key.endswith("weight") and "gemma" not in kind else 0.0
         parameter.data = (torch.randn(parameter.shape, generator=generator) * 0.15 + centre).to(dtype)
+    for key, buffer in model.named_buffers():
+        if key.endswith("e_score_correction_bias"):
+            buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.15)
     return model
 
 
@@ -139,7 +178,7 @@ def model_of(run: Path) -> nn.Module:
     return model.eval()
 
 
-@sweep("name", MODELS, quick=(2,), slow=(0, 4, 5, 7, 8, 9, 10, 12))
+@sweep("name", MODELS, quick=(2,), slow=(0, 4, 5, 7, 8, 9, 10, 12, 21, 22, 23))
 @torch.no_grad()
 def test_same_logits_and_bits_both_ways(transformers: Any, tmp_path: Path, name: str) -> None:
     theirs = random_model(transformers, name)
@@ -198,6 +237,49 @@ def test_loss_and_gradients_of_weights_that_transformers_wrote(transformers: Any
         assert (found[key] - gradient).abs().max() <= 1e-6 * largest, key
 
 
+def test_modules_for_further_tokens_are_left_out(transformers: Any, tmp_path: Path) -> None:
+    random_model(transformers, "deepseek_v3").save_pretrained(tmp_path / "hf")
+    tensors = file_tensors(tmp_path / "hf")
+    further = {"model.layers.3.eh_proj.weight": torch.zeros(24, 48), "model.layers.3.enorm.weight": torch.zeros(24)}
+    save_file(tensors | further, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    import_model(Import(tmp_path / "hf", tmp_path / "run"), Silent())
+    assert len(stored(tmp_path / "run")) == sum(1 for _ in model_of(tmp_path / "run").state_dict())
+    save_file(tensors | {"model.layers.4.enorm.weight": torch.zeros(24)}, tmp_path / "hf" / "model.safetensors", {})
+    assert "holds model.layers.4.enorm.weight, which a deepseek_v3" in refused(tmp_path / "hf", tmp_path / "other")
+
+
+@pytest.mark.parametrize(
+    "name", ["deepseek_v3", *(pytest.param(f"deepseek_v2{kind}", marks=pytest.mark.slow) for kind in ("", " lite"))]
+)
+def test_same_loss_and_gradients(transformers: Any, tmp_path: Path, name: str) -> None:
+    """Of latent attention, whose rows are rearranged, and of the router's three ways to choose experts."""
+    theirs = random_model(transformers, name)
+    theirs.save_pretrained(tmp_path / "hf")
+    import_model(Import(tmp_path / "hf", tmp_path / "run"), Silent())
+    ours = model_of(tmp_path / "run")
+    tokens = torch.arange(2 * LENGTH).view(2, LENGTH) * 31 % 97
+    labels = tokens.roll(-1, 1)
+    losses = ours(tokens, labels) / labels.numel(), nn.functional.cross_entropy(theirs(tokens).logits.mT, labels)
+    for loss in losses:
+        loss.backward()
+    assert abs(losses[0] / losses[1] - 1) < TOLERANCE
+    kind, settings = weights.read_model(theirs.config.to_dict(), "config.json")
+    parameters = dict(ours.named_parameters())
+    maps = kind.weights(ModelConfig.model_validate(settings), {key: tuple(p.shape) for key, p in parameters.items()})
+    found = [weights.split(each, parameters[each.name].grad) for each in maps]
+    expected = {key: parameter.grad for key, parameter in theirs.named_parameters()}
+    for key in [key for key in expected if ".experts." in key]:  # transformers holds experts stacked
+        stack = expected.pop(key)
+        names = ("gate_proj", "up_proj") if "gate_up" in key else ("down_proj",)
+        for number, each in enumerate(stack):
+            place = f"{key.rpartition('.')[0]}.{number}"
+            parts = zip(names, each.chunk(len(names)), strict=True)
+            expected |= {f"{place}.{part}.weight": tensor for part, tensor in parts}
+    assert sorted(key for each in found for key in each) == sorted(expected)
+    for key, gradient in (pair for each in found for pair in each.items()):
+        assert (gradient - expected[key]).abs().max() <= 1e-4 * expected[key].abs().max(), key
+
+
 def test_activation_functions_are_those_of_transformers(transformers: Any) -> None:
     x = torch.linspace(-8, 8, 1001, dtype=torch.float64)
     for theirs, ours in gpt._ACTIVATIONS.items():
@@ -219,7 +301,7 @@ def test_narrow_weights_stay_as_they_are(transformers: Any, tmp_path: Path) -> N
     same_bits(file_tensors(tmp_path / "wide"), widened)
 
 
-@sweep("name", MODELS, quick=(0, 11), slow=(2, 5, 8, 10, 13))
+@sweep("name", MODELS, quick=(0, 11), slow=(2, 5, 8, 10, 13, 22, 23))
 @torch.no_grad()
 def test_the_same_tokens_are_likeliest(transformers: Any, tmp_path: Path, name: str) -> None:
     theirs = random_model(transformers, name)

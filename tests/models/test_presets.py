@@ -49,6 +49,8 @@ PUBLISHED = {
     "gemma-3-27b": 27_009_346_304,
     "glm-4-9b-0414": 9_400_279_040,
     "phi-4": 14_659_507_200,
+    "deepseek-v2-lite": 15_706_484_224,
+    "deepseek-v3": 671_026_404_352,  # without the module for a further token
 }
 
 
@@ -56,7 +58,7 @@ def resolved(preset: str) -> Config:
     return resolve(Config.model_validate({"model": {"preset": preset}, "data": {"path": "unused"}}), 1)
 
 
-@sweep("preset", PUBLISHED, quick=(0, 4, 12, 20, 24, 28, 34, 40))
+@sweep("preset", PUBLISHED, quick=(0, 4, 12, 20, 24, 28, 34, 40, 42))
 def test_published_sizes(preset: str) -> None:
     with torch.device("meta"):
         model = make_model(resolved(preset).model)

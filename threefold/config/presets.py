@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from threefold.files import load_json
 
 Sizes = dict[str, Any]
-_TEXTS = ("architecture", "rope_scaling", "attention_pattern")  # settings whose values are texts
+_TEXTS = ("architecture", "rope_scaling", "attention_pattern", "router")  # settings whose values are texts
 
 
 def _families() -> dict[str, dict[str, Sizes]]:

@@ -28,7 +28,7 @@ def import_(
         False, "--allow-not-finite", help="Import weights although some are NaN or infinite."
     ),
 ) -> None:
-    """Import a Hugging Face model as a run: GPT-2, Llama, Mistral, Qwen2, Qwen3, Mixtral, Qwen2-MoE or Qwen3-MoE.
+    """Import a Hugging Face model as a run: GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, their mixtures, or DeepSeek.
 
     Examples:
       threefold checkpoint import models/gpt2 --out runs/gpt2

@@ -2,10 +2,11 @@
 
 import hashlib
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 import yaml
@@ -88,7 +89,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
     sections = {name: dict(section) for name, section in template.items() if name != "train"}
     sections["data"]["sequence_length"] = longest
     config = resolve(config_of(sections), 1)
-    weights = _checked_weights(kind, config, files)
+    weights = _checked_weights(kind, config, files, values)
     texts = texts_of(request.source)
     if TOKENIZER in texts:
         check_tokenizer(texts[TOKENIZER], request.source / TOKENIZER, config.model.vocab_size or 0)
@@ -124,7 +125,9 @@ def import_model(request: Import, progress: Progress) -> Imported:
     return Imported(kind.name, config, parameters, names, total, TOKENIZER in texts)
 
 
-def _checked_weights(kind: HuggingFaceType, config: Config, files: TensorFiles) -> list[WeightMap]:
+def _checked_weights(
+    kind: HuggingFaceType, config: Config, files: TensorFiles, values: Mapping[str, Any]
+) -> list[WeightMap]:
     named = f"{files.folder / THEIR_CONFIG}"
     if (config.model.num_layers or 0) > len(files.tensors):
         raise UserError(
@@ -147,6 +150,7 @@ def _checked_weights(kind: HuggingFaceType, config: Config, files: TensorFiles) 
             "fetch it again."
         )
     unknown = files.tensors.keys() - expected.keys()
+    unknown = {name for name in unknown if not kind.leaves_out(name, config.model, values)}
     if config.model.tie_embeddings and "lm_head.weight" in unknown:
         _check_tie(files, weights)
         unknown -= {"lm_head.weight"}

@@ -35,8 +35,8 @@ _GATE_UP: Final = {
     "mlp.shared.gate_up.weight": ("mlp.shared_expert.gate_proj.weight", "mlp.shared_expert.up_proj.weight"),
 }
 _MIXTRAL: Final = ("block_sparse_moe.gate.weight", "block_sparse_moe.experts.{}.", ("w1", "w3", "w2"))
-_QWEN: Final = ("mlp.gate.weight", "mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj"))
-"""Names of the router, of an expert, and of its gate, up and down projections."""
+ONE_BY_ONE: Final = ("mlp.gate.weight", "mlp.experts.{}.", ("gate_proj", "up_proj", "down_proj"))
+"""Names of the router, of an expert, and of its gate, up and down projections; in Qwen and DeepSeek."""
 _WINDOWED: Final = ("mistral", "mixtral", "phi3")
 """Types whose `sliding_window` holds without `use_sliding_window`."""
 _STACKED: Final = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj")
@@ -292,26 +292,8 @@ class LlamaType(hf.HuggingFaceType):
             return [hf.interleaved(name, shapes[name], sources)]
         if in_block.startswith("attn.qkv."):
             return [self._heads(name, f"{block}self_attn.{{}}_proj.{in_block.rpartition('.')[2]}", model, shapes)]
-        router, expert, (gate, up, down) = _MIXTRAL if self.name == "mixtral" else _QWEN
-        stacked = block + _STACKED[0] in present
-        if in_block == "mlp.router.weight":
-            named = block + router
-            return [hf.copied(name, block + _QWEN[0] if stacked and named not in present else named, shapes)]
-        count, *shape = shapes[name]
-        maps = []
-        for number in range(count):
-            matrices = block + expert.format(number)
-            if in_block == "mlp.experts.gate_up" and stacked:
-                both = block + _STACKED[0]
-                sources = [hf.SourceRows(both, 1, 0, number), hf.SourceRows(both, 1, shape[0] // 2, number)]
-            elif in_block == "mlp.experts.gate_up":
-                sources = [hf.SourceRows(f"{matrices}{gate}.weight"), hf.SourceRows(f"{matrices}{up}.weight")]
-            elif stacked:
-                sources = [hf.SourceRows(block + _STACKED[1], 1, 0, number)]
-            else:
-                sources = [hf.SourceRows(f"{matrices}{down}.weight")]
-            maps.append(hf.interleaved(name, shape, sources, number))
-        return maps
+        names = _MIXTRAL if self.name == "mixtral" else ONE_BY_ONE
+        return map_experts(name, in_block, block, shapes, present, names)
 
     def _heads(self, name: str, tensor: str, model: LlamaConfig, shapes: hf.Shapes) -> hf.WeightMap:
         heads, groups, width = model.num_attention_heads, model.num_key_value_heads, model.head_dim
@@ -329,6 +311,37 @@ class LlamaType(hf.HuggingFaceType):
             order = [each * width + place for each in range(served + 1) for place in head]
             order += range(len(order), len(order) + width)
         return hf.WeightMap(name, shapes[name], tuple(sources), order=tuple(order))
+
+
+def map_experts(
+    name: str,
+    in_block: str,
+    block: str,
+    shapes: hf.Shapes,
+    present: Collection[str],
+    names: tuple[str, str, tuple[str, str, str]] = ONE_BY_ONE,
+) -> list[hf.WeightMap]:
+    """Map the router, or stacked experts: one by one, or as stacks if these are `present`."""
+    router, expert, (gate, up, down) = names
+    stacked = block + _STACKED[0] in present
+    if in_block == "mlp.router.weight":
+        named = block + router
+        return [hf.copied(name, block + ONE_BY_ONE[0] if stacked and named not in present else named, shapes)]
+    count, *shape = shapes[name]
+    maps = []
+    for number in range(count):
+        matrices = block + expert.format(number)
+        if in_block == "mlp.experts.gate_up" and stacked:
+            both = block + _STACKED[0]
+            sources = [hf.SourceRows(both, 1, 0, number), hf.SourceRows(both, 1, shape[0] // 2, number)]
+        elif in_block == "mlp.experts.gate_up":
+            sources = [hf.SourceRows(f"{matrices}{gate}.weight"), hf.SourceRows(f"{matrices}{up}.weight")]
+        elif stacked:
+            sources = [hf.SourceRows(block + _STACKED[1], 1, 0, number)]
+        else:
+            sources = [hf.SourceRows(f"{matrices}{down}.weight")]
+        maps.append(hf.interleaved(name, shape, sources, number))
+    return maps
 
 
 def _read_sparse_layers(given: hf.ConfigJson, layers: int) -> tuple[dict[str, int], int]:

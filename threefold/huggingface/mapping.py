@@ -337,6 +337,11 @@ def interleaved(name: str, shape: Sequence[int], sources: Sequence[SourceRows], 
     return WeightMap(name, tuple(shape), tuple(sources), expert=expert)
 
 
+def halves(pairs: int, before: int = 0) -> tuple[int, ...]:
+    """Return the order of rows that turns interleaved rotary pairs, after `before` rows, into two halves (`Rotary`)."""
+    return (*range(before), *range(before, before + 2 * pairs, 2), *range(before + 1, before + 2 * pairs, 2))
+
+
 @dataclass(frozen=True)
 class TensorNames:
     """Names of the tensors that are copied unchanged: parameter, outside or by its name within a block → tensor."""
@@ -382,6 +387,10 @@ class HuggingFaceType(ABC):
     ) -> list[WeightMap]:
         """Map a parameter of a block that the files do not hold unchanged; `present` is empty when writing."""
         raise ValueError(f"{type(self).__name__} has no tensor for {name}")
+
+    def leaves_out(self, tensor: str, model: Any, values: Mapping[str, Any]) -> bool:
+        """Return whether a tensor is of a part that models here do not have; `values` are those of config.json."""
+        return False
 
     def weights(self, model: ModelConfig, shapes: Shapes, present: Collection[str] = ()) -> list[WeightMap]:
         """Map every parameter, in the order of the layers; experts are stored one by one if `present` is empty."""

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from typing import ClassVar, Final, Literal
 
+from pydantic import Field
+
 from threefold.models.family import Family
 from threefold.models.layers.latent_config import LatentConfig
-from threefold.models.layers.mixture_config import MixtureConfig
+from threefold.models.layers.mixture_config import MixtureConfig, Router
 
 _ROUND: Final = 16  # the default inner width of SwiGLU is a multiple of it
 
@@ -14,6 +16,8 @@ class DeepseekConfig(LatentConfig, MixtureConfig):
     """DeepSeek-V2 or V3."""
 
     architecture: Literal["deepseek"] = "deepseek"
+    router: Router = "sigmoid"
+    router_bias_rate: float = Field(default=0.001, ge=0)
     comes_after: ClassVar[dict[str, str]] = {**MixtureConfig.comes_after, **LatentConfig.comes_after}
 
     def default_ffn_hidden_size(self) -> int:
@@ -31,5 +35,6 @@ FAMILY = Family(
     config=DeepseekConfig,
     model="threefold.models.deepseek.model:Deepseek",
     plan="threefold.models.deepseek.sharding:deepseek_plan",
+    huggingface="threefold.huggingface.deepseek:TYPES",
     shapes="threefold.models.deepseek.sharding:layer_shapes",
 )

@@ -36,6 +36,9 @@ FOR_EXPERTS: Final = (
 _MOST_EXPERTS: Final = 2**14
 
 
+Router = Literal["softmax", "sigmoid", "softmax_chosen"]
+
+
 class MixtureConfig(ModelConfig):
     """The `model` section of a family whose layers may have experts."""
 
@@ -63,7 +66,7 @@ class MixtureConfig(ModelConfig):
     """Weight of the load balancing loss, which spreads tokens over the experts, for each token and layer."""
     router_z_loss: float = Field(default=0.0, ge=0)
     """Weight of the z-loss, which keeps the router's logits small."""
-    router: Literal["softmax", "sigmoid", "softmax_chosen"] = "softmax"
+    router: Router = "softmax"
     """Scores of a token's experts: the `softmax` of the router's logits; their `sigmoid`, to which an expert's bias is
     added for the choice alone, as in DeepSeek-V3; or `softmax_chosen`, the softmax over the chosen logits, as in
     gpt-oss."""
