@@ -78,8 +78,8 @@ WIDE = {"num_layers": 4, "hidden_size": 256, "vocab_size": 2048, "max_position_e
         (3, 4, (4_224_512 + 1_579_520, 4_224_512 + 1_579_520, 8_449_024)),
     ],
 )
-def test_bytes_are_those_measured_for_the_docs(zero: int, dp: int, expected: tuple[int, int, int]) -> None:
-    """The table of docs/parallel/data.md: masters and whole weights, gradients, optimizer."""
+def test_bytes_are_those_of_the_docs(zero: int, dp: int, expected: tuple[int, int, int]) -> None:
+    """The formulas of docs/parallel/data.md, in bytes: masters and whole weights, gradients, optimizer."""
     size = sized(WIDE, parallel={"zero": zero, "dp": dp}, precision={"dtype": "bf16"})
     assert size.parameters == 4_224_512
     assert size.largest_rank(0)[1:] == expected
