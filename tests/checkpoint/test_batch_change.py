@@ -12,7 +12,7 @@ from tests.support.sweep import sweep
 from tests.train.support import Run, losses_of, manifest, same, steps_of, train_rank
 from threefold.checkpoint.resume import find_resumption
 from threefold.data.dataset import open_dataset
-from threefold.data.samples import ConsumedSamples
+from threefold.data.order import ConsumedSamples
 from threefold.errors import UserError
 from threefold.train.run import open_loader, open_samples
 from threefold.verify.worker_pool import WorkerPool

@@ -11,8 +11,8 @@ import torch
 
 from threefold.data.keyed_reading import fingerprint_of
 from threefold.data.loader import Batch, BatchSlice, Loader
+from threefold.data.order import ConsumedSamples
 from threefold.data.packed import PackedSamples
-from threefold.data.samples import ConsumedSamples
 from threefold.errors import UserError
 from threefold.random import samples_at
 

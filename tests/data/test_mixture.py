@@ -13,16 +13,9 @@ from threefold.config import load_config
 from threefold.data.corpus import Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Batch, BatchSlice, Loader
+from threefold.data.order import LONGEST_PERIOD, Blend, ConsumedSamples, whole_weights
 from threefold.data.packed import PackedSamples
-from threefold.data.samples import (
-    LONGEST_PERIOD,
-    Blend,
-    ConsumedSamples,
-    MixedSamples,
-    MixturePart,
-    Samples,
-    whole_weights,
-)
+from threefold.data.samples import MixedSamples, MixturePart, Samples
 from threefold.errors import UserError
 from threefold.random import KeyedPermutation
 

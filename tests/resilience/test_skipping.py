@@ -17,7 +17,7 @@ from threefold.checkpoint.manifest import Facts
 from threefold.config import Config
 from threefold.data.dataset import open_dataset
 from threefold.data.loader import Loader
-from threefold.data.samples import ConsumedSamples
+from threefold.data.order import ConsumedSamples
 from threefold.report.metrics import read_metrics
 from threefold.resilience.anomalies import AnomalyPolicy, BadSteps
 from threefold.resilience.remote import RemoteCheckpoints

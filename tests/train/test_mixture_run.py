@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,15 @@ from tokenizers import Tokenizer
 from torch.nn import functional as F
 
 from tests.train.support import Run, evaluated, losses_of, manifest, same, steps_of, train_rank, write_ids
-from threefold.checkpoint.resume import find_resumption
+from threefold.checkpoint.resume import consumed_by, find_resumption
 from threefold.data.dataset import open_dataset
+from threefold.data.order import ConsumedSamples
 from threefold.errors import UserError
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.parallel.parameter import draw_
 from threefold.report.metrics import read_metrics
+from threefold.train.run import open_loader, open_samples
 from threefold.verify.worker_pool import WorkerPool
 
 WEIGHTS = (5, 3, 2)
@@ -148,8 +151,9 @@ def test_corpora_may_move_and_weights_be_written_otherwise(
 
 
 def test_another_mixture_is_refused(saved: Path, small_run: Run, folder: Path, tmp_path: Path) -> None:
+    fewer = dict.fromkeys(names(folder)[:2], 1.0)
     with pytest.raises(UserError, match=r"data.mixture is .* was made with .*order of the samples follows from it"):
-        find_resumption(saved, on(small_run, folder, (5, 2, 3)).but(steps=4).config)
+        find_resumption(saved, small_run.but(steps=4, set=(*on(small_run, folder).set, ("data.mixture", fewer))).config)
     with pytest.raises(UserError, match=r"data.mixture is None .* was made with"):
         find_resumption(saved, small_run.but(steps=4, data=folder / "one").config)
     shutil.copytree(folder, tmp_path / "other")
@@ -157,3 +161,72 @@ def test_another_mixture_is_refused(saved: Path, small_run: Run, folder: Path, t
         file.write('{"text": "one more"}\n')
     with pytest.raises(UserError, match=r"data.mixture has .*three.jsonl with .* but .* was trained on .* there"):
         find_resumption(saved, on(small_run, tmp_path / "other").but(steps=4).config)
+
+
+def test_other_weights_read_each_corpus_on(pool: WorkerPool, small_run: Run, folder: Path, tmp_path: Path) -> None:
+    """A resumed run with other weights in another layout: nothing read again, nothing left out."""
+    run, other = on(small_run, folder).but(steps=3), on(small_run, folder, (1, 1, 18)).but(dp=2, steps=6)
+    pool.run(1, train_rank, run, tmp_path / "run")
+    (warning,) = find_resumption(tmp_path / "run", other.config).warnings
+    assert warning.endswith(": each corpus is read on from where it stands.")
+    read = indices(run, ConsumedSamples(8), range(3)) + indices(other, consumed_of(tmp_path / "run", 3), range(3, 6))
+    start = 0
+    for part in open_dataset(run.config).samples("train").parts:
+        own = [index - start for index in read if 0 <= index - start < len(part.samples)]
+        assert own == part.samples.ordered(np.arange(len(own)), run.config.train.seed).tolist()
+        start += len(part.samples)
+    before, weights = (12, 7.2, 4.8), (0.05, 0.05, 0.9)
+    for steps in (5, 6):
+        pool.run(2, train_rank, other.but(steps=steps), tmp_path / "run", True)
+        counts = [count for count, _ in consumed_of(tmp_path / "run", steps).blend]
+        due = [first + weight * 8 * (steps - 3) for first, weight in zip(before, weights, strict=True)]
+        assert sum(counts) == 8 * steps
+        assert all(abs(count - each) < 1 for count, each in zip(counts, due, strict=True))
+
+
+def indices(run: Run, consumed: ConsumedSamples, steps: range) -> list[int]:
+    loader = open_loader(run.config, open_samples(run.config, open_dataset(run.config)), Alone(), consumed)
+    try:
+        return [index for step in steps for index in loader.sample_indices(step).tolist()]
+    finally:
+        loader.close()
+
+
+class Alone:
+    """The dp axis of one replica."""
+
+    index, size = 0, 1
+
+
+def consumed_of(folder: Path, step: int) -> ConsumedSamples:
+    facts = manifest(folder / f"checkpoints/step_{step:08d}")
+    return ConsumedSamples(8, step, facts["consumed_samples"], tuple(map(tuple, facts["blend"])))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [2, 3, 5])
+def test_weights_by_step_resume_anywhere(
+    pool: WorkerPool, small_run: Run, folder: Path, tmp_path: Path, stop: int
+) -> None:
+    """Before, at and after a change, in another layout, with batches that change too; a layout of one batch size."""
+    sizes = ("train.global_batch_size", {0: 8, 4: 4})
+    weights = ({0: 5, 3: 0.001}, {0: 0, 3: 0.999}, 1)
+    run = on(small_run, folder, weights, sizes).but(dtype="fp64")
+    pool.run(1, train_rank, run.but(steps=7), tmp_path / "unbroken")
+    pool.run(2, train_rank, run.but(pp=2, steps=stop), tmp_path / "broken")
+    pool.run(4, train_rank, run.but(dp=2, tp=2, steps=7), tmp_path / "broken", True)
+    assert same(losses_of(tmp_path / "broken"), losses_of(tmp_path / "unbroken"), "fp64")
+    last = "checkpoints/step_00000007"
+    assert manifest(tmp_path / "broken" / last)["blend"] == manifest(tmp_path / "unbroken" / last)["blend"]
+    assert steps_of(tmp_path / "broken")[7]["epochs"] == steps_of(tmp_path / "unbroken")[7]["epochs"]
+
+
+def test_a_checkpoint_from_before_goes_on(pool: WorkerPool, small_run: Run, folder: Path, tmp_path: Path) -> None:
+    """A checkpoint without `blend` stands where its config's weights say."""
+    run = on(small_run, folder).but(steps=3)
+    pool.run(1, train_rank, run, tmp_path / "run")
+    found = find_resumption(tmp_path / "run", run.but(steps=4).config).checkpoint
+    expected = consumed_by(found, run.config)
+    assert expected.blend == found.facts.blend
+    before = replace(found, facts=replace(found.facts, blend=()))
+    assert consumed_by(before, run.config) == expected

@@ -25,7 +25,7 @@ from threefold.config import Config
 from threefold.config.by_step import value_at
 from threefold.data.corpus import Content, Corpus
 from threefold.data.dataset import open_dataset
-from threefold.data.samples import ConsumedSamples, whole_weights
+from threefold.data.order import Blend, ConsumedSamples, weights_by_step
 from threefold.data.tokenizer import TextRule, load_tokenizer, loaded
 from threefold.doors import needed
 from threefold.errors import UserError
@@ -66,8 +66,8 @@ SHAPES = frozenset(
     )
 )
 """Settings that determine the shapes of the weights."""
-_ORDER = ("train.seed", "data.sequence_length", "data.split", "data.mixture")
-_BATCH = "train.global_batch_size"
+_ORDER = ("train.seed", "data.sequence_length", "data.split")
+_BATCH, _MIXTURE = "train.global_batch_size", "data.mixture"
 
 Resume = bool | Literal["auto"]  # whether a run resumes from its own checkpoint; "auto" resumes if there is one
 
@@ -143,9 +143,12 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
             f"train.max_steps is {config.train.max_steps} and {checkpoint.path} is at step {checkpoint.step} already; "
             f"set it to {checkpoint.step + 1} at least to resume."
         )
+    consequences = {
+        _BATCH: lambda: f": {_other_batch(checkpoint, choice.config, config)}",
+        _MIXTURE: lambda: ": each corpus is read on from where it stands",
+    }
     warnings = [
-        f"{key} is {now!r} from here on; up to now it was {before!r}"
-        + (f": {_other_batch(checkpoint, choice.config, config)}." if key == _BATCH else ".")
+        f"{key} is {now!r} from here on; up to now it was {before!r}{consequences.get(key, str)()}."
         for key, before, now in changes
     ]
     warnings += _changed_model(checkpoint, config)
@@ -190,8 +193,11 @@ def _other_batch(checkpoint: Checkpoint, stored: Config, config: Config) -> str:
 
 def consumed_by(checkpoint: Checkpoint, config: Config) -> ConsumedSamples:
     """Return the training samples consumed before each step of a run resumed from a checkpoint."""
-    facts = checkpoint.facts
-    return ConsumedSamples(config.train.global_batch_size, facts.step, facts.consumed_samples)
+    facts, blend = checkpoint.facts, checkpoint.facts.blend
+    if len(config.data.corpora) > 1 and not blend:  # of a version whose weights did not change
+        weights = list(stored_config(checkpoint.path).data.corpora.values())
+        blend = Blend(weights).standing(facts.consumed_samples)
+    return ConsumedSamples(config.train.global_batch_size, facts.step, facts.consumed_samples, blend)
 
 
 def _check_epochs(checkpoint: Checkpoint, config: Config) -> None:
@@ -247,7 +253,7 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
         for name in {**before[section], **now[section]}:
             key = f"{section}.{name}"
             old, new = before[section].get(name), now[section].get(name)
-            if key == "data.mixture" and whole_weights(stored_weights) == whole_weights(weights):
+            if key == "data.mixture" and weights_by_step(stored_weights) == weights_by_step(weights):
                 continue  # equal weights; the corpora may have moved
             if old != new and not _is_free(key):
                 yield key, old, new
@@ -265,7 +271,7 @@ def _is_free(key: str) -> bool:
 def _forbidden(key: str, before: Any, now: Any, config: Config) -> str | None:
     if key in SHAPES:
         return "whose weights do not fit another model"
-    if key in _ORDER:
+    if key in _ORDER or (key == _MIXTURE and len(before or ()) != len(now or ())):
         return "and the order of the samples follows from it"
     parts = ("train.micro_batch_size", "train.gradient_accumulation_steps")
     if key == _BATCH and not config.derived.intersection(parts):

@@ -1,7 +1,7 @@
 """Settings whose value changes during a run, such as `train.global_batch_size: {0: 256, 1000: 512}`.
 
 The value of such a setting is a number, like any other setting's, that also knows its values by step. What does not
-change during a run, such as memory, layout and plan, is computed from the number: the largest value.
+change during a run, such as memory, layout and plan, is computed from the number.
 """
 
 from collections.abc import Mapping
@@ -12,25 +12,16 @@ from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 
-class NumberByStep(int):
-    """Whole number for each step of a run. As a number, it is the largest of them.
+class _ByStep:
+    """Base of values by step: `entries` maps the number of steps made before to the value from there on, ascending."""
 
-    `entries` maps the number of steps made before, from 0 on, to the value from there on, ascending.
-    """
+    entries: Mapping[int, Any]
 
-    entries: Mapping[int, int]
-
-    def __new__(cls, entries: Mapping[int, int]) -> "NumberByStep":
-        """Make the number from entries in any order, one of them of step 0."""
-        made = super().__new__(cls, max(entries.values()))
-        made.entries = dict(sorted(entries.items()))
-        return made
-
-    def __getnewargs__(self) -> tuple[Mapping[int, int]]:  # type: ignore[override]
-        return (self.entries,)
+    def __reduce__(self) -> tuple[type, tuple[Mapping[int, Any]]]:
+        return type(self), (self.entries,)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, NumberByStep) and self.entries == other.entries
+        return isinstance(other, type(self)) and self.entries == other.entries
 
     def __ne__(self, other: object) -> bool:
         return not self == other
@@ -42,6 +33,26 @@ class NumberByStep(int):
         return repr(self.entries)
 
     __str__ = __repr__
+
+
+class NumberByStep(_ByStep, int):
+    """Whole number for each step of a run. As a number, it is the largest of them."""
+
+    def __new__(cls, entries: Mapping[int, int]) -> "NumberByStep":
+        """Make the number from entries in any order, one of them of step 0."""
+        made = super().__new__(cls, max(entries.values()))
+        made.entries = dict(sorted(entries.items()))
+        return made
+
+
+class WeightByStep(_ByStep, float):
+    """Weight of a corpus for each step of a run. As a number, it is the last of them, with which a run evaluates."""
+
+    def __new__(cls, entries: Mapping[int, float]) -> "WeightByStep":
+        """Make the weight from entries in any order, one of them of step 0."""
+        made = super().__new__(cls, entries[max(entries)])
+        made.entries = dict(sorted(entries.items()))
+        return made
 
 
 Entries = tuple[tuple[int, Any], ...]
@@ -93,7 +104,7 @@ def steps_to_sum(value: int, wanted: int) -> int:
 class ByStep:
     """Annotation of a setting that may change during a run, after the limits of its values."""
 
-    kind: type = NumberByStep
+    kind: type[NumberByStep] | type[WeightByStep] = NumberByStep
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return core_schema.no_info_wrap_validator_function(self._read, handler(source))
@@ -111,10 +122,11 @@ class ByStep:
                 "a value, or values by the number of steps made before, from 0 on; use "
                 f"{{0: {next(iter(given.values()), 'VALUE')}}}"
             )
-        found = {}
+        found: dict[int, Any] = {}
         for step, value in given.items():
             try:
-                found[step] = handler(value)
+                is_absent = self.kind is WeightByStep and type(value) in (int, float) and value == 0
+                found[step] = 0.0 if is_absent else handler(value)
             except ValidationError as error:
                 context = {"step": step, "value": value, "problem": error.errors()[0]}
                 raise PydanticCustomError("by_step", "by step", context) from None

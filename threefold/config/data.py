@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from threefold.config.by_step import ByStep, WeightByStep
 from threefold.config.section import MOST_TOKENS, PathText, Section, Text, derived
 from threefold.constants import MOST_IDS
 from threefold.doors import hook
@@ -33,9 +34,10 @@ class DataConfig(Section):
     import path, `package.module:Name` or `my_data.py:make`, of a map-style `torch.utils.data.Dataset` of tokens or of a
     function that returns one (docs/training.md; for a model of your own, samples may be any nesting of tensors).
     Default: must be given, or `mixture`."""
-    mixture: dict[PathText, Annotated[float, Field(gt=0)]] = derived(min_length=1)
+    mixture: dict[PathText, Annotated[float, Field(gt=0), ByStep(WeightByStep)]] = derived(min_length=1)
     """Several corpora instead of `path`: maps the path of each to its weight. Only the ratios of the weights matter,
-    such as `{books: 3, code: 1}`. All corpora must have the same tokenizer. Default: none."""
+    such as `{books: 3, code: 1}`. A weight may change by step, as in `{books: 3, code: {0: 0, 1000: 1}}`. All corpora
+    must have the same tokenizer. Default: none."""
     tokenizer: PathText = derived(min_length=1)
     """The `tokenizer.json` for JSON Lines, and for token files of other systems, which do not include one; without it,
     such token files need `model.vocab_size`. Default: none."""

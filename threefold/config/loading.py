@@ -193,6 +193,9 @@ def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str,
         return f"{where}{key} has {_shown(first['input'])} but each of its paths must be {_expected(first)}."
     if key == "data.mixture":
         rule = "must be paths and their weights, each above 0, such as {books: 3, code: 1}"
+        given = values["data"]["mixture"]
+        if isinstance(given, dict) and any(isinstance(weight, dict) for weight in given.values()):
+            rule = "must be paths and their weights, or weights by step, such as {books: 3, code: {0: 0, 1000: 1}}"
         return f"{where}{key} is {_shown(values['data']['mixture'])} but {rule}."
     if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
         return f"{where}{key} is {_shown(first['input'])} but must be a section with settings below it."

@@ -6,7 +6,7 @@ from functools import partial
 from math import gcd, lcm, log2
 from typing import Final
 
-from threefold.config.by_step import entries_of
+from threefold.config.by_step import entries_of, value_at
 from threefold.config.loading import problem
 from threefold.config.model import CUSTOM, FAMILIES
 from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, hyper_parameters
@@ -279,6 +279,10 @@ def executed_micro_batches(config: Config) -> tuple[int, int]:
 
 
 def _data_rules(config: Config) -> Broken:
+    weights = config.data.corpora.values()
+    for step in {step for weight in weights for step, _ in entries_of(weight)}:
+        if not any(value_at(weight, step) for weight in weights):
+            yield "data.mixture", f"no corpus has a weight above 0 from entry {step} on; give one"
     longest = config.model.max_position_embeddings
     if config.data.sequence_length > longest:
         yield "data.sequence_length", f"model.max_position_embeddings is {longest}; use {longest} or raise the latter"

@@ -17,7 +17,8 @@ from numpy.typing import NDArray
 from threefold.constants import IGNORE_INDEX
 from threefold.data.formats.custom_data import NestedSamples
 from threefold.data.keyed_reading import pass_key, positions
-from threefold.data.samples import ConsumedSamples, MixturePart, Samples
+from threefold.data.order import ConsumedSamples, Standing
+from threefold.data.samples import MixturePart, Samples
 from threefold.random import Int64Array
 
 
@@ -77,11 +78,25 @@ class Loader:
     ) -> None:
         self.train, self.heldout, self.slice, self.seed = train, heldout, part, seed
         self.separate_documents, self.pinned = separate_documents, pinned
-        self.consumed = ConsumedSamples(part.global_batch_size)
         self._is_custom = train.draws is not None  # samples that code of the user reads
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="threefold-data")
         self._ahead: dict[int, Callable[[], Any]] = {}
+        self.consumed = ConsumedSamples(part.global_batch_size)
         self._has_drawn = self._may_read_ahead = False  # of custom samples, the first of which are read under keys
+
+    @property
+    def consumed(self) -> ConsumedSamples:
+        """Training samples consumed before each step; setting it begins to read there."""
+        return self._consumed
+
+    @consumed.setter
+    def consumed(self, consumed: ConsumedSamples) -> None:
+        self._consumed, self._ahead = consumed, {}
+        self.train = self.train.begun(consumed)
+
+    def blend(self, step: int) -> Standing:
+        """Return where each corpus of a mixture stands before `step`, from which a resumed run reads on."""
+        return self.train.standing(self.consumed.before(step))
 
     @property
     def is_nested(self) -> bool:

@@ -1,22 +1,18 @@
-"""Samples: the train, validation and test splits of a corpus's documents, and the order of a mixture of corpora.
+"""Samples: the train, validation and test splits of a corpus's documents, and mixtures of corpora.
 
 Documents are assigned to the splits by a keyed permutation of their numbers, so a held-out split represents the
 whole corpus. The key is fixed, whatever the run's seed, so that runs can be compared on it.
-
-In a mixture, the corpus of sample n, and which of its samples it is, depend on n and the weights alone. So resuming
-needs neither sampler state nor replay, and the number of ranks and the batch size change nothing.
 """
 
-import heapq
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
+from functools import cached_property
 from typing import Final
 
 import numpy as np
 
-from threefold.config.by_step import entries_of, steps_to_sum, sum_before, value_at
+from threefold.data.order import Blend, ConsumedSamples, Standing
 from threefold.errors import UserError
 from threefold.random import Int64Array, KeyedPermutation, samples_at
 
@@ -124,6 +120,14 @@ class Samples:
         """Return the position of each input token, int64 [rows, S], if positions restart with each document."""
         return None
 
+    def standing(self, counter: int) -> Standing:
+        """Return where each corpus of a mixture stands after `counter` samples; empty for a single corpus."""
+        return ()
+
+    def begun(self, consumed: ConsumedSamples) -> "Samples":
+        """Return the samples as a run reads them that starts or resumes with these samples consumed."""
+        return self
+
     @property
     def parts(self) -> "tuple[MixturePart, ...]":
         """Corpora that the samples come from, with weights that sum to 1."""
@@ -148,77 +152,25 @@ class MixturePart:
     weight: float
 
 
-@dataclass(frozen=True)
-class ConsumedSamples:
-    """Number of training samples consumed before each step, counted from where a run starts or resumes.
-
-    It determines what a step reads, because the order of samples is a permutation of this count. It is the sum of the
-    global batch sizes (`per_step`, which may change by step) until a run resumes with others, at `step`, and counts on.
-    """
-
-    per_step: int
-    step: int = 0
-    samples: int = 0
-
-    @property
-    def has_one_size(self) -> bool:
-        """Whether all batches up to now and from now on have one size."""
-        return len(entries_of(self.per_step)) == 1 and self.samples == self.step * self.per_step
-
-    def before(self, step: int) -> int:
-        """Return the samples consumed before `step` (0 for the first), which must not precede the start or resume."""
-        return self.samples + sum_before(self.per_step, step) - sum_before(self.per_step, self.step)
-
-    def size(self, step: int) -> int:
-        """Return the global batch size of `step` (0 for the first)."""
-        size: int = value_at(self.per_step, step)
-        return size
-
-    def steps_until(self, samples: int) -> int:
-        """Return the first step before which at least `samples` samples are consumed, as if counted from the start."""
-        return steps_to_sum(self.per_step, samples - self.samples + sum_before(self.per_step, self.step))
-
-
-LONGEST_PERIOD: Final = 65_536
-"""Most samples after which a mixture repeats; weights that need more are rounded to multiples of 1/65,536."""
-
-
-class Blend:
-    """Corpus of each sample of a run, for k weighted corpora; only the ratios of the weights matter.
-
-    Tijdeman's solution of the chairman assignment problem (Discrete Mathematics 32, 1980): after any number n of
-    samples, the count of each corpus differs from n · weight by at most 1 − 1 / (2k − 2), the best bound that holds for
-    all weights. The assignment repeats as soon as all counts, int64 [k], are whole numbers, so one period is stored.
-    """
-
-    def __init__(self, weights: Sequence[float]) -> None:
-        self.in_period = np.array(whole_weights(weights), dtype=np.int64)
-        self.period = int(self.in_period.sum())
-        self._corpora = _assign(self.in_period.tolist())
-        self._before = np.empty(self.period, dtype=np.int64)
-        for corpus, count in enumerate(self.in_period):
-            self._before[self._corpora == corpus] = np.arange(count)
-
-    def __call__(self, counters: Int64Array) -> tuple[Int64Array, Int64Array]:
-        """Return the corpus of each sample of a run, and how many of that corpus come before it: two int64 [rows]."""
-        periods, places = np.divmod(counters, self.period)
-        corpora = self._corpora[places]
-        return corpora, periods * self.in_period[corpora] + self._before[places]
-
-    def counts(self, samples: int) -> Int64Array:
-        """Count how many of a run's first `samples` samples come from each corpus: int64 [k]."""
-        periods, rest = divmod(samples, self.period)
-        return periods * self.in_period + np.bincount(self._corpora[:rest], minlength=len(self.in_period))
-
-
 class MixedSamples(Samples):
     """Samples of several corpora, one corpus after the other, which a run reads in the order of a `Blend`."""
 
-    def __init__(self, parts: Sequence[MixturePart]) -> None:
-        self.blend = Blend([part.weight for part in parts])
+    def __init__(self, parts: Sequence[MixturePart], consumed: ConsumedSamples | None = None) -> None:
+        self._given, self._consumed = parts, consumed or ConsumedSamples(1)
         total = sum(part.weight for part in parts)
         self._parts = tuple(MixturePart(part.name, part.samples, part.weight / total) for part in parts)
         self._starts = np.cumsum([0, *(len(part.samples) for part in parts[:-1])]).tolist()
+
+    @cached_property
+    def blend(self) -> Blend:
+        """Corpus of each sample of the run."""
+        return Blend([part.weight for part in self._given], self._consumed)
+
+    def standing(self, counter: int) -> Standing:
+        return self.blend.standing(counter)
+
+    def begun(self, consumed: ConsumedSamples) -> "MixedSamples":
+        return MixedSamples(self._given, consumed)
 
     @property
     def parts(self) -> tuple[MixturePart, ...]:
@@ -290,52 +242,3 @@ class MixedSamples(Samples):
         """Return the results of `read` for each corpus, its samples and their rows, in the order of `indices`."""
         divided, back = self._divided(indices)
         return np.concatenate([read(*each) for each in divided])[back]
-
-
-def whole_weights(weights: Sequence[float]) -> list[int]:
-    """Return the samples of each corpus in a period of at most `LONGEST_PERIOD`, in the ratios of the weights."""
-    exact = [Fraction(repr(float(weight))) for weight in weights]
-    total = sum(exact)
-    parts = [weight / total for weight in exact]
-    period = math.lcm(*(part.denominator for part in parts))
-    if period <= LONGEST_PERIOD:
-        return [int(part * period) for part in parts]
-    counts = [int(part * LONGEST_PERIOD) for part in parts]
-    largest_rest_first = sorted(range(len(parts)), key=lambda i: counts[i] - parts[i] * LONGEST_PERIOD)
-    for i in largest_rest_first[: LONGEST_PERIOD - sum(counts)]:
-        counts[i] += 1
-    for weight, count in zip(weights, counts, strict=True):
-        if count == 0:
-            raise UserError(
-                f"data.mixture has a weight of {weight:g}, which is less than one sample in {LONGEST_PERIOD:,}; "
-                f"use {float(total / LONGEST_PERIOD):.2g} at least, or leave it out."
-            )
-    return counts
-
-
-def _assign(counts: list[int]) -> Int64Array:
-    """Return the corpus of each sample of a period: int64 [sum of counts].
-
-    Sample j of corpus i may come as sample n (from 1) while the count stays within the bound: not before n · weight ≥ j
-    + d and not after n · weight ≤ j + 1 − d, with d = 1 / (2k − 2). Among the candidates, the one with the earliest
-    deadline is chosen.
-    """
-    period, parts = sum(counts), 2 * len(counts) - 2
-    if not parts:
-        return np.zeros(period, dtype=np.int64)
-
-    def window(corpus: int, sample: int) -> tuple[int, int]:
-        unit = counts[corpus] * parts
-        return -(-(sample * parts + 1) * period // unit), ((sample + 1) * parts - 1) * period // unit
-
-    waiting = [(*window(corpus, 0), corpus, 0) for corpus in range(len(counts))]
-    heapq.heapify(waiting)
-    ready: list[tuple[int, int, int]] = []
-    chosen = np.empty(period, dtype=np.int64)
-    for n in range(1, period + 1):
-        while waiting and waiting[0][0] <= n:
-            heapq.heappush(ready, heapq.heappop(waiting)[1:])
-        _, corpus, sample = heapq.heappop(ready)
-        chosen[n - 1] = corpus
-        heapq.heappush(waiting, (*window(corpus, sample + 1), corpus, sample + 1))
-    return chosen

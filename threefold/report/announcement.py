@@ -34,9 +34,11 @@ def announce(run: RunContext, loader: Loader, make_model: MakeModel, plan: Model
     say(f"{steps} of {batch}{length} {verb} the {counted(samples, 'training sample')} {how_often(read / samples)}.")
     for note in loader.train.notes:
         say(f"  {note}")
+    changes = any(len(entries_of(weight)) > 1 for weight in config.data.corpora.values())
     for name, epochs in loader.train.epochs(read).items():
         part = next(part for part in loader.train.parts if part.name == name)
-        say(f"  {part.weight:.2%} are from {name}, whose {len(part.samples):,} samples are read {how_often(epochs)}.")
+        share = epochs * len(part.samples) / read if changes else part.weight
+        say(f"  {share:.2%} are from {name}, whose {len(part.samples):,} samples are read {how_often(epochs)}.")
     if mesh.pp.size > 1 and config.log.format == "fleet":
         _announce_stages(model, plan, stage_map(plan, config))
 

@@ -22,7 +22,7 @@ from threefold.checkpoint.resume import is_decisive
 from threefold.checksums import checksum_of_blocks, seal, unseal
 from threefold.config import Config
 from threefold.data.dataset import Dataset
-from threefold.data.samples import whole_weights
+from threefold.data.order import weights_by_step
 from threefold.errors import UserError
 from threefold.files import STRICT, parse_facts, parse_json, shown
 from threefold.foreign import FolderFiles, write_nofollow
@@ -39,7 +39,8 @@ def terms_of(config: Config, dataset: Dataset) -> dict[str, str]:
     found = {key: json.dumps(value) for key, value in _decisive_settings(config).items()}
     weights = list(config.data.corpora.values())
     if len(weights) > 1:
-        found["data.mixture"] = json.dumps(whole_weights(weights))
+        (_, first), *later = by_step = weights_by_step(weights)
+        found["data.mixture"] = json.dumps(by_step if later else first)
     for number, (tokens, documents) in enumerate(dataset.sizes(), start=1):
         found[f"the data of corpus {number}"] = f"{tokens:,} tokens in {documents:,} documents"
     if config.model.file:

@@ -30,7 +30,7 @@ from threefold.checkpoint.tensors import ALIGNMENT
 from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.comm.axis import Axis
 from threefold.config import Config
-from threefold.data.samples import ConsumedSamples
+from threefold.data.order import ConsumedSamples
 from threefold.files import parse_facts
 from threefold.train.callbacks.base import Callback, reason_of, say
 from threefold.train.saving import Checkpoints
@@ -178,12 +178,13 @@ class StatesInMemory:
         engine.optimizer.restored()
         restore_random_states(engine, {name: state for name, state in states.items() if name in filled})
         facts, is_first = kept.facts(), engine.mesh.world.is_first
+        blend = tuple((count, owed) for count, owed in facts["blend"])
         restore_loss_scale(engine, facts["loss_scale"], facts["good_steps"])
         anomalies = None if facts["anomalies"] is None else parse_facts(AnomalyFacts, facts["anomalies"])
         carried = (newest(run_dir) or getattr(find_warm_start(config), "checkpoint", None)) if is_first else None
         return StartingPoint(
             step,
-            ConsumedSamples(config.train.global_batch_size, step, facts["consumed_samples"]),
+            ConsumedSamples(config.train.global_batch_size, step, facts["consumed_samples"], blend),
             lines,
             carried=carried,
             skipped=frozenset(map(Path, facts["passed"])),
@@ -222,6 +223,7 @@ class StateKeeper(Callback):
             "loss_scale": scale,
             "good_steps": good_steps,
             "consumed_samples": checkpoints.contents.loader.consumed.before(done),
+            "blend": checkpoints.contents.loader.blend(done),
             "anomalies": asdict(found) if (found := checkpoints.contents.anomalies()) else None,
             "passed": sorted(map(str, checkpoints.skipped)),
         }

@@ -13,7 +13,7 @@ from typing import Any, Final, NamedTuple
 
 from threefold.comm.heartbeat import Activity, RunSection
 from threefold.data.loader import Loader
-from threefold.data.samples import ConsumedSamples
+from threefold.data.order import ConsumedSamples
 from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.files import describe_error
@@ -64,7 +64,7 @@ class TrainingLoop:
         self._is_healthy = True  # whether the last step made an update, and the last loss was finite
         self._updated = 0  # last step of this process that made an update
         self._known_epoch: Epoch | None = None
-        self._is_mixture = bool(loader.corpus_epochs(0))
+        self._is_mixture = len(loader.train.parts) > 1
         self._names_calls = True
 
     def fit(self, start: int = 0, unsaved: bool = False, evaluation_missed: bool = False) -> Stopped | None:

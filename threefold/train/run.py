@@ -21,7 +21,8 @@ from threefold.config.model import CUSTOM
 from threefold.config.resolve import with_micro_batch
 from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import BatchSlice, Loader
-from threefold.data.samples import ConsumedSamples, Samples
+from threefold.data.order import ConsumedSamples
+from threefold.data.samples import Samples
 from threefold.doors import call_hook, hook
 from threefold.errors import UserError
 from threefold.host import keep_freed_memory

@@ -185,6 +185,7 @@ class CheckpointContents:
         return Facts(
             step=step,
             consumed_samples=self.loader.consumed.before(step),
+            blend=self.loader.blend(step),
             seed=self.engine.config.train.seed,
             eod=dataset.eod,
             tokenizer_sha256=dataset.tokenizer_sha256,

@@ -15,7 +15,7 @@ from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.axis import Axis
 from threefold.config import Config
 from threefold.config.model import CUSTOM
-from threefold.data.samples import ConsumedSamples
+from threefold.data.order import ConsumedSamples
 from threefold.doors import call_hook
 from threefold.parallel.running_statistics import stored_buffers
 from threefold.random.rng import STREAMS, is_of_process, stored_as

@@ -21,7 +21,7 @@ from threefold.comm.mesh import Event, Mesh
 from threefold.config import Config
 from threefold.config.model import CUSTOM
 from threefold.config.optimizer import BUILT_IN
-from threefold.data.samples import ConsumedSamples
+from threefold.data.order import ConsumedSamples
 from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.files import choose_type
