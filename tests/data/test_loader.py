@@ -150,6 +150,9 @@ class RecordedReads:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.samples, name)
 
+    def begun(self, consumed: ConsumedSamples) -> "RecordedReads":
+        return self
+
     def ordered(self, counters: np.ndarray, seed: int) -> np.ndarray:
         self.reads.put((int(counters[0]) // GLOBAL_BATCH, threading.current_thread() is threading.main_thread()))
         return self.samples.ordered(counters, seed)
