@@ -1,5 +1,6 @@
 """What the backward pass computes again: the same gradients bit for bit, and the memory that the formula says."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.parallel.support import sizes
-from tests.support.parity import Case, Trace, in_layout, make_engine, shard_of, with_recompute
+from tests.support.parity import BOTH, WIDE, Case, Trace, in_layout, make_engine, shard_of, with_recompute
 from tests.support.saved_tensors import recording_saved
 from tests.support.sweep import sweep
 from threefold.comm.mesh import Event
@@ -22,6 +23,7 @@ from threefold.parallel.parameter import replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import Recomputed, apply_recompute, chosen_layers, unwrapped
 from threefold.planner.activations import block_bytes
+from threefold.planner.model_size import built_in_attention, described_blocks, rank_block
 from threefold.random.dropout import sample_keys
 
 SEQUENCE_PARALLEL = (("parallel.sequence_parallel", True),)
@@ -116,6 +118,22 @@ def kept(case: Case, mode: str, every: int = 1) -> tuple[int, int]:
 )
 def test_blocks_keep_what_the_formula_says(pool, changes: dict[str, Any], tp: int) -> None:
     _check_kept(pool, Case(layers=3, sequence=17, batch=2, accumulation=1, **changes).with_layout(1, tp, 1))
+
+
+@sweep("dtype", ["fp32", "bf16"], quick=(0,))
+@sweep("tp", [1, 2], quick=(1,), slow=(0,))
+def test_other_norms_and_gates_keep_what_the_formula_says(pool, tp: int, dtype: str) -> None:
+    """With QK-norm over the width, the formula is an upper bound."""
+    for kind, most in ((BOTH, 1.0), (WIDE, 1.12)):
+        model = tuple((name, value) for name, value in kind.model if "sliding" not in name and "pattern" not in name)
+        case = replace(kind, model=model, layers=2, batch=2, accumulation=1, dropout=0.0, documents=False, dtype=dtype)
+        case = case.with_layout(1, tp, 1)
+        block = described_blocks(case.config)[0]
+        of_rank = rank_block(case.config, block, attention=built_in_attention(case.config, block, "cpu"))
+        for mode in ("none", "selective", "full"):
+            formula = case.layers * block_bytes(of_rank, mode)
+            for found, _ in pool.run(tp, kept, case, mode):
+                assert found <= formula <= most * found
 
 
 def test_shares_of_the_sequence_keep_what_the_formula_says(pool) -> None:

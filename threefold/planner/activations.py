@@ -55,6 +55,7 @@ def block_bytes(sizes: RankBlock, recompute: str = "none") -> int:
     # Of the two half blocks; a second norm of one keeps its input besides.
     inputs = min(sizes.norms, 2) * _norm_bytes(sizes) + max(2 - sizes.norms, 0) * outer
     inputs += max(sizes.norms - 2, 0) * (_norm_bytes(sizes) - outer)
+    inputs += sizes.norms * sizes.hidden * sizes.wide if sizes.norm_offset else 0
     # queries: the attention output, kept for its projection
     return inputs + core + sizes.queries + feed_forward + masks
 
@@ -88,6 +89,8 @@ def _core_bytes(sizes: RankBlock, replayed: bool) -> int:
         before += _rms_bytes(sizes, sizes.tokens * sizes.local_key_heads, sizes.keys)
         if sizes.wide == sizes.itemsize:
             before -= sizes.keys  # a view of a tensor counted above
+        before += queries if sizes.qk_norm_over_width else 0  # computed step by step
+        before += 2 * sizes.head_dim * sizes.wide if sizes.norm_offset else 0
     if replayed:
         return before + inputs
     chunk = length // (2 * cp)

@@ -152,6 +152,8 @@ class BlockShape:
     norms: int = 2  # of the residual stream; with 1, a half block has none, with 4 two each
     rotary: bool = False
     qk_norm: bool = False
+    qk_norm_over_width: bool = False
+    norm_offset: bool = False  # whether norms compute 1 + their weights
     output_gate: bool = False  # of attention
     activation: str = "gelu_tanh"
     hidden_dropout: bool = False
@@ -200,6 +202,8 @@ def _described(described: ModelDescription, layer: str, number: int) -> BlockSha
         norms=len(norms),
         rotary=any(isinstance(rule, sharding.OverContext) for rule in rules),
         qk_norm=bool(roles["norm of heads"]),
+        qk_norm_over_width=any(isinstance(weight.split, sharding.OverWidth) for weight in roles["norm of heads"]),
+        norm_offset=config.norm_offset,
         output_gate="query gate" in heads,
         activation=config.activation,
         hidden_dropout=config.hidden_dropout > 0 and any(isinstance(rule, sharding.OverSequence) for rule in rules),
