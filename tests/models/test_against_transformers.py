@@ -110,6 +110,9 @@ def _of_llama(tensors: Mapping[str, Tensor], model: Mapping[str, Any]) -> Iterat
             yield f"blocks.{layer}.{places[inner]}.{kind}", tensor
         elif inner == "self_attn.q_proj":  # a group's queries, its keys, its values
             rows = [tensors[f"{beside}self_attn.{each}_proj.{kind}"].unflatten(0, (groups, -1)) for each in "qkv"]
+            if model.get("attention_gate"):  # each head's gate is behind its queries; ours are behind a group's
+                served = model["num_attention_heads"] // groups
+                rows[0] = rows[0].unflatten(1, (served, 2, -1)).transpose(1, 2).flatten(1, 3)
             yield f"blocks.{layer}.attn.qkv.{kind}", torch.cat(rows, 1).flatten(0, 1)
         elif inner.endswith("gate_proj"):  # a gate before what it gates
             rows = [tensor, tensors[name.replace("gate_proj", "up_proj")]]
@@ -135,7 +138,8 @@ def logits_and_routers(
     positions = None if documents is None else positions_in(documents)
     mode = Fp64() if factors is None else Fp64(_attention_factors(theirs, factors))
     kept = {} if theirs.config.model_type == "gpt2" else {"output_router_logits": True}
-    kept = kept if hasattr(theirs.config, "router_aux_loss_coef") else {}
+    has_routers = hasattr(theirs.config, "router_aux_loss_coef") and getattr(theirs.config, "num_experts", 1)
+    kept = kept if has_routers else {}
     with mode, _residual_dropout(theirs, factors):
         out = theirs(tokens, position_ids=positions, use_cache=False, **kept)
     return out.logits, tuple(getattr(out, "router_logits", None) or ())
@@ -235,6 +239,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "qwen3_moe",
         THEIRS | QWEN_MOE | {"norm_topk_prob": True, "head_dim": 6},
         OURS | {"num_experts": 5, "expert_ffn_hidden_size": 14, "qk_norm": True, "head_dim": 6},
+    ),
+    "gated attention of qwen3_next": (
+        "qwen3_next",
+        THEIRS
+        | {"layer_types": ["full_attention"] * THEIRS["num_hidden_layers"], "num_experts": 0, "head_dim": 8}
+        | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        OURS
+        | {"head_dim": 8, "attention_gate": True, "qk_norm": True, "norm_offset": True, "rotary_share": 0.5}
+        | {"rope_theta": 1e4},
     ),
 }
 RATES = {"embed": 0.15, "residual": 0.35, "attention": 0.25}
