@@ -107,14 +107,15 @@ def _experts(mapping: KeyMapping) -> None:
     mapping.move(_ROWS["experts"])
     if balancing == "none":
         mapping.put("model.router_aux_loss", 0.0)
+    elif balancing == "seq_aux_loss":
+        mapping.put("model.router_sequence_loss", mapping.settings.pop("model.router_aux_loss", None))
     elif balancing != "aux_loss":
         reason = "experts are balanced by model.router_aux_loss"
         mapping.note("moe-router-load-balancing-type", balancing, reason, unsupported=True)
     if (factor := mapping.settings.get("model.expert_capacity_factor")) is not None:
         reason = "counts the tokens of each sequence, not of a rank's micro-batch"
         mapping.note("moe-expert-capacity-factor", factor, reason)
-    if mapping.take("moe-router-pre-softmax", switch, False):
-        mapping.put("model.normalize_expert_weights", False)
+    _router(mapping)
     every = mapping.take("moe-layer-freq", text, "1")
     if every.isdecimal() and int(every) > 1:
         mapping.put("model.moe_every", int(every))
@@ -124,6 +125,29 @@ def _experts(mapping: KeyMapping) -> None:
     elif every != "1":
         reason = "model.moe_every and model.dense_layers say which layers have experts"
         mapping.note("moe-layer-freq", every, reason, unsupported=True)
+
+
+def _router(mapping: KeyMapping) -> None:
+    score = mapping.take("moe-router-score-function", text, "softmax")
+    if score == "sigmoid":
+        mapping.put("model.router", score)
+    elif score != "softmax":
+        mapping.note("moe-router-score-function", score, "model.router is softmax or sigmoid", unsupported=True)
+    if mapping.take("moe-router-pre-softmax", switch, False) and score == "softmax":
+        mapping.put("model.normalize_expert_weights", False)
+    rate = mapping.take("moe-router-bias-update-rate", number, 1e-3)
+    if mapping.take("moe-router-enable-expert-bias", switch, False):
+        mapping.put("model.router_bias_rate", rate)
+    groups, chosen = (mapping.take(f"moe-router-{key}", whole) for key in ("num-groups", "group-topk"))
+    if not groups or not chosen:
+        return
+    # Megatron-LM adds up as many scores of a group as a token may have experts of it.
+    added, best = mapping.settings.get("model.experts_per_token", 2) // chosen, 2 if score == "sigmoid" else 1
+    if added != best:
+        reason = f"model.router_groups takes the sum of {best} of the scores of each group, and here it is {added}"
+        mapping.note("moe-router-num-groups", groups, reason, unsupported=True)
+        return
+    mapping.settings |= {"model.router_groups": groups, "model.router_groups_chosen": chosen}
 
 
 def _layer_pattern(text: str, layers: int) -> dict[str, int] | None:
