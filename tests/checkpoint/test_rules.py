@@ -46,6 +46,20 @@ def test_another_run_is_refused(saved: Path, small_run: Run, key: str, value: An
     assert f"set it to {then}" in str(caught.value)
 
 
+def mixture(run: Run, steps: int, **settings: Any) -> Run:
+    model = {"architecture": "llama", "num_experts": 4, "position_embedding": "rope", **settings}
+    return run.but(steps=steps, set=tuple((f"model.{name}", value) for name, value in model.items()))
+
+
+def test_biases_of_experts_may_stop_and_are_not_lost(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    """Also with settings that a stored config leaves out, whose values the sentences name."""
+    pool.run(1, train_rank, mixture(small_run, 2, router="sigmoid", router_bias_rate=0.01), tmp_path)
+    found = find_resumption(tmp_path, mixture(small_run, 4, router="sigmoid").config)
+    assert any(line.startswith("model.router_bias_rate is 0.0 from here on; up to now") for line in found.warnings)
+    with pytest.raises(UserError, match=r"model.router is 'softmax' but .* was made with 'sigmoid', whose weights"):
+        find_resumption(tmp_path, mixture(small_run, 4, router_bias_rate=0.01).config)
+
+
 @pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0)])
 def test_a_momentum_that_is_not_there_is_refused(
     pool: WorkerPool, small_run: Run, tmp_path: Path, before: float, after: float

@@ -23,6 +23,7 @@ from threefold.checkpoint.manifest import Checkpoint, read_writer
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.by_step import value_at
+from threefold.config.section import Section
 from threefold.data.corpus import Content, Corpus
 from threefold.data.dataset import open_dataset
 from threefold.data.order import Blend, ConsumedSamples, weights_by_step
@@ -252,11 +253,16 @@ def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
     for section in now:
         for name in {**before[section], **now[section]}:
             key = f"{section}.{name}"
-            old, new = before[section].get(name), now[section].get(name)
+            old, new = (_value(getattr(each, section), name) for each in (stored, config))
             if key == "data.mixture" and weights_by_step(stored_weights) == weights_by_step(weights):
                 continue  # equal weights; the corpora may have moved
             if old != new and not _is_free(key):
                 yield key, old, new
+
+
+def _value(section: Section, name: str) -> Any:
+    """Return the value of a setting, also of one that a resolved config leaves out; None if the section lacks it."""
+    return section.settings().get(name, getattr(section, name, None))
 
 
 def is_decisive(key: str) -> bool:
@@ -269,7 +275,8 @@ def _is_free(key: str) -> bool:
 
 
 def _forbidden(key: str, before: Any, now: Any, config: Config) -> str | None:
-    if key in SHAPES:
+    moves = key == "model.router_bias_rate" and (config.model.router == "sigmoid" or bool(before) == bool(now))
+    if key in SHAPES and not moves:  # with biases before and after, another rate alone is another way to train
         return "whose weights do not fit another model"
     if key in _ORDER or (key == _MIXTURE and len(before or ()) != len(now or ())):
         return "and the order of the samples follows from it"
@@ -364,7 +371,7 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedC
     warnings = list(choice.warnings)
     same_function = ("preset", "file", "initializer_range", "hidden_dropout", "embedding_dropout", "attention_dropout")
     for key in {**before, **now}:
-        old, new = before.get(key), now.get(key)
+        old, new = (_value(model, key) for model in (choice.config.model, config.model))
         if old == new or key in same_function:
             continue
         warnings.append(f"model.{key} is {new!r}; {checkpoint.path} had {old!r}.")

@@ -167,6 +167,7 @@ class ModelConfig(Section):
     experts_per_token = unless_setting(lambda model: 0)
     expert_ffn_hidden_size = unless_setting(lambda model: 0)
     shared_expert_ffn_hidden_size = unless_setting(lambda model: 0)
+    router = unless_setting(lambda model: "softmax")
     router_groups = unless_setting(lambda model: 0)
     expert_bias = unless_setting(lambda model: False)
     expert_gate_limit = unless_setting(lambda model: 0.0)
