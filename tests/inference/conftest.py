@@ -23,6 +23,22 @@ KINDS: dict[str, dict[str, Any]] = {
         "attention_softcap": 1.0,
         "attention_sinks": True,
     },
+    # sliding and full layers with other angles, norms of outputs and over the width, gates, partial rotation, caps
+    "blocks": {
+        "architecture": "llama",
+        "num_key_value_heads": 2,
+        "sliding_window": 5,
+        "attention_pattern": "1 sliding : 1 full",
+        "sliding_rope_theta": 50.0,
+        "rotary_share": 0.7,
+        "qk_norm": True,
+        "qk_norm_over": "width",
+        "attention_gate": True,
+        "norm_position": "both",
+        "norm_offset": True,
+        "embedding_scale": 2.0,
+        "logit_softcap": 3.0,
+    },
     # latents, YaRN with a factor of the scores, values narrower than keys
     "latent": {
         "architecture": "deepseek",
