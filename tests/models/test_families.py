@@ -11,7 +11,7 @@ from threefold.config.model import ModelConfig
 from threefold.errors import UserError
 from threefold.huggingface.mapping import huggingface_types
 from threefold.models.llama import LlamaConfig
-from threefold.planner.block import block_shapes, describe_model
+from threefold.planner.block import UnknownBlock, block_shapes, describe_model
 
 PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
 (TABLE,) = re.findall(r"\| Family \| Defaults.*?\n\n", PAGE, re.DOTALL)
@@ -39,11 +39,17 @@ def test_a_family_is_what_its_row_says(row: list[str]) -> None:
         assert shown(resolved("llama").model, name) != value
     if family != "gpt":  # all defaults that differ are in the row
         own, usual = type(model).model_fields, LlamaConfig.model_fields
-        differing = {name for name in LlamaConfig.unlisted if own[name].default != usual[name].default}
+        differing = {name for name in LlamaConfig.unlisted & own.keys() if own[name].default != usual[name].default}
         assert differing <= {*re.findall(r"`(\w+)", defaults)}
     is_exact = False
     with suppress(UserError):
         is_exact = resolved(family, exact=True).train.exact
     assert is_exact == (exact == "yes")
-    assert planned == "yes"
-    assert len(block_shapes(describe_model(model, 64))) == model.num_layers
+    described = describe_model(model, 64)
+    if planned == "yes":
+        assert len(block_shapes(described)) == model.num_layers
+        return
+    assert planned == "FLOPs and weights alone"
+    assert described.flops_per_token > 0
+    with pytest.raises(UnknownBlock):
+        block_shapes(described)

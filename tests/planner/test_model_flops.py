@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from threefold.config import ModelConfig
-from threefold.planner.block import model_flops_per_token
+from threefold.planner.block import UnknownBlock, block_shapes, describe_model, model_flops_per_token
 
 
 def filled(sequence_length: int, **settings: object) -> ModelConfig:
@@ -51,6 +51,31 @@ def test_grouped_queries_windows_and_experts() -> None:
     experts = {"num_experts": 8, "experts_per_token": 3, "expert_ffn_hidden_size": 40, "moe_every": 2}
     mixture = model_flops_per_token(filled(32, **sizes, **experts), 32)
     assert mixture == dense + 6 * 64 * (3 * 3 * 40 + 8 - 3 * 96)
+
+
+def test_latent_attention() -> None:
+    sizes = {
+        "architecture": "deepseek",
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 100,
+    }
+    sizes |= {"plain_head_dim": 12, "rope_head_dim": 6, "value_head_dim": 10, "key_value_rank": 20}
+    projections = 64 * (20 + 6) + 20 * 4 * (12 + 10) + 4 * 10 * 64 + 3 * 64 * 96
+    rest = 6 * (2 * (projections + 4 * (12 + 6 + 10) * 32) + 64 * 100)
+    plain = filled(32, **sizes, ffn_hidden_size=96)
+    assert model_flops_per_token(plain, 32) == rest + 6 * 2 * 64 * 4 * 18
+    narrow = filled(32, **sizes, ffn_hidden_size=96, query_rank=14)
+    assert model_flops_per_token(narrow, 32) == rest + 6 * 2 * 14 * (64 + 4 * 18)
+
+
+@pytest.mark.parametrize(("narrow", "named"), [(0, "attn.kv_down"), (14, "attn.q_down.weight and attn.kv_down")])
+def test_the_planner_refuses_latent_attention_by_name(narrow: int, named: str) -> None:
+    config = filled(32, architecture="deepseek", num_layers=1, vocab_size=100, query_rank=narrow)
+    with pytest.raises(UnknownBlock) as caught:
+        block_shapes(describe_model(config, 32))
+    assert f"blocks.0 has {named}.weight besides" in str(caught.value)
 
 
 def test_a_model_of_ones_own_tells_none() -> None:
