@@ -8,6 +8,7 @@ import pytest
 
 from tests.train.support import Run, losses_of, manifest, same, steps_of, train_rank
 from threefold.checkpoint.resume import find_resumption
+from threefold.errors import UserError
 from threefold.report.metrics import read_metrics
 from threefold.verify.worker_pool import WorkerPool
 
@@ -65,3 +66,25 @@ def test_a_resumed_run_may_change_its_sizes(pool: WorkerPool, small_run: Run, tm
     assert (
         json.loads((tmp_path / "run/checkpoints/step_00000006/checkpoint.json").read_text())["consumed_samples"] == 56
     )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [2, 3, 5])
+def test_sequence_lengths_resume_anywhere(pool: WorkerPool, small_run: Run, tmp_path: Path, stop: int) -> None:
+    lengths = (("data.sequence_length", {0: 8, 2: 32, 4: 16}), ("train.global_batch_size", {0: 8, 3: 16}))
+    run = small_run.but(dtype="fp64", set=(*small_run.set, *lengths))
+    pool.run(1, train_rank, run.but(steps=6), tmp_path / "unbroken")
+    pool.run(2, train_rank, run.but(pp=2, steps=stop), tmp_path / "broken")
+    pool.run(4, train_rank, run.but(dp=2, cp=2, steps=6), tmp_path / "broken", True)
+    assert same(losses_of(tmp_path / "broken"), losses_of(tmp_path / "unbroken"), "fp64")
+    consumed = [line["consumed_samples"] for line in steps_of(tmp_path / "broken").values()]
+    assert consumed == [8, 16, 48, 112, 144, 176], "in samples of the shortest length"
+
+
+def test_the_lengths_of_a_run_stay(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    run = small_run.but(steps=1, set=(*small_run.set, ("data.sequence_length", {0: 8, 2: 32})))
+    pool.run(1, train_rank, run, tmp_path / "run")
+    find_resumption(tmp_path / "run", run.but(steps=2).config)
+    for key, value in (("data.sequence_length", {0: 8, 3: 32}), ("train.global_batch_size", 16)):
+        with pytest.raises(UserError, match=rf"^{key} is .* was made with"):
+            find_resumption(tmp_path / "run", run.but(steps=2, set=(*run.set, (key, value))).config)

@@ -36,3 +36,34 @@ def test_the_global_batch_size(pool, expected, changes: dict[str, Any]) -> None:
 @pytest.mark.slow
 def test_the_global_batch_size_in_single_precision(pool, expected) -> None:
     check(pool, expected, Case(**{**vars(CASE), "dtype": "fp32"}).with_layout(2, 2, 1))
+
+
+LENGTHS = Case(
+    sequence=NumberByStep({0: 8, 1: 24, 3: 12}), batch=12, accumulation=2, steps=4, dropout=0.1, dtype="fp64"
+)
+
+
+@sweep(
+    "changes",
+    [
+        {"dp": 2},
+        {"pp": 2, "schedule": "1f1b"},
+        {"cp": 2},
+        {"tp": 2, "settings": (("parallel.sequence_parallel", True),)},
+        {"dp": 2, "pp": 2, "cp": 2},
+        {"pp": 2, "schedule": "zbv"},
+        {"tp": 2, "pp": 2, "settings": (("parallel.sequence_parallel", True),)},
+        {"dp": 2, "documents": True, "positions": "rope", "head_dim": 4},
+    ],
+    ids=str,
+    quick=(1,),
+    slow=(2, 3, 4, 6),
+)
+def test_the_sequence_length(pool, expected, changes: dict[str, Any]) -> None:
+    check(pool, expected, Case(**{**vars(LENGTHS), **changes}))
+
+
+@pytest.mark.slow
+def test_both_at_once(pool, expected) -> None:
+    changes = {"batch": NumberByStep({0: 24, 2: 12}), "dp": 2, "pp": 2, "accumulation": 4}
+    check(pool, expected, Case(**{**vars(LENGTHS), **changes}))

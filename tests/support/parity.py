@@ -235,8 +235,8 @@ def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
     """Return random tokens and labels; `uneven` masks a different share of each row, some rows entirely."""
     generator = torch.Generator().manual_seed(1000 + step)
     size = value_at(case.batch, step)
-    tokens = torch.randint(0, case.vocab, (size, case.sequence), generator=generator)
-    labels = torch.randint(0, case.vocab, (size, case.sequence), generator=generator)
+    tokens = torch.randint(0, case.vocab, (size, value_at(case.sequence, step)), generator=generator)
+    labels = torch.randint(0, case.vocab, (size, value_at(case.sequence, step)), generator=generator)
     if case.uneven:
         share = torch.linspace(-0.1, 1.05, size).unsqueeze(1)
         labels[torch.rand(labels.shape, generator=generator) < share] = IGNORE_INDEX
@@ -251,7 +251,7 @@ def documents_of(case: Case, step: int) -> Tensor | None:
     if not case.documents:
         return None
     generator = torch.Generator().manual_seed(2000 + step)
-    begins = torch.rand(value_at(case.batch, step), case.sequence, generator=generator) < 0.2
+    begins = torch.rand(value_at(case.batch, step), value_at(case.sequence, step), generator=generator) < 0.2
     begins[0] = begins[-1] = False
     return begins.cumsum(1)
 

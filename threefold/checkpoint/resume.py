@@ -22,11 +22,11 @@ from threefold.checkpoint.folder import (
 from threefold.checkpoint.manifest import Checkpoint, read_writer
 from threefold.comm.layout import Layout
 from threefold.config import Config
-from threefold.config.by_step import value_at
+from threefold.config.by_step import entries_of, value_at
 from threefold.config.section import Section
 from threefold.data.corpus import Content, Corpus
 from threefold.data.dataset import open_dataset
-from threefold.data.order import Blend, ConsumedSamples, weights_by_step
+from threefold.data.order import Blend, ConsumedSamples, read_by_step, weights_by_step
 from threefold.data.tokenizer import TextRule, load_tokenizer, loaded
 from threefold.doors import needed
 from threefold.errors import UserError
@@ -198,7 +198,7 @@ def consumed_by(checkpoint: Checkpoint, config: Config) -> ConsumedSamples:
     if len(config.data.corpora) > 1 and not blend:  # of a version whose weights did not change
         weights = list(stored_config(checkpoint.path).data.corpora.values())
         blend = Blend(weights).standing(facts.consumed_samples)
-    return ConsumedSamples(config.train.global_batch_size, facts.step, facts.consumed_samples, blend)
+    return ConsumedSamples(read_by_step(config), facts.step, facts.consumed_samples, blend)
 
 
 def _check_epochs(checkpoint: Checkpoint, config: Config) -> None:
@@ -280,6 +280,8 @@ def _forbidden(key: str, before: Any, now: Any, config: Config) -> str | None:
         return "whose weights do not fit another model"
     if key in _ORDER or (key == _MIXTURE and len(before or ()) != len(now or ())):
         return "and the order of the samples follows from it"
+    if key == _BATCH and len(entries_of(config.data.sequence_length)) > 1:
+        return "and data.sequence_length changes after as many tokens"
     parts = ("train.micro_batch_size", "train.gradient_accumulation_steps")
     if key == _BATCH and not config.derived.intersection(parts):
         return (

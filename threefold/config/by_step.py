@@ -6,6 +6,7 @@ change during a run, such as memory, layout and plan, is computed from the numbe
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler, GetJsonSchemaHandler, ValidationError, ValidatorFunctionWrapHandler
@@ -98,6 +99,17 @@ def steps_to_sum(value: int, wanted: int) -> int:
             break
         total += (end - first) * each
     return first - (total - wanted) // each
+
+
+def parts_by_step(sizes: int, lengths: int) -> tuple[int, int]:
+    """Return the parts that each step reads, of the greatest length that divides all lengths, and those of the longest.
+
+    Without lengths that change, a part is a sample.
+    """
+    unit = gcd(*(length for _, length in entries_of(lengths)))
+    steps = sorted({step for value in (sizes, lengths) for step, _ in entries_of(value)})
+    read = {step: value_at(sizes, step) * value_at(lengths, step) // unit for step in steps}
+    return (NumberByStep(read) if len(read) > 1 else read[0]), int(lengths) // unit
 
 
 @dataclass(frozen=True)

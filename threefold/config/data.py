@@ -58,8 +58,9 @@ class DataConfig(Section):
     cache: PathText = derived(min_length=1)
     """Folder that caches the tokens of JSON Lines, so that they are encoded only once. Default: `FILE.cache` beside the
     file or, if that is not writable, `~/.cache/threefold` (under `XDG_CACHE_HOME` if it is set)."""
-    sequence_length: int = derived(ge=1, le=MOST_TOKENS)
-    """Tokens in a sample. Default: `model.max_position_embeddings` when that is given, else 256."""
+    sequence_length: Annotated[int, Field(ge=1, le=MOST_TOKENS), ByStep()] = derived()
+    """Tokens in a sample. By step, such as `{0: 1024, 5000: 4096}`, each value divides the largest (docs/training.md).
+    Default: `model.max_position_embeddings` when that is given, else 256."""
     split: Annotated[str, BeforeValidator(_weights)] = "949,50,1"
     """Weights for splitting documents into training, validation and test parts; an omitted weight is 0. Also a list,
     such as `[949, 50, 1]`, or a number."""

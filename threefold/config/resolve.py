@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from threefold.config.by_step import steps_to_sum
+from threefold.config.by_step import parts_by_step, steps_to_sum
 from threefold.config.loading import config_of, problem
 from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules import batch_sizes, check
@@ -51,7 +51,8 @@ def resolve(
             raise problem(config, "train.eval_every", rule)
         filled["train"]["eval_every"] = 0
     _fill(filled, _derived(config, vocab_size, steps))
-    sizes = filled["model"]["vocab_size"], filled["data"]["sequence_length"], config.parallel
+    length = config.data.sequence_length or filled["data"]["sequence_length"]
+    sizes = filled["model"]["vocab_size"], length, config.parallel
     largest = largest_micro_batch or default_largest(*sizes, config.train.loss_chunk_size is not None)
     filled["train"].update(batch_sizes(config, largest))
     for room in map(imported, added("DEFAULTS").values()):
@@ -76,7 +77,8 @@ def _steps_of_epochs(config: Config, epochs: int, samples: int | None) -> int:
     if samples is None:
         return config.train.max_steps if is_given or "train.max_steps" in config.derived else MOST_STEPS
     total = batch_sizes(config, largest=1)["global_batch_size"]
-    steps = steps_to_sum(total, epochs * samples)
+    read, parts = parts_by_step(total, config.data.sequence_length or 1)
+    steps = steps_to_sum(read, epochs * samples * parts)
     if is_given and config.train.max_steps != steps:
         rule = f"train.epochs is {epochs} too, and {epochs} · {samples:,} samples in batches of {total} are"
         raise problem(config, "train.max_steps", f"{rule} {steps} steps; leave one of the two out")

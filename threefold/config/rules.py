@@ -6,7 +6,7 @@ from functools import partial
 from math import gcd, lcm, log2
 from typing import Final
 
-from threefold.config.by_step import entries_of, value_at
+from threefold.config.by_step import entries_of, parts_by_step, sum_before, value_at
 from threefold.config.loading import problem
 from threefold.config.model import CUSTOM, FAMILIES
 from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, hyper_parameters
@@ -279,6 +279,7 @@ def executed_micro_batches(config: Config) -> tuple[int, int]:
 
 
 def _data_rules(config: Config) -> Broken:
+    yield from _changing_length_rules(config)
     weights = config.data.corpora.values()
     for step in {step for weight in weights for step, _ in entries_of(weight)}:
         if not any(value_at(weight, step) for weight in weights):
@@ -286,6 +287,28 @@ def _data_rules(config: Config) -> Broken:
     longest = config.model.max_position_embeddings
     if config.data.sequence_length > longest:
         yield "data.sequence_length", f"model.max_position_embeddings is {longest}; use {longest} or raise the latter"
+
+
+def _changing_length_rules(config: Config) -> Broken:
+    key, lengths, sizes = "data.sequence_length", config.data.sequence_length, config.train.global_batch_size
+    if len(entries := entries_of(lengths)) == 1:
+        return
+    if config.data.mixture is not None:
+        yield key, f"data.mixture assigns samples of one length to its corpora; use {lengths:d}"
+    if config.model.architecture == CUSTOM:
+        yield key, f"samples of a custom model have one length; use {lengths:d}"
+    read, _ = parts_by_step(sizes, lengths)
+    unit = gcd(*(length for _, length in entries))
+    for step, length in entries:
+        if lengths % length:
+            nearest = nearest_divisor(length, int(lengths))
+            yield key, f"{_of_entry(lengths, step, length)}must divide the largest, {lengths:d}; use {nearest}"
+        if (tokens := sum_before(read, step) * unit) % length:
+            each = value_at(read, step - 1) * unit
+            works = next((step + k for k in range(length) if (tokens + k * each) % length == 0), None)
+            rule = f"begins after {tokens:,} tokens, which must be a multiple of it"
+            use = "another global batch size" if works is None else f"entry {works}"
+            yield key, f"{_of_entry(lengths, step, length)}{rule}; use {use}"
 
 
 def _zero_rules(config: Config) -> Broken:
@@ -325,10 +348,11 @@ def _sequence_rules(config: Config) -> Broken:
     chunks = 2 * parallel.cp if parallel.cp > 1 else 1
     ranks = parallel.cp * parallel.tp if parallel.sequence_parallel else parallel.cp
     unit = lcm(chunks, ranks)
-    if length % unit:
-        key = "parallel.cp" if length % chunks else "parallel.sequence_parallel"
-        rule = f"the ranks share each sequence in {unit} equal parts; use data.sequence_length"
-        yield key, f"{rule} {nearest_multiple(length, unit)} instead of {length}"
+    for _, each in entries_of(length):
+        if each % unit:
+            key = "parallel.cp" if each % chunks else "parallel.sequence_parallel"
+            rule = f"the ranks share each sequence in {unit} equal parts; use data.sequence_length"
+            yield key, f"{rule} {nearest_multiple(each, unit)} instead of {each}"
 
 
 def _precision_rules(config: Config) -> Broken:

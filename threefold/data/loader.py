@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from threefold.config.by_step import parts_by_step, value_at
 from threefold.constants import IGNORE_INDEX
 from threefold.data.formats.custom_data import NestedSamples
 from threefold.data.keyed_reading import pass_key, positions
@@ -75,13 +76,15 @@ class Loader:
         seed: int,
         separate_documents: bool = False,
         pinned: bool = False,
+        length: int = 1,
     ) -> None:
+        self._lengths, (self._read, self.parts) = length, parts_by_step(part.global_batch_size, length)
         self.train, self.heldout, self.slice, self.seed = train, heldout, part, seed
         self.separate_documents, self.pinned = separate_documents, pinned
         self._is_custom = train.draws is not None  # samples that code of the user reads
         self._reader = ThreadPoolExecutor(max_workers=1, thread_name_prefix="threefold-data")
         self._ahead: dict[int, Callable[[], Any]] = {}
-        self.consumed = ConsumedSamples(part.global_batch_size)
+        self.consumed = ConsumedSamples(self._read)
         self._has_drawn = self._may_read_ahead = False  # of custom samples, the first of which are read under keys
 
     @property
@@ -140,11 +143,24 @@ class Loader:
 
     def sample_indices(self, step: int) -> Int64Array:
         """Return the training samples that are this rank's rows in the batch of `step` (from 0): int64 [rows]."""
-        return self.train.ordered(self.consumed.before(step) + self.rows(step), self.seed)
+        return self._indices(step)[0]
+
+    def _indices(self, step: int) -> tuple[Int64Array, Int64Array]:
+        """Return this rank's samples in the batch of `step`, cut to its length, and the counters of the whole ones."""
+        pieces = self._pieces(step)
+        each = self.parts // pieces
+        counters = (self.consumed.before(step) + self.rows(step) * each) // each
+        whole = counters // pieces
+        return self.train.ordered(whole, self.seed) * pieces + counters % pieces, whole
+
+    def _pieces(self, step: int) -> int:
+        """Return into how many samples of the length of `step` a sample of the largest length is cut."""
+        pieces: int = int(self._lengths) // value_at(self._lengths, step)
+        return pieces
 
     def rows(self, step: int) -> Int64Array:
         """Return this rank's rows of the global batch of `step` (from 0), int64 [rows]."""
-        return replace(self.slice, global_batch_size=self.consumed.size(step)).rows
+        return replace(self.slice, global_batch_size=value_at(self.slice.global_batch_size, step)).rows
 
     def sample_name(self, index: int) -> str:
         """Name a training sample: its number, or in a mixture its number in its corpus and the corpus's name."""
@@ -162,7 +178,12 @@ class Loader:
 
     def epoch(self, step: int) -> float:
         """Return the passes over the training samples completed before `step`, as a fraction."""
-        return self.consumed.before(step) / len(self.train)
+        return self.consumed.before(step) / self.epoch_size
+
+    @property
+    def epoch_size(self) -> int:
+        """Parts (`config.by_step.parts_by_step`) of the training samples."""
+        return len(self.train) * self.parts
 
     def corpus_epochs(self, step: int) -> dict[str, float]:
         """Return the passes over each corpus of a mixture completed before `step`, by name; empty without a mixture."""
@@ -209,9 +230,10 @@ class Loader:
         self._reader.shutdown(wait=True, cancel_futures=True)
 
     def _read_train(self, step: int, keyed: bool = False) -> Any:
-        rows = self.rows(step)
-        keys = self._keys(self.train.passes(self.consumed.before(step) + rows)) if keyed else None
-        return self._make_batch(self.train, self.sample_indices(step), rows, keys)
+        indices, counters = self._indices(step)
+        keys = self._keys(self.train.passes(counters)) if keyed else None
+        pieces = self._pieces(step)
+        return self._make_batch(self.train if pieces == 1 else self.train.cut(pieces), indices, self.rows(step), keys)
 
     def _read_heldout(self, samples: Samples, number: int, keyed: bool) -> Any:
         indices = number * self.slice.global_batch_size + self.slice.rows

@@ -14,7 +14,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
-from threefold.config.by_step import entries_of, steps_to_sum, sum_before, value_at
+from threefold.config import Config
+from threefold.config.by_step import entries_of, parts_by_step, steps_to_sum, sum_before, value_at
 from threefold.errors import UserError
 from threefold.random import Int64Array
 
@@ -45,14 +46,14 @@ class ConsumedSamples:
         """Return the samples consumed before `step` (0 for the first), which must not precede the start or resume."""
         return self.samples + sum_before(self.per_step, step) - sum_before(self.per_step, self.step)
 
-    def size(self, step: int) -> int:
-        """Return the global batch size of `step` (0 for the first)."""
-        size: int = value_at(self.per_step, step)
-        return size
-
     def steps_until(self, samples: int) -> int:
         """Return the first step before which at least `samples` samples are consumed, as if counted from the start."""
         return steps_to_sum(self.per_step, samples - self.samples + sum_before(self.per_step, self.step))
+
+
+def read_by_step(config: Config) -> int:
+    """Return the samples that each step of a run reads; if their length changes, parts of them (`parts_by_step`)."""
+    return parts_by_step(config.train.global_batch_size, config.data.sequence_length)[0]
 
 
 LONGEST_PERIOD: Final = 65_536

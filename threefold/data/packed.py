@@ -1,6 +1,6 @@
 """Samples of one split of a corpus: packed documents, and padded lines."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,6 +58,9 @@ class PackedSamples(Samples):
 
     def __len__(self) -> int:
         return max(0, self.runs.length - 1) // self.sequence_length
+
+    def cut(self, pieces: int) -> "PackedSamples":
+        return replace(self, sequence_length=self.sequence_length // pieces)
 
     def read(self, indices: Int64Array) -> NDArray[np.int64]:
         """Read samples: int64 [rows] → int64 [rows, S + 1]. Raises UserError if a token is outside the vocabulary."""

@@ -104,6 +104,13 @@ class Samples:
         """Return the document of each input token, for the attention mask: int64 [rows, S], non-decreasing in a row."""
         raise NotImplementedError
 
+    def cut(self, pieces: int) -> "Samples":
+        """Return the samples cut into equal ones, sample i into i · `pieces` and on, each token a label once."""
+        raise UserError(
+            "data.sequence_length changes by step, and only tokens of texts are cut into samples of several lengths; "
+            "give one length, or prepare the data with `threefold data prepare`."
+        )
+
     def padding(self, indices: Int64Array) -> Int64Array:
         """Return the number of padding tokens of each sample: int64 [rows]."""
         return np.zeros(len(indices), np.int64)

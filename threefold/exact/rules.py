@@ -71,6 +71,7 @@ def exact_rules(config: Config) -> Broken:
         ("train.compile", train.compile, "false"),
         ("parallel.cp_method", parallel.cp > 1 and parallel.cp_method != "all-gather", "all-gather"),
         ("parallel.gradient_compression", parallel.gradient_compression != "none", "none"),
+        ("data.sequence_length", len(entries_of(config.data.sequence_length)) > 1, f"{config.data.sequence_length:d}"),
         ("train.global_batch_size", len(entries_of(train.global_batch_size)) > 1, f"{train.global_batch_size:d}"),
     ):
         if broken:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
+from threefold.config.by_step import entries_of
 from threefold.config.loading import config_of
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.resolve import check_settings, on_device
@@ -105,6 +106,8 @@ def checked(config: Config, progress: Progress) -> CheckedConfig:
     config = dataset.complete(config)
     resolved = resolve(config, dataset.vocab_size)
     train = dataset.samples("train", resolved.data, progress)
+    if len(entries_of(resolved.data.sequence_length)) > 1:
+        train.cut(1)  # refuses data whose samples have one length
     dataset.require_labels("train", train)
     if resolved.train.evaluates:
         dataset.require_labels("valid", dataset.samples("valid", resolved.data, progress))

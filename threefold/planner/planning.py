@@ -125,10 +125,11 @@ class Request:
 
 def _require_one_step(config: Config) -> None:
     """Refuse settings that change by step: a plan compares times of one step."""
-    key, value = "train.global_batch_size", config.train.global_batch_size
-    if len(entries_of(value)) > 1:
-        largest = f"--set {key}={value:d}"
-        raise problem(config, key, f"a plan is for steps of one size; use {largest}, and try the others with estimate")
+    batch = ("train.global_batch_size", config.train.global_batch_size)
+    for key, value in (batch, ("data.sequence_length", config.data.sequence_length)):
+        if len(entries_of(value)) > 1:
+            largest = f"--set {key}={value:d}"
+            raise problem(config, key, f"a plan is for steps of one size; use {largest}, and try others with estimate")
 
 
 def read_request(

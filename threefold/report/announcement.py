@@ -2,7 +2,7 @@
 
 import torch
 
-from threefold.config.by_step import entries_of
+from threefold.config.by_step import described, entries_of
 from threefold.data.loader import Loader
 from threefold.files import counted, how_often
 from threefold.models.sharding import ModelPlan
@@ -18,8 +18,8 @@ def announce(run: RunContext, loader: Loader, make_model: MakeModel, plan: Model
         model = make_model()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     train = config.train
-    samples, read = len(loader.train), loader.consumed.before(train.max_steps)
-    length = "" if loader.is_nested else f" of {config.data.sequence_length:,} tokens"
+    samples, read = len(loader.train), loader.consumed.before(train.max_steps) / loader.parts
+    length = "" if loader.is_nested else f" of {described(config.data.sequence_length)} tokens"
     dtype = f"{config.precision.dtype} with float8 products" if config.precision.fp8 else config.precision.dtype
     corpora = list(config.data.corpora)
     data = corpora[0] if len(corpora) == 1 else f"{len(corpora)} corpora"
@@ -35,7 +35,7 @@ def announce(run: RunContext, loader: Loader, make_model: MakeModel, plan: Model
     for note in loader.train.notes:
         say(f"  {note}")
     changes = any(len(entries_of(weight)) > 1 for weight in config.data.corpora.values())
-    for name, epochs in loader.train.epochs(read).items():
+    for name, epochs in loader.train.epochs(int(read)).items():
         part = next(part for part in loader.train.parts if part.name == name)
         share = epochs * len(part.samples) / read if changes else part.weight
         say(f"  {share:.2%} are from {name}, whose {len(part.samples):,} samples are read {how_often(epochs)}.")

@@ -16,7 +16,7 @@ from threefold.checkpoint.manifest import AnomalyFacts
 from threefold.config import Config
 from threefold.config.schema import ON_NAN, ON_SPIKE
 from threefold.data.loader import Loader
-from threefold.data.order import ConsumedSamples
+from threefold.data.order import ConsumedSamples, read_by_step
 from threefold.errors import DivergenceError, HardwareFault, UserError
 from threefold.files import shown
 from threefold.plugins import one_of
@@ -223,7 +223,7 @@ class BadSteps(Guard):
             rule = f"train.on_{kind} is {self._policy.name(kind)}, and there is no good checkpoint to go back to"
             raise self._ended(begins, rule, *advice)
         facts = self._saving.store.load(path)
-        size = self._engine.config.train.global_batch_size
+        size = read_by_step(self._engine.config)
         self._loader.consumed = ConsumedSamples(size, facts.step, facts.consumed_samples, facts.blend)
         self._policy.rolled_back(step, facts.step, reason, facts.anomalies)
         return Response(reason, facts.step)

@@ -30,7 +30,7 @@ from threefold.checkpoint.tensors import ALIGNMENT
 from threefold.checksums import checksum_of, checksum_of_blocks
 from threefold.comm.axis import Axis
 from threefold.config import Config
-from threefold.data.order import ConsumedSamples
+from threefold.data.order import ConsumedSamples, read_by_step
 from threefold.files import parse_facts
 from threefold.train.callbacks.base import Callback, reason_of, say
 from threefold.train.saving import Checkpoints
@@ -184,7 +184,7 @@ class StatesInMemory:
         carried = (newest(run_dir) or getattr(find_warm_start(config), "checkpoint", None)) if is_first else None
         return StartingPoint(
             step,
-            ConsumedSamples(config.train.global_batch_size, step, facts["consumed_samples"], blend),
+            ConsumedSamples(read_by_step(config), step, facts["consumed_samples"], blend),
             lines,
             carried=carried,
             skipped=frozenset(map(Path, facts["passed"])),

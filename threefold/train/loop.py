@@ -315,7 +315,7 @@ class TrainingLoop:
     def _epoch(self, done: int) -> Epoch:
         known, consumed = self._known_epoch, self.loader.consumed
         if known is None or known.consumed is not consumed or not known.first <= done < known.end:
-            number, samples = int(self.loader.epoch(done)), len(self.loader.train)
+            number, samples = int(self.loader.epoch(done)), self.loader.epoch_size
             first, end = (consumed.steps_until(count * samples) for count in (number, number + 1))
             self._known_epoch = known = Epoch(number, first, end, consumed, not consumed.has_one_size)
         return known

@@ -234,6 +234,7 @@ def open_loader(config: Config, samples: Parts, replicas: Axis, consumed: Consum
     """
     part = BatchSlice(config.train.global_batch_size, replicas.index, replicas.size)
     pinned = config.train.device == "cuda"
-    loader = Loader(*samples, part, config.train.seed, config.data.separate_documents, pinned)
+    length = config.data.sequence_length
+    loader = Loader(*samples, part, config.train.seed, config.data.separate_documents, pinned, length)
     loader.consumed = consumed or loader.consumed
     return loader

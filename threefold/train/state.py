@@ -15,7 +15,7 @@ from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.axis import Axis
 from threefold.config import Config
 from threefold.config.model import CUSTOM
-from threefold.data.order import ConsumedSamples
+from threefold.data.order import ConsumedSamples, read_by_step
 from threefold.doors import call_hook
 from threefold.parallel.running_statistics import stored_buffers
 from threefold.random.rng import STREAMS, is_of_process, stored_as
@@ -99,7 +99,7 @@ class Start:
             except DamagedCheckpoint as damage:
                 self._damaged[damage.path] = damage.reason
                 self._found = self._find()
-        new = ConsumedSamples(self._run.config.train.global_batch_size)
+        new = ConsumedSamples(read_by_step(self._run.config))
         if found is None:
             return StartingPoint(0, new, lines(""))
         checkpoint = found.checkpoint

@@ -61,7 +61,7 @@ class RandomBatches(BatchSource):
 
     def read(self, config: Config, step: int, part: BatchSlice) -> Batch:
         generator = torch.Generator().manual_seed(stream_key("tokens", config.train.seed, step))
-        shape = (part.global_batch_size, config.data.sequence_length + 1)
+        shape = (part.global_batch_size, value_at(config.data.sequence_length, step) + 1)
         tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
         rows = torch.from_numpy(part.rows)
         documents = None

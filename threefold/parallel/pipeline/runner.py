@@ -122,6 +122,8 @@ class PipelineRunner(Runner):
         loss_dtype = torch.promote_types(parallelism.settings.dtype, torch.float32)
         self._zero = torch.zeros(1, dtype=loss_dtype, device=self._mesh.device)
         self._micro_batches: list[StepSamples] = []
+        # Tensor ranks that share each sequence between stages.
+        self._shares = parallelism.mesh.tp.size if parallelism.settings.parallel.sequence_parallel else 1
         self._sends = SendQueue()
         self._mailbox: Mailbox | None = None
         self._log: list[TimedAction] | None = None
@@ -131,7 +133,7 @@ class PipelineRunner(Runner):
             shape = torch.empty(activation, dtype=parallelism.settings.dtype, device="meta", requires_grad=True)
             numbers = self._placement.held_by(self._mesh.pp.index)
             self._declared = {stage: (shape,) for number in numbers for stage in (number - 1, number)}
-            self._use(self._passes(self._settings.micro_batches, None))
+            self._use(self._passes(self._settings.micro_batches, (0, activation[1] * self._shares)))
 
     def arrivals(self, samples: int) -> int | None:
         return self._settings.parts(samples) if self._one_backward else None
@@ -147,13 +149,16 @@ class PipelineRunner(Runner):
     def _use(self, passes: _TorchPasses) -> None:
         self._count, self.scheduled_stages, self._train, self._eval = passes
 
-    def _passes(self, count: int, shapes: Hashable) -> _TorchPasses:
+    def _passes(self, count: int, shapes: Any) -> _TorchPasses:
         """Return torch's objects for batches of these shapes, or of this number of micro-batches if it is declared."""
         if self._declared is None:
             return self._found[shapes]
-        if count not in self._found:
-            self._found[count] = self._make(self._declared, count)
-        return self._found[count]
+        length = shapes[1]  # [rows, S] of tokens
+        if (count, length) not in self._found:
+            held = length // self._shares
+            cut = {stage: (sent.detach()[:, :held].requires_grad_(),) for stage, (sent,) in self._declared.items()}
+            self._found[count, length] = self._make(cut, count)
+        return self._found[count, length]
 
     def _make(self, activations: Mapping[int, tuple[Tensor, ...]], count: int) -> _TorchPasses:
         """Make the schedules for the activations that each stage (of this rank, or before one of them) sends on."""
