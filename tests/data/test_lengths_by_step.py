@@ -75,9 +75,9 @@ def test_a_mixture_is_not_cut(train: PackedSamples) -> None:
     ("lengths", "more", "expected"),
     [
         (
-            {0: 16, 2: 48, 5: 32},
+            {0: 16, 3: 48, 5: 32},
             {},
-            "data.sequence_length is .* but its entry 5: 32 must divide the largest, 48; use 24",
+            "its entry 5: 32 must divide the largest, 48; use 24",
         ),
         ({0: 16, 1: 64}, {"batch": 3}, "its entry 1: 64 begins after 48 tokens, .* a multiple of it; use entry 4"),
         ({0: 16, 1: 64}, {"parallel": {"cp": 16}}, "use data.sequence_length 32 instead of 16"),
