@@ -291,7 +291,7 @@ def test_the_last_steps_may_be_skipped(pool: WorkerPool, small_run: Run, tmp_pat
 def test_a_rollback_goes_back_to_the_samples_of_its_checkpoint() -> None:
     """Which the run has consumed in batches of another size than since it was resumed."""
     train = {"on_spike": "rollback", "spike_factor": 2.0, "global_batch_size": 4}
-    config = Config.model_validate({"data": {"path": "unused"}, "train": train})
+    config = Config.model_validate({"data": {"path": "unused", "sequence_length": 8}, "train": train})
     engine, loader = SimpleNamespace(config=config), SimpleNamespace(consumed=ConsumedSamples(4, 3, 24))
     store = SimpleNamespace(load=lambda path: Facts(2, 16, 0, None, None, 0, 0))
     saving = SimpleNamespace(roll_back=lambda: Path("step_00000002"), store=store)
