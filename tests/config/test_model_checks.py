@@ -61,6 +61,7 @@ MEANINGLESS: dict[str, Any] = {
     "rope_beta_fast": 16.0,
     "rope_beta_slow": 2.0,
     "rope_attention_factor": 1.2,
+    "rope_truncate": False,
 }
 """A value of each setting that means nothing in some family."""
 

@@ -127,6 +127,8 @@ class ModelConfig(Section):
     """For `yarn`: frequencies with fewer turns than this are divided fully."""
     rope_attention_factor: float = derived(gt=0)
     """For `yarn`: factor applied to rotated queries and keys. Default: 0.1 · ln `rope_factor` + 1."""
+    rope_truncate: bool = True
+    """For `yarn`: whether the bounds between kept and divided frequencies are rounded to whole dims; not in gpt-oss."""
     norm_eps: float = Field(default=1e-5, gt=0, le=1)
     """Epsilon that norms add to the variance."""
     initializer_range: float = Field(default=0.02, gt=0)
@@ -311,7 +313,8 @@ class ModelConfig(Section):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that have a value, but no default of settings without effect or in `unlisted`."""
-        idle = {name for name in (*self.unlisted, *dict(self.unused())) if self.is_as_unset(name)}
+        left_out = ("rope_truncate", *self.unlisted, *dict(self.unused()))
+        idle = {name for name in left_out if self.is_as_unset(name)}
         values = {name: value for name, value in super().settings().items() if name not in idle}
         if not values.keys() - ModelConfig.model_fields.keys() and not self._of_others:
             return values

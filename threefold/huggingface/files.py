@@ -78,6 +78,8 @@ class TensorFiles:
                 found = whole[index : index + 1, down, across][0]
             elif len(stored.shape) == 1:
                 found = whole[down]
+            elif len(stored.shape) == 3:  # a stack, whose rows are matrices
+                found = whole[down, across].mT
             else:
                 found = whole[across, down].t() if transposed else whole[down, across]
         # In blocks, since the check makes several copies of its input.
@@ -255,7 +257,7 @@ def split(weight: WeightMap, parameter: Tensor) -> dict[str, Tensor]:
     for source, part in zip(weight.sources, groups, strict=True):
         rows.setdefault(source.name, []).append(part.flatten(0, 1))
     whole = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in rows.items()}
-    return {name: tensor.t() for name, tensor in whole.items()} if weight.transposed else whole
+    return {name: tensor.mT for name, tensor in whole.items()} if weight.transposed else whole
 
 
 def read_model(

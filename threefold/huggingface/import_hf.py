@@ -205,7 +205,7 @@ def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, pro
 
 
 def _chunk(weight: WeightMap, box: Box, dtype: torch.dtype, files: TensorFiles, progress: Progress) -> ReadableChunk:
-    dims = (box.rows, box.columns)[: len(weight.shape)]
+    dims = (box.rows, *((0, size) for size in weight.shape[1:-1]), box.columns)[: len(weight.shape)]
     offsets, sizes = tuple(first for first, _ in dims), tuple(end - first for first, end in dims)
 
     def read() -> Tensor:

@@ -207,8 +207,8 @@ def read_rope(keys: ConfigJson, positions: int, usual_share: float | None = None
     if method != "yarn":
         for key in given.keys() & {"mscale", "mscale_all_dim", "truncate"}:
             raise keys.refuse(f"{key} of rope_type {method}", given[key], "it for yarn")
-    if given.get("truncate", True) is not True:
-        raise keys.refuse("truncate of rope_type yarn", given["truncate"], "bounds of whole dims alone")
+    if given.get("truncate", True) not in (True, False):
+        raise keys.refuse("truncate of rope_type yarn", given["truncate"], "true or false")
     read = {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
     if method == "yarn" and "original_max_position_embeddings" in given:
         read.setdefault("rope_factor", positions / max(1.0, float(given["original_max_position_embeddings"])))
@@ -226,6 +226,8 @@ def read_rope(keys: ConfigJson, positions: int, usual_share: float | None = None
         read["rope_beta_fast"] = read.get("rope_beta_fast") or 32
         read["rope_beta_slow"] = read.get("rope_beta_slow") or 1
     values = {name: int(value) if name == "rope_original_positions" else float(value) for name, value in read.items()}
+    if not given.get("truncate", True):
+        values["rope_truncate"] = False
     return settings | {"rope_scaling": method} | values
 
 
@@ -236,6 +238,8 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
         scaling, parameters = None, {"rope_type": "default", "rope_theta": theta}
     else:
         scaling = {"rope_type": method, **{theirs: getattr(model, ours) for ours, theirs in _METHODS[method]}}
+        if not model.rope_truncate:
+            scaling["truncate"] = False
         parameters = {**scaling, "rope_theta": theta}
     return {"rope_theta": theta, "rope_scaling": scaling, "rope_parameters": parameters}
 
@@ -308,7 +312,7 @@ class WeightMap:
     name: str
     shape: tuple[int, ...]  # of one matrix of a stack
     sources: tuple[SourceRows, ...]
-    transposed: bool = False  # whether the files hold [in, out]
+    transposed: bool = False  # whether the files hold [in, out], or [experts, in, out] for a whole stack
     order: tuple[int, ...] = ()  # row of a group in the files for each of the parameter's, if their order differs
     expert: int | None = None  # index in the stack
 
@@ -324,7 +328,7 @@ class WeightMap:
         for source in self.sources:
             rows[source.name] = rows.get(source.name, 0) + source.rows * groups
         shapes = {name: (count, *rest) for name, count in rows.items()}
-        return {name: shape[::-1] for name, shape in shapes.items()} if self.transposed else shapes
+        return {name: (*shape[:-2], *shape[-1:-3:-1]) for name, shape in shapes.items()} if self.transposed else shapes
 
 
 def copied(name: str, source: str, shapes: Shapes) -> WeightMap:

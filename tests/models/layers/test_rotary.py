@@ -18,6 +18,7 @@ METHODS = [
     RopeScaling("llama3", 32.0, 8192, low_frequency_factor=2.0, high_frequency_factor=5.0),
     RopeScaling("yarn", 16.0, 512, beta_fast=32.0, beta_slow=1.0),
     RopeScaling("yarn", 4.0, 4096, beta_fast=20.0, beta_slow=2.0),
+    RopeScaling("yarn", 32.0, 4096, truncate=False),
 ]
 
 
@@ -59,8 +60,10 @@ def yarn(head_dim: int, theta: float, scaling: RopeScaling) -> list[float]:
         # times = original / wavelength and wavelength = 2π · theta^(2 · pair / head_dim), solved for the pair
         return head_dim / 2 * log(scaling.original_positions / (2 * pi * times), theta)
 
-    begin = max(floor(pair_that_turns(scaling.beta_fast)), 0)
-    end = min(ceil(pair_that_turns(scaling.beta_slow)), head_dim - 1)
+    begin, end = pair_that_turns(scaling.beta_fast), pair_that_turns(scaling.beta_slow)
+    if scaling.truncate:
+        begin, end = floor(begin), ceil(end)
+    begin, end = max(begin, 0), min(end, head_dim - 1)
     found = []
     for pair, turn in enumerate(plain(head_dim, theta)):
         divided = min(max((pair - begin) / (end - begin), 0.0), 1.0)

@@ -28,6 +28,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float = 1.0
+    truncate: bool = True
 
 
 def rope_scaling(config: ModelConfig) -> RopeScaling:
@@ -66,8 +67,10 @@ def _yarn_share(head_dim: int, theta: float, scaling: RopeScaling, device: torch
         """Return the index (real, of d/2) of the pair that makes `turns` turns over the original positions."""
         return head_dim * log(scaling.original_positions / (turns * 2 * pi)) / (2 * log(theta))
 
-    first = max(floor(pair(scaling.beta_fast)), 0)
-    last = min(ceil(pair(scaling.beta_slow)), head_dim - 1)
+    first, last = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = floor(first), ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
     width = last - first if last != first else 0.001
     ramp = (torch.arange(head_dim // 2, dtype=torch.float64, device=device) - first) / width
     return 1 - ramp.clamp(0, 1)
