@@ -126,6 +126,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | {"q_lora_rank": 11, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
         | {"rope_parameters": SHARPENED | {"factor": 3.0}},
     ),
+    "gpt_oss": (
+        "gpt_oss",
+        SIZES
+        | {"head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": 5, "swiglu_limit": 0.6}
+        | {"rope_parameters": YARN | {"truncate": False, "factor": 8.0}},
+    ),
     "gpt2 relu": ("gpt2", GPT | {"activation_function": "relu", "embd_pdrop": 0.3}),
     "gpt2 gelu": ("gpt2", GPT | {"activation_function": "gelu"}),
 }
@@ -153,7 +159,9 @@ def many_pieces() -> Iterator[None]:
 def random_model(transformers: Any, name: str, dtype: torch.dtype = torch.float32) -> Any:
     """A model whose weights are all random: norms and biases too."""
     kind, settings = MODELS[name]
-    config = transformers.AutoConfig.for_model(kind, **settings, attn_implementation="eager")
+    config = transformers.AutoConfig.for_model(
+        kind, **settings, attn_implementation="eager", experts_implementation="eager"
+    )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     generator = torch.Generator().manual_seed(0)
     for key, parameter in model.named_parameters():
@@ -197,7 +205,7 @@ def test_same_logits_and_bits_both_ways(transformers: Any, tmp_path: Path, name:
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 1
     same_bits(file_tensors(tmp_path / "back"), file_tensors(tmp_path / "hf"))
     load = transformers.AutoModelForCausalLM.from_pretrained
-    again = load(tmp_path / "back", attn_implementation="eager").eval()
+    again = load(tmp_path / "back", attn_implementation="eager", experts_implementation="eager").eval()
     assert type(again) is type(theirs)
     assert torch.equal(again(tokens).logits, expected)
 
@@ -205,10 +213,10 @@ def test_same_logits_and_bits_both_ways(transformers: Any, tmp_path: Path, name:
     same_bits(stored(tmp_path / "run2"), stored(tmp_path / "run"))
 
 
-BLOCKS = [name for name in MODELS if name.startswith(("olmo", "gemma", "glm", "phi"))]
+BLOCKS = [name for name in MODELS if name.startswith(("olmo", "gemma", "glm", "phi", "gpt_oss"))]
 
 
-@sweep("name", BLOCKS, quick=(3, 5), slow=(0, 1, 2, 7))
+@sweep("name", BLOCKS, quick=(3, 5), slow=(0, 1, 2, 7, 8))
 def test_loss_and_gradients_of_weights_that_transformers_wrote(transformers: Any, tmp_path: Path, name: str) -> None:
     with Fp64():
         theirs = random_model(transformers, name).double()

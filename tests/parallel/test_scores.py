@@ -3,12 +3,26 @@
 from dataclasses import replace
 from typing import Any
 
-from tests.support.parity import LLAMA, check
+from tests.support.parity import LLAMA, OSS_SIZES, Case, check
 from tests.support.sweep import sweep
 
 RING = (("parallel.cp_method", "ring"),)
 SHARED = (("parallel.sequence_parallel", True),)
 SCORES = replace(LLAMA, model=(*LLAMA.model, ("attention_softcap", 0.7), ("attention_sinks", True)))
+GPT_OSS = Case(
+    model=(
+        *OSS_SIZES,
+        ("architecture", "gpt_oss"),
+        ("qkv_bias", True),
+        ("sliding_window", 5),
+        ("attention_pattern", "1 sliding : 1 full"),
+    ),
+    positions="rope",
+    sequence=12,
+    tie=False,
+    dtype="fp64",
+    steps=2,
+)
 PLAIN: dict[str, Any] = {"dropout": 0.0, "documents": False}
 LAYOUTS = {
     "tp 2": SCORES.with_layout(1, 2, 1, settings=SHARED, **PLAIN),
@@ -31,6 +45,8 @@ LAYOUTS = {
         model=(*SCORES.model, ("num_experts", 4), ("expert_ffn_hidden_size", 18)),
         settings=(("parallel.ep", 2),),
     ),
+    "gpt-oss": replace(GPT_OSS, dp=2, tp=2, settings=(("parallel.ep", 2), ("parallel.zero", 1))),
+    "gpt-oss, ring, pipeline": replace(GPT_OSS, cp=2, pp=2, settings=RING),
     "compiled": SCORES.with_layout(1, 2, 1, compile=True),
     "fp32": SCORES.with_layout(1, 2, 1, cp=2, settings=RING, dtype="fp32"),
 }

@@ -47,6 +47,7 @@ FAMILIES: Final = Registry(
         "olmo": "threefold.models.llama.families:OLMO",
         "gemma": "threefold.models.llama.families:GEMMA",
         "glm": "threefold.models.llama.families:GLM",
+        "gpt_oss": "threefold.models.llama.families:GPT_OSS",
         "deepseek": "threefold.models.deepseek:FAMILY",
         "own": "threefold.models.family:CUSTOM_FAMILY",
     },
@@ -83,8 +84,8 @@ class ModelConfig(Section):
     """Published model whose sizes are used; other settings that are given override the preset's."""
     architecture: Annotated[str, NameIn(FAMILIES)] = "gpt"
     """Model family: `gpt` (LayerNorm, biases, GELU); `llama` (RMSNorm, rotary positions, SwiGLU), which includes Qwen,
-    Mistral, Phi and, with `num_experts`, Mixtral; `olmo`, `gemma` and `glm`, which are `llama` with other defaults;
-    `deepseek`, like `llama` but for its latent attention; or `own`, the model in `file`."""
+    Mistral, Phi and, with `num_experts`, Mixtral; `olmo`, `gemma`, `glm` and `gpt_oss`, which are `llama` with other
+    defaults; `deepseek`, like `llama` but for its latent attention; or `own`, the model in `file`."""
     num_layers: int = Field(default=8, ge=1, le=MOST_LAYERS)
     """Number of transformer blocks."""
     hidden_size: int = Field(default=256, ge=1, le=WIDEST)

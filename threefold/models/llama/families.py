@@ -1,4 +1,4 @@
-"""The families of OLMo, Gemma and GLM: Llama's decoder with other defaults of its settings."""
+"""The families of OLMo, Gemma, GLM and gpt-oss: Llama's decoder with other defaults of its settings."""
 
 from typing import Any, Literal
 
@@ -49,6 +49,20 @@ class GlmConfig(LlamaConfig):
     rotary_share: float = Field(default=0.5, gt=0, le=1)
 
 
+class GptOssConfig(LlamaConfig):
+    """gpt-oss (arXiv 2508.10925): sinks, biases, a softmax over the chosen experts, limited gates."""
+
+    architecture: Literal["gpt_oss"] = "gpt_oss"  # type: ignore[assignment]  # it is this family
+    qkv_bias: bool = True
+    proj_bias: bool = True
+    attention_sinks: bool = True
+    rope_theta: float = Field(default=150000.0, gt=0)
+    router: Literal["softmax", "sigmoid", "softmax_chosen"] = "softmax_chosen"
+    router_bias: bool = True
+    expert_bias: bool = True
+    expert_gate_limit: float = Field(default=7.0, ge=0)
+
+
 def _family(title: str, config: type[LlamaConfig], name: str) -> Family:
     return Family(
         title=title,
@@ -63,3 +77,4 @@ def _family(title: str, config: type[LlamaConfig], name: str) -> Family:
 OLMO = _family("OLMo", OlmoConfig, "olmo")
 GEMMA = _family("Gemma", GemmaConfig, "gemma")
 GLM = _family("GLM", GlmConfig, "glm")
+GPT_OSS = _family("gpt-oss", GptOssConfig, "gpt_oss")
