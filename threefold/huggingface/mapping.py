@@ -66,7 +66,9 @@ class ConfigJson:
 
     def with_values(self, **values: Any) -> "ConfigJson":
         """Return the keys of the same file with other values of some."""
-        return ConfigJson({**self._values, **values}, self._defaults, self._where)
+        other = ConfigJson({**self._values, **values}, self._defaults, self._where)
+        other._seen = self._seen
+        return other
 
     def given(self, key: str) -> Any:
         """Return a key's value in the file; None if missing or null."""
