@@ -409,10 +409,10 @@ def _all_reduces(timed: _Timed, mesh: Mesh, nbytes: int, fastest: float) -> dict
     with torch.no_grad():
         alone = timed(partial(linear, x, x))
         for name, axis in (("all_reduce", mesh.world), ("pairs", mesh.tp)):
-            small, large = (torch.zeros(size // 4, device=mesh.device) for size in (256, nbytes))
-            both = [timed(lambda: (linear(x, x), axis.all_reduce_(tensor))) for tensor in (small, large)]  # noqa: B023
+            tensors = (torch.zeros(size // 4, device=mesh.device) for size in (256, nbytes))
+            small, large = (timed(lambda: (linear(x, x), axis.all_reduce_(tensor))) for tensor in tensors)  # noqa: B023
             transport = "shared memory" if axis.shares_memory else NCCL if mesh.device.type == "cuda" else "gloo"
-            found[name] = fitted_collective(alone, *both, nbytes, fastest, transport)
+            found[name] = fitted_collective(alone, small, large, nbytes, fastest, transport)
     return found
 
 
