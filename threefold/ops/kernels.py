@@ -172,8 +172,12 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
     """Compute `F.linear(a, b, bias)` of matrices or transposed views, in the fastest way; not differentiable."""
     if torch.compiler.is_compiling():
         return _product(a, b, bias) if a.device.type == "cpu" else F.linear(a, b, bias)
-    # oneDNN takes transposed views of `b` as they are; it would copy one of `a` unseen by anything that counts memory.
-    return onednn_linear(a.contiguous(), b, bias) if _onednn_serves(a, b) else F.linear(a, b, bias)
+    if not _onednn_serves(a, b):
+        return F.linear(a, b, bias)
+    # oneDNN takes transposed views of `b` as they are, but has only its slow reference for rows with gaps between them;
+    # it would copy a view of `a` unseen by anything that counts memory.
+    dense = b if b.is_contiguous() or b.t().is_contiguous() else b.contiguous()
+    return onednn_linear(a.contiguous(), dense, bias)
 
 
 @operator("product", lambda a, b, bias: a.new_empty(a.shape[0], b.shape[0]))
