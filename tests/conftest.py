@@ -34,7 +34,7 @@ _POOL = pytest.StashKey["WorkerPool"]()
 
 LONGEST = (
     "test_guides.py",
-    "train/test_parity_recording.py",
+    "parity/test_recording.py",
     "../parity/tests/test_frameworks.py",
     "../parity/tests/test_commands.py",
     "parallel/test_compiled.py",
@@ -42,10 +42,10 @@ LONGEST = (
     "api/test_example_scripts.py",
     "parallel/test_parity.py",
     "parity/test_small_gpt.py",
-    "train/test_exact.py",
+    "exact/test_layouts.py",
     "verify/test_exact.py",
     "parallel/test_matrix.py",
-    "planner/test_memory_stages.py",
+    "planner/test_stage_memory.py",
     "planner/test_dry_run_stages.py",
     "parallel/pipeline/test_schedules.py",
 )
