@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.sweep import sweep
+from tests.verify.support import task, verify
 from threefold.config import Config, resolve
 from threefold.config.model import ModelConfig
 from threefold.errors import UserError
 from threefold.huggingface.mapping import huggingface_types
 from threefold.models.llama import LlamaConfig
 from threefold.planner.block import UnknownBlock, block_shapes, describe_model
+from threefold.verify.verifier import EQUAL
 
 PAGE = (Path(__file__).parents[2] / "docs/models.md").read_text(encoding="utf-8")
 (TABLE,) = re.findall(r"\| Family \| Defaults.*?\n\n", PAGE, re.DOTALL)
@@ -53,3 +56,16 @@ def test_a_family_is_what_its_row_says(row: list[str]) -> None:
     assert described.flops_per_token > 0
     with pytest.raises(UnknownBlock):
         block_shapes(described)
+
+
+MIXTURES = ("gpt-oss-20b", "deepseek-v3", "deepseek-v2-lite")
+PRESETS = ("gemma-3-1b", "olmo-3-7b", *MIXTURES, "glm-4-9b-0414", "gemma-2-2b", "olmo-2-1b", "phi-4")
+
+
+@sweep("preset", PRESETS, slow=range(4))
+def test_a_shrunk_preset_computes_in_each_layout_what_one_process_does(pool, tmp_path: Path, preset: str) -> None:
+    given = {"model": {"preset": preset}, "data": {"path": "none", "sequence_length": 512}}
+    layouts = ("tp2·cp2", "dp2·pp2", *(("dp2·tp2·ep2",) if preset in MIXTURES else ()))
+    todo = task(*layouts, given=Config.model_validate({**given, "train": {"global_batch_size": 16}}))
+    for result in verify(pool, todo, tmp_path, *layouts):
+        assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)
