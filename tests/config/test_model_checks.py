@@ -131,6 +131,10 @@ def test_settings_that_would_mean_nothing_but_are_as_they_were() -> None:
         (llama(attention_pattern="full", sliding_window=8), "model.attention_pattern is full but has no sliding layer and model.sliding_window is 8; use '1 sliding : 1 full', or sliding_window 0."),
         (llama(attention_pattern="sliding", sliding_window=8, full_attention_layers=2), "model.attention_pattern is sliding but model.full_attention_layers is 2, which says the same otherwise; use full_attention_layers 0 with it."),
         (llama(rotary_share=0.1), "model.rotary_share is 0.1 but rotates 3 of the 32 features of a head, which must be even; use 0.125."),
+        (llama(rotary_share=0.33, head_dim=96), "model.rotary_share is 0.33 but rotates 31 of the 96 features of a head, which must be even; use 0.333334."),
+        (llama(rotary_share=0.33, head_dim=6), "model.rotary_share is 0.33 but rotates 1 of the 6 features of a head, which must be even; use 0.333334."),
+        (llama(attention_pattern=[], sliding_window=8), "model.attention_pattern is [] but has 0 layers and model.num_layers is 8; give 8 of them or a period like '1 sliding : 1 full'."),
+        (mixture(expert_gate_limit=7.0, gate_activation="gelu"), "model.gate_activation is gelu but all gates are of experts, and model.expert_gate_limit is 7; use expert_gate_limit 0 or leave it out."),
         (llama(sliding_window=8, sliding_rope_scaling=False), "model.sliding_rope_scaling is false but model.rope_scaling is none; use rope_scaling linear or leave it out."),
         (mixture(experts_per_token=9), "model.experts_per_token is 9 but model.num_experts is 8; use at most 8."),
         (mixture(moe_every=9), "model.moe_every is 9 but none of the 8 layers has experts then; use 8."),
@@ -148,6 +152,19 @@ def test_settings_that_would_mean_nothing_but_are_as_they_were() -> None:
 )  # fmt: skip
 def test_sizes_that_do_not_fit(model: dict[str, Any], expected: str) -> None:
     assert message(model) == expected
+
+
+@pytest.mark.parametrize("head_dim", [6, 10, 34, 96, 112, 250])
+def test_the_nearest_share_of_a_head_works(head_dim: int) -> None:
+    for odd in range(1, head_dim, 2):
+        proposed = message(llama(head_dim=head_dim, rotary_share=(odd + 0.01) / head_dim)).split()[-1]
+        resolved(llama(head_dim=head_dim, rotary_share=float(proposed.removesuffix("."))))
+
+
+def test_gates_outside_of_limited_experts_have_their_activation() -> None:
+    limited = mixture(expert_gate_limit=7.0, gate_activation="gelu")
+    assert resolved(limited | {"dense_layers": 1}).model.gate_activation == "gelu"
+    assert resolved(limited | {"shared_expert_ffn_hidden_size": 32}).model.gate_activation == "gelu"
 
 
 @pytest.mark.parametrize(

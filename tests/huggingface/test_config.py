@@ -210,3 +210,48 @@ def test_what_a_config_json_has_no_key_for_is_named() -> None:
         "model.hidden_dropout 0.1",
     )
     assert left_out(GPTConfig(hidden_dropout=0.1), huggingface_types()["gpt2"]) == ()
+
+
+CHANGES: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(
+        ("norm_offset", "qkv_bias", "proj_bias", "qk_norm", "attention_gate", "attention_sinks"), (False, True)
+    ),
+    **dict.fromkeys(("router_bias", "expert_bias", "normalize_expert_weights", "tie_embeddings"), (False, True)),
+    **dict.fromkeys(("embedding_scale", "logit_softcap", "attention_softcap", "attention_scale"), (3.0,)),
+    **dict.fromkeys(("expert_gate_limit", "routed_scale", "sliding_rope_theta", "rope_mscale_all_dim"), (2.0,)),
+    "norm_position": ("before", "after", "both"),
+    "gate_activation": ("silu", "gelu", "gelu_tanh"),
+    "attention_pattern": ("2 sliding : 1 full",),
+    "sliding_window": (77,),
+    "full_attention_layers": (2,),
+    "rotary_share": (0.25, 1.0),
+    "qk_norm_over": ("head", "width"),
+    "router": ("softmax", "sigmoid", "softmax_chosen"),
+    "router_bias_rate": (0.0, 0.1),
+    "router_groups": (2,),
+    "shared_expert_gate": (True,),
+    "shared_expert_ffn_hidden_size": (0, 64),
+    "query_rank": (0, 64),
+}
+"""Values of settings that change the logits of some type's models."""
+
+
+@pytest.mark.parametrize("published", PUBLISHED)
+def test_what_changes_the_logits_is_written_or_refused(published: str) -> None:
+    """Each setting by itself: an export keeps it, or names it."""
+    _, settings = read_model(PUBLISHED[published], "config.json")
+    for name, value in ((name, value) for name, values in CHANGES.items() for value in values):
+        changed = {**settings, name: value}
+        model = ModelConfig.model_validate({**ModelConfig.model_validate(changed).filled(1), **changed})
+        if any(model.broken_rules()):
+            continue
+        try:
+            family = choose_type(model, None)
+        except UserError:
+            continue
+        written = read_model(write_model(model, family, "float32", None, {}), "config.json")[1]
+        again = ModelConfig.model_validate({**ModelConfig.model_validate(written).filled(1), **written})
+        lost = {key for key in CHANGES if getattr(again, key, None) != getattr(model, key, None)} - {
+            *family.training_only()
+        }
+        assert not lost, (name, value)

@@ -193,6 +193,9 @@ class DeepseekType(hf.HuggingFaceType):
             or not model.has_expert_bias,
             f"model.shared_expert_ffn_hidden_size {shared}": shared > 0 and shared % inner == 0,
             "model.shared_expert_gate true": not model.shared_expert_gate,
+            "model.router_bias true": not model.router_bias,
+            "model.expert_bias true": not model.expert_bias,
+            f"model.expert_gate_limit {model.expert_gate_limit:g}": not model.expert_gate_limit,
             f"model.moe_every {model.moe_every}": model.moe_every == 1,
             f"model.normalize_expert_weights {str(normalizes).lower()}": not (softmax and normalizes),
         }

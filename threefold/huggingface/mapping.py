@@ -186,26 +186,26 @@ def read_rope(keys: ConfigJson, positions: int, usual_share: float | None = None
     base = keys.agreed(bases)
     theta = keys.number("rope_theta") if base is None else keys.checked_number("rope_theta", base)
     settings: dict[str, Any] = {"position_embedding": "rope", "rope_theta": float(theta)}
-    if usual_share is None:
-        keys.require("partial_rotary_factor", 1.0, None)
-    else:
-        key = "partial_rotary_factor"
-        shares = {key: keys.take(key)} | {f"{key} of {place[14:]}": rope.get(key) for place, rope in inside.items()}
-        share = keys.agreed(shares)
+    key = "partial_rotary_factor"
+    shares = {key: keys.take(key)} | {f"{key} of {place[14:]}": rope.get(key) for place, rope in inside.items()}
+    share = keys.agreed(shares)
+    if usual_share is not None:
         settings["rotary_share"] = float(keys.checked_number(key, usual_share if share is None else share))
+    elif share not in (None, 1.0):
+        raise keys.refuse(
+            next(place for place, value in shares.items() if value is not None), share, "1.0 for this type"
+        )
     method = keys.agreed({name: given.get(name) for name in ("rope_type", "type")}) or "default"
     if method == "default":
         return settings
     if not isinstance(method, str) or method not in _METHODS:
         raise keys.refuse("rope_type", method, f"default, {', '.join(_METHODS)}")
     names = dict(_METHODS[method])
-    known = {*names.values(), "type", "rope_type", "rope_theta", "mscale", "mscale_all_dim", "truncate"}
+    known = {*names.values(), "type", "rope_type", "rope_theta", key, "mscale", "mscale_all_dim", "truncate"}
     if method == "dynamic":
         known.add("original_max_position_embeddings")  # ignored by transformers
-    if usual_share is not None or given.get("partial_rotary_factor", 1.0) == 1.0:
-        known.add("partial_rotary_factor")
-    for key in given.keys() - known:
-        raise keys.refuse(f"{key} of rope_type {method}", given[key], f"{', '.join(names.values())} for it")
+    for unknown in given.keys() - known:
+        raise keys.refuse(f"{unknown} of rope_type {method}", given[unknown], f"{', '.join(names.values())} for it")
     if method != "yarn":
         for key in given.keys() & {"mscale", "mscale_all_dim", "truncate"}:
             raise keys.refuse(f"{key} of rope_type {method}", given[key], "it for yarn")
@@ -290,7 +290,8 @@ def pattern_of(kinds: Sequence[str]) -> str | list[str]:
 
 
 def _plain(spelled: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: value for key, value in spelled.items() if key not in ("rope_theta", "type", "rope_type")}
+    apart = ("rope_theta", "partial_rotary_factor", "type", "rope_type")  # which may stand in one of several places
+    kept = {key: value for key, value in spelled.items() if key not in apart}
     return {**kept, "rope_type": spelled.get("rope_type", spelled.get("type", "default"))}
 
 

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from functools import lru_cache
+from math import ceil
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import Field
@@ -110,8 +111,8 @@ class AttentionConfig(ModelConfig):
         if self.rotary_share < 1 and (self.rotary_dim % 2 or not self.rotary_dim):
             width, even = self.head_dim, max(2, round(self.head_dim * self.rotary_share / 2) * 2)
             rule = f"rotates {self.rotary_dim} of the {width} features of a head, which must be even"
-            yield "rotary_share", f"{rule}; use {even / width:.6g}"
-        if self.attention_pattern:
+            yield "rotary_share", f"{rule}; use {ceil(even / width * 1e6) / 1e6:g}"  # no less than the even width
+        if self.attention_pattern != "":
             yield from self._broken_by_pattern(self.attention_pattern)
 
     def _broken_by_pattern(self, pattern: str | list[str]) -> Iterator[tuple[str, str]]:

@@ -48,6 +48,14 @@ class LlamaConfig(AttentionConfig, MixtureConfig):
             "embedding_scale": 1.0,
         }
 
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """Yield the settings that have no effect given the others, each with the rule against setting it."""
+        all_experts = all(self.has_experts(layer) for layer in range(self.num_layers))
+        if all_experts and self.expert_gate_limit and not self.shared_expert_ffn_hidden_size:
+            rule = f"all gates are of experts, and model.expert_gate_limit is {self.expert_gate_limit:g}"
+            yield "gate_activation", f"{rule}; use expert_gate_limit 0 or leave it out"
+        yield from super().unused()
+
     def broken_rules(self) -> Iterator[tuple[str, str]]:
         yield from self.broken_by_setting_unused()
         if self.position_embedding != "rope":
