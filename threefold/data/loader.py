@@ -147,16 +147,16 @@ class Loader:
 
     def _indices(self, step: int) -> tuple[Int64Array, Int64Array]:
         """Return this rank's samples in the batch of `step`, cut to its length, and the counters of the whole ones."""
-        pieces = self._pieces(step)
-        each = self.parts // pieces
+        ratio = self._ratio(step)
+        each = self.parts // ratio
         counters = (self.consumed.before(step) + self.rows(step) * each) // each
-        whole = counters // pieces
-        return self.train.ordered(whole, self.seed) * pieces + counters % pieces, whole
+        whole = counters // ratio
+        return self.train.ordered(whole, self.seed) * ratio + counters % ratio, whole
 
-    def _pieces(self, step: int) -> int:
-        """Return into how many samples of the length of `step` a sample of the largest length is cut."""
-        pieces: int = int(self._lengths) // value_at(self._lengths, step)
-        return pieces
+    def _ratio(self, step: int) -> int:
+        """Return the ratio of the largest length of a sample to that of `step`, into as many of which it is cut."""
+        ratio: int = int(self._lengths) // value_at(self._lengths, step)
+        return ratio
 
     def rows(self, step: int) -> Int64Array:
         """Return this rank's rows of the global batch of `step` (from 0), int64 [rows]."""
@@ -232,8 +232,8 @@ class Loader:
     def _read_train(self, step: int, keyed: bool = False) -> Any:
         indices, counters = self._indices(step)
         keys = self._keys(self.train.passes(counters)) if keyed else None
-        pieces = self._pieces(step)
-        return self._make_batch(self.train if pieces == 1 else self.train.cut(pieces), indices, self.rows(step), keys)
+        ratio = self._ratio(step)
+        return self._make_batch(self.train if ratio == 1 else self.train.cut(ratio), indices, self.rows(step), keys)
 
     def _read_heldout(self, samples: Samples, number: int, keyed: bool) -> Any:
         indices = number * self.slice.global_batch_size + self.slice.rows

@@ -59,8 +59,8 @@ class PackedSamples(Samples):
     def __len__(self) -> int:
         return max(0, self.runs.length - 1) // self.sequence_length
 
-    def cut(self, pieces: int) -> "PackedSamples":
-        return replace(self, sequence_length=self.sequence_length // pieces)
+    def cut(self, ratio: int) -> "PackedSamples":
+        return replace(self, sequence_length=self.sequence_length // ratio)
 
     def read(self, indices: Int64Array) -> NDArray[np.int64]:
         """Read samples: int64 [rows] → int64 [rows, S + 1]. Raises UserError if a token is outside the vocabulary."""

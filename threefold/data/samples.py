@@ -104,8 +104,8 @@ class Samples:
         """Return the document of each input token, for the attention mask: int64 [rows, S], non-decreasing in a row."""
         raise NotImplementedError
 
-    def cut(self, pieces: int) -> "Samples":
-        """Return the samples cut into equal ones, sample i into i · `pieces` and on, each token a label once."""
+    def cut(self, ratio: int) -> "Samples":
+        """Return each sample cut into `ratio` equal ones, i into i · `ratio` and on; each token is a label once."""
         raise UserError(
             "data.sequence_length changes by step, and only tokens of texts are cut into samples of several lengths; "
             "give one length, or prepare the data with `threefold data prepare`."
