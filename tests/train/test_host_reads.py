@@ -161,7 +161,7 @@ LOSS_AND_NORM = {"comm/axis.py: all_reduce_values": STEPS}
 ON_A_CPU = (
     "ops/kernels.py: backward",  # of a narrow embedding, whose sums a CPU would round
     "models/layers/experts.py: grouped_linear",  # a GPU has a product of groups whose sizes are on the device
-    "models/layers/experts.py: _losses",  # `F.one_hot` checks its input on a CPU alone
+    "models/layers/experts.py: _balance",  # `F.one_hot` checks its input on a CPU alone
     "models/layers/experts.py: _taken",  # likewise
 )
 """Reads of code that a GPU does not run."""
