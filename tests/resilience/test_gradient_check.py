@@ -11,6 +11,7 @@ from tests.support.parity import Case, make_engine, over, shard_of
 from threefold.comm.layout import Layout
 from threefold.data.loader import Batch, BatchSlice
 from threefold.errors import HardwareFault
+from threefold.random import Int64Array
 from threefold.resilience.corruption import CorruptionWatch, GradientCheck, Verdict, disagreement
 from threefold.verify.worker_pool import WorkerPool
 
@@ -26,6 +27,9 @@ class CaseLoader:
 
     def batch(self, step: int) -> Batch:
         return shard_of(self.case, step, self.slice.dp_index)
+
+    def rows(self, step: int) -> Int64Array:
+        return self.slice.rows
 
 
 class WrongOutput:
