@@ -137,7 +137,7 @@ def killed_while_set_up(moment: str, told: str) -> None:
         return made
 
     def agree_and_die(exchange: StoreExchange, name: str) -> bool:
-        if name == "own" and exchange.index == 0:
+        if name == "local" and exchange.index == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         return agreed(exchange, name)
 

@@ -48,8 +48,21 @@ _EXPERTS = {"model": {"architecture": "llama", "num_layers": 4, "num_experts": 4
 _SHARED = {"model": {**_EXPERTS["model"], "shared_expert_ffn_hidden_size": 16}}
 _YARN = {"model": {"architecture": "llama", "rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_positions": 8}}
 _LLAMA3 = {"model": {**_YARN["model"], "rope_scaling": "llama3"}}
+_SLIDING = {"model": {**_YARN["model"], "sliding_window": 8, "qk_norm": True}}
+_LATENT = {"model": {**_YARN["model"], "architecture": "deepseek", "num_experts": 4, "router_groups": 2}}
 BASES: tuple[dict[str, dict[str, Any]], ...] = (
-    *({}, _LLAMA, _EXPERTS, _SHARED, _YARN, _LLAMA3, {"train": {"exact": True}}, {"train": {"recompute": "full"}}),
+    *(
+        {},
+        _LLAMA,
+        _EXPERTS,
+        _SHARED,
+        _YARN,
+        _LLAMA3,
+        _SLIDING,
+        _LATENT,
+        {"train": {"exact": True}},
+        {"train": {"recompute": "full"}},
+    ),
     *({"parallel": {"dp": 1, "tp": 2}}, {"parallel": {"dp": 1, "pp": 2, "schedule": "interleaved"}}),
     *({"optimizer": {"name": name}} for name in ("sgd", "momentum", "adafactor", "lion", "muon")),
     *({"optimizer": {"decay": "wsd"}}, {"precision": {"dtype": "bf16"}}, {"checkpoint": {"every": 1, "keep": 1}}),

@@ -174,7 +174,7 @@ HOSTILE: list[tuple[Callable[[Model], None], dict[str, Any], str]] = [
     (nothing, {"split": {**TABLE, "blocks.**up": Replicated()}}, "The pattern 'blocks.**up' has ** beside other characters"),
     (nothing, {"split": {**TABLE, "blocks.*": Column()}}, "split has Column at 'blocks.*', which is for a Linear, but 'blocks.0' is a Block"),
     (nothing, {"split": {**TABLE, "head": VocabLoss(33)}}, "split has VocabLoss at 'head' but 'head' has the parameter 'output.weight', which it does not cut"),
-    (torch_dropout, {"split": {**TABLE, "blocks.0.drop": OverSequence()}}, "which is for a Dropout or a PositionEmbedding, but 'blocks.0.drop' is a torch.nn.modules.dropout.Dropout; use"),
+    (torch_dropout, {"split": {**TABLE, "blocks.0.drop": OverSequence()}}, "which is for a Dropout or a PositionEmbedding or a Rotary, but 'blocks.0.drop' is a torch.nn.modules.dropout.Dropout; use"),
     (normalised_weight, {"split": {**TABLE, "**": Replicated()}}, "split has Column at 'blocks.*.mlp.up' but 'blocks.0.mlp.up' has the parameter 'parametrizations.weight.original0', which it does not cut"),
     (nothing, {"split": {**TABLE, "blocks.*.core": AttentionCore(2), "blocks.*.core.*": Replicated()}}, "which is in 'blocks.0.core'; 'blocks.*.core' cuts that as one"),
     (nothing, {"recompute": {"full": ("block.*",)}}, "recompute has 'block.*' for full, which no module of the model has for a name"),

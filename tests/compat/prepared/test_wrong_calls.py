@@ -117,7 +117,7 @@ WRONG: list[tuple[Callable[[Parts], Any], str]] = [
     (lambda p: t3.prepare(p.model, precision="bf61"), "precision is 'bf61' but must be .*; the nearest is bf16."),
     (lambda p: t3.prepare(p.model, zero=4), "zero is 4 but must be 0, 1, 2 or 3; use 3."),
     (lambda p: t3.prepare(p.model, accumulate=0), "accumulate is 0 but must be a whole number of at least 1; use 1."),
-    (lambda p: t3.prepare(p.model, compress="fp8"), "compress is 'fp8' but must be .*; the nearest is bf16."),
+    (lambda p: t3.prepare(p.model, compress="fp8"), "compress is 'fp8' but must be .*; the nearest is fp16."),
     (_other_optimizer, "2 of the optimizer's 2 parameters are not of the model; make it of model.parameters()"),
     (lambda p: t3.prepare(p.model, torch.optim.LBFGS(p.model.parameters())), "The optimizer is LBFGS, .*; use AdamW."),
     (_twice, "The model is prepared already, so precision, zero, accumulate and compress are decided; leave them out."),
