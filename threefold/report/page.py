@@ -1,10 +1,8 @@
-"""Pages of HTML that commands write, and whole numbers as options of them."""
+"""Pages of HTML that commands write."""
 
 import json
 import re
 from collections.abc import Mapping
-from contextlib import suppress
-from math import isfinite
 from pathlib import Path
 from typing import Any, Final
 
@@ -28,23 +26,6 @@ def require_page(path: Path) -> None:
             raise UserError(f"{named} cannot be read ({error.strerror}); use another name.") from None
         if begins and not _OF_A_PAGE.search(begins):
             raise UserError(f"{named} exists already and is not a page of this program; use another name.")
-
-
-def whole_number(text: str, option: str, least: int = 1, most: int = 10**7) -> int:
-    """Parse an option as a whole number; raise a `UserError` if it is not one from `least` to `most`."""
-    try:
-        number = int(text.replace("_", ""))
-    except ValueError:
-        nearest = least
-        with suppress(ValueError):  # a text such as `1e3`, `1,024` or `7.9`
-            meant = float(text.replace(",", ""))
-            nearest = round(min(max(meant, least), most)) if isfinite(meant) else least
-        raise UserError(f"{option} {shown(text) or repr(text)} must be a whole number; use {nearest}.") from None
-    if number < least:
-        raise UserError(f"{option} {number} must be at least {least}; use {least}.")
-    if number > most:
-        raise UserError(f"{option} {number} must be at most {most:,}; use {most}.")
-    return number
 
 
 def fill_page(page: str, parts: Mapping[str, str]) -> str:

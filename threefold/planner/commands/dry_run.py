@@ -14,7 +14,7 @@ from threefold import terminal
 from threefold.errors import UserError
 from threefold.files import counted, format_bytes
 from threefold.report import progress
-from threefold.report.page import whole_number
+from threefold.report.options import whole_number
 
 if TYPE_CHECKING:
     from threefold.config import Config

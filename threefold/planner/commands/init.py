@@ -12,7 +12,7 @@ from typer import Argument, Option
 
 from threefold.errors import UserError
 from threefold.files import counted, shown
-from threefold.report.page import whole_number
+from threefold.report.options import whole_number
 from threefold.terminal import Bars
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from threefold.errors import UserError
 from threefold.files import format_bytes, shown
 from threefold.planner.commands.estimate import AsJson, HardwareName, chosen_hardware
 from threefold.report.figures import require_picture
-from threefold.report.page import whole_number
+from threefold.report.options import whole_number
 from threefold.terminal import ConfigFile, Overrides, TrustCode, read_config, table
 
 if TYPE_CHECKING:

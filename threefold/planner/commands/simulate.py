@@ -11,7 +11,7 @@ from typer import Option
 from threefold.errors import UserError
 from threefold.files import counted, shown
 from threefold.report.figures import require_picture
-from threefold.report.page import whole_number
+from threefold.report.options import whole_number
 from threefold.terminal import print_table, shortened
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ import typer
 from typer import Option
 
 from threefold.command_line import HelpedCommand
-from threefold.report.page import whole_number
+from threefold.report.options import whole_number
 from threefold.terminal import RunFolder
 
 _PORT: Final = 6070

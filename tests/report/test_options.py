@@ -1,9 +1,9 @@
-"""Parts that commands share: numbers of options."""
+"""Whole numbers as options of commands."""
 
 import pytest
 
 from threefold.errors import UserError
-from threefold.report.page import whole_number
+from threefold.report.options import whole_number
 
 
 def test_whole_numbers() -> None:
