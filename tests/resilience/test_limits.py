@@ -136,3 +136,20 @@ def test_an_abort_under_a_limit_on_the_address_space_names_it(monkeypatch: pytes
     assert told in from_exit_code(1, -signal.SIGABRT).error
     assert told in explain_limit(RuntimeError("can't start new thread"))
     assert told not in from_exit_code(1, -signal.SIGKILL).error
+
+
+def test_a_failure_at_the_limit_of_open_files_is_told() -> None:
+    """No module can be imported then, such as one that explains the failure."""
+    script = """
+import resource
+from threefold.launch.failure import from_exception
+resource.setrlimit(resource.RLIMIT_NOFILE, (40, 40))
+held = []
+try:
+    while True:
+        held.append(open("/dev/null"))
+except OSError as error:
+    print(from_exception(0, error).error)
+"""
+    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (ended.stdout, ended.stderr) == ("OSError: [Errno 24] Too many open files: '/dev/null'\n", "")

@@ -5,16 +5,19 @@ import re
 import signal
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.doors import call_hook
+from threefold.doors import call_hook, hook
 from threefold.errors import HardwareFault, PeerLostError, ProcessFault, UserError
 from threefold.files import hide_secrets
 from threefold.launch.output import failure_file, log_file
 from threefold.launch.process import signal_name
+
+_EXPLAIN_LIMIT: Final[Callable[[BaseException], str]] = hook("explain_limit") or (lambda error: "")
+"""Imported with this module, which may not be possible once memory or open files are at their limit."""
 
 
 class RankFailed(RuntimeError):
@@ -85,7 +88,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
         kind = {"hardware": isinstance(error, HardwareFault), "of_process": isinstance(error, ProcessFault)}
         return Failure(rank, str(error), now, user_error=True, **kind, raised=raised, traceback=text)
     error = _first_of_chain(error)
-    lines = (call_hook("explain_limit", error) or traceback.format_exception_only(error)[-1]).split("\n")
+    lines = (_EXPLAIN_LIMIT(error) or traceback.format_exception_only(error)[-1]).split("\n")
     message = hide_secrets(" ".join(line.strip() for line in lines if line.strip()))
     return Failure(rank, message, now, raised=raised, traceback=text)
 
