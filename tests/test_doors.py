@@ -5,7 +5,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import import_module
 from pathlib import Path
 from shutil import rmtree
@@ -112,21 +112,34 @@ def test_texts_are_prepared_without_a_room_and_conversations_need_one(tmp_path: 
     )
 
 
-def rooms_imported(room: str) -> Iterator[str]:
-    """The attached rooms that modules of a room import when they are imported."""
-    for path in Path(package.__path__[0], room).rglob("*.py"):
-        for each in ast.parse(path.read_text()).body:
-            names = [each.module] if isinstance(each, ast.ImportFrom) else []
-            names += [name.name for name in each.names] if isinstance(each, ast.Import) else []
-            for name in names:
-                found = (name or "").removeprefix("threefold.").split(".")[0]
-                if found in ROOMS and found != room:
-                    yield found
+def rooms_imported(room: str, nodes: Iterable[ast.AST]) -> set[str]:
+    """The attached rooms that these statements of a room import."""
+    names: list[str] = []
+    for each in nodes:
+        names += [each.module or ""] if isinstance(each, ast.ImportFrom) else []
+        names += [name.name for name in each.names] if isinstance(each, ast.Import) else []
+    return {name.removeprefix("threefold.").split(".")[0] for name in names} & set(ROOMS) - {room}
+
+
+def modules(room: str) -> list[ast.Module]:
+    return [ast.parse(path.read_text()) for path in Path(package.__path__[0], room).rglob("*.py")]
+
+
+def needs(room: str) -> set[str]:
+    return set(getattr(import_module(f"threefold.{room}.door"), "NEEDS", ()))
 
 
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_door_names_the_rooms_that_its_room_needs(room: str) -> None:
-    assert set(rooms_imported(room)) == set(getattr(import_module(f"threefold.{room}.door"), "NEEDS", ()))
+    assert set().union(*(rooms_imported(room, module.body) for module in modules(room))) == needs(room)
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_function_asks_for_another_room_before_it_imports_it(room: str) -> None:
+    for module in modules(room):
+        for function in (each for each in ast.walk(module) if isinstance(each, ast.FunctionDef)):
+            found, text = rooms_imported(room, ast.walk(function)) - needs(room), ast.unparse(function)
+            assert [each for each in found if f"require_installed('{each}'" not in text] == [], function.name
 
 
 @pytest.mark.slow

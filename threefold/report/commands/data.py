@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import typer
 from typer import Argument, Option
 
+from threefold.doors import needed
 from threefold.files import first_of, format_bytes
 from threefold.terminal import Bars, print_table
 
@@ -142,16 +143,16 @@ def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> N
 
     from threefold.constants import IGNORE_INDEX
     from threefold.data.samples import SPLITS, document_runs
-    from threefold.huggingface.packed_conversations import PackedConversations
 
+    packed_conversations = needed("packed_conversations", "Data of conversations", "huggingface")
     rows: list[tuple[str, ...]] = []
     for name in SPLITS:
         if len(document_runs(corpus.document_count, split, name)):
-            packed = PackedConversations.open(corpus, name, split, sequence_length)
+            packed = packed_conversations.open(corpus, name, split, sequence_length)
             rows.append((name, f"{packed.documents_read:,}", f"{packed.longer:,}", f"{len(packed):,}"))
     header = ("split", "conversations", f"longer than {sequence_length}", f"samples of {sequence_length}")
     print_table(header, rows)
-    samples = PackedConversations.open(corpus, "train", split, sequence_length)
+    samples = packed_conversations.open(corpus, "train", split, sequence_length)
     for note in samples.notes:
         typer.echo(note)
     typer.echo("\nSample 0 of the training split:\n")
