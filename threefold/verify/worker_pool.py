@@ -14,7 +14,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, Pipe, wait
 from multiprocessing.reduction import recv_handle, send_handle
@@ -25,10 +25,10 @@ import torch.distributed as dist
 
 from threefold.comm.axis import dumps
 from threefold.cpu.scratch import scratch_folder
-from threefold.doors import hook
 from threefold.launch.failure import pickled
 from threefold.launch.process import die_with_parent, signal_name
 from threefold.launch.worker import stay_on_loopback, wait_for_all
+from threefold.report.whole_lines import whole_lines
 from threefold.torch_private.runtime import end_openmp_threads
 
 GRACE = 0.3
@@ -230,7 +230,7 @@ def _answer(raw: bytes) -> Any:
         store = dist.FileStore(file, world_size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timeout)
         wait_for_all()
-        with (hook("whole_lines") or nullcontext)():  # a model of the user may print
+        with whole_lines():  # a model of the user may print
             result = fn(*args)
         dist.destroy_process_group()
         # Groups of a mesh are in cycles with it, and each has a gloo thread that wakes every 10 ms.
