@@ -20,7 +20,6 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any, Final, Literal, NamedTuple, NoReturn, cast
 
-from threefold.comm.heartbeat import RunSection
 from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.foreign import open_nofollow
@@ -170,8 +169,6 @@ def _main(
     asked = note_signals() if stops else never
     heartbeat = None if watch is None else watch.heartbeat(info.rank)
     beats = nullcontext() if watch is None else watch.beating(info.rank, heartbeat)
-    if heartbeat is not None:
-        heartbeat.section(RunSection.START)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, NUMBERS)  # blocked since before this process was started
     set_debugger(job.debug_rank, info.rank, named="--debug-rank" if job.run_dir else "")
     try:

@@ -44,9 +44,11 @@ class LocalWatch:
         self._job, self._memory = job, shared_bytes(start_method, ranks * PAGE_BYTES)
 
     def heartbeat(self, rank: int) -> WatchedHeartbeat:
-        """Return the heartbeat of a rank, in its process."""
+        """Return the heartbeat of a rank that starts, in its process."""
         pages = self._pages()
-        return WatchedHeartbeat(pages[rank], lambda: [read(page) for page in pages])
+        heartbeat = WatchedHeartbeat(pages[rank], lambda: [read(page) for page in pages])
+        heartbeat.section(RunSection.START)
+        return heartbeat
 
     def beating(self, rank: int, heartbeat: WatchedHeartbeat) -> AbstractContextManager[None]:
         """Beat within the block, in the rank's process."""
