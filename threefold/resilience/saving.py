@@ -3,10 +3,12 @@
 import time
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Final
 
 from threefold.checkpoint.folder import from_first
 from threefold.checkpoint.save import Written
+from threefold.resilience.background_saving import BackgroundSaver
+from threefold.resilience.remote_copier import RemoteCopies
 from threefold.train.callbacks.base import FailureWarning, say
 from threefold.train.saving import CheckpointContents, Checkpoints
 from threefold.train.state import StartingPoint
@@ -19,8 +21,8 @@ class BackgroundCheckpoints(Checkpoints):
     """Checkpoints with work beside training. Collective over the world.
 
     Args:
-        background: writes the checkpoints other than the last (`BackgroundSaver`); None to wait for each.
-        copies: copies of the checkpoints elsewhere (`RemoteCopies`), whose address is taken; None for none.
+        background: writes the checkpoints other than the last; None to wait for each.
+        copies: copies of the checkpoints elsewhere, whose address is taken; None for none.
         resumes: whether the run goes on from an earlier one, whose address it may be.
 
     Raises:
@@ -33,8 +35,8 @@ class BackgroundCheckpoints(Checkpoints):
         contents: CheckpointContents,
         start: StartingPoint,
         clock: RunClock,
-        background: Any,
-        copies: Any,
+        background: BackgroundSaver | None,
+        copies: RemoteCopies | None,
         resumes: bool,
     ) -> None:
         if copies is not None:
@@ -56,7 +58,7 @@ class BackgroundCheckpoints(Checkpoints):
             return super().save(step, last, evaluation_missed)
         tensors, texts = self._begin()
         facts = self.contents.facts(step, evaluation_missed)
-        return cast(Path, self._background.save(self.run_dir, facts, tensors, texts))
+        return self._background.save(self.run_dir, facts, tensors, texts)
 
     def finish(self) -> Written | None:
         """Wait for the checkpoint being written in the background; warn if it failed; return it once, else None."""
@@ -113,7 +115,7 @@ class BackgroundCheckpoints(Checkpoints):
         copy, lines = from_first(world, lambda: copies.replace_damaged({path: reason}))
         if world.is_first:
             _say(lines)
-        return bool(copy == path)
+        return copy == path
 
     def _complete(self, step: int, path: Path, seconds: float, last: bool = False) -> None:
         super()._complete(step, path, seconds, last)
