@@ -218,15 +218,20 @@ def _entry_points(group: str, path: tuple[str, ...]) -> "Mapping[str, list[Entry
 
 def one_of(given: object, names: list[str]) -> str:
     """Return the end of a sentence about a wrong value: the names it may have, and the nearest of them or the first."""
-    meant, text = _MEANT.get(str(given)), str(given)[:100].lower()
-    if meant == "bf16" and "fp32" not in names:  # to send in, rather than to compute in
-        meant = "fp16"
-    close = [meant] if meant in names else get_close_matches(text, names, n=1, cutoff=0.5)
+    meant = [name for name in names if name in _MEANT.get(str(given), ())]
+    close = meant or get_close_matches(str(given)[:100].lower(), names, n=1, cutoff=0.5)
     return f"one of {', '.join(names)}; " + (f"the nearest is {close[0]}" if close else f"use {names[0]}")
 
 
-_MEANT: Final = {"gpu": "cuda", "float8": "bf16", "fp8": "bf16", "half": "fp16", "single": "fp32", "double": "fp64"}
-"""Names that are used elsewhere, and those here that mean the same or come next to it."""
+_MEANT: Final = {
+    "gpu": ("cuda",),
+    "float8": ("bf16", "fp16"),
+    "fp8": ("bf16", "fp16"),
+    "half": ("fp16",),
+    "single": ("fp32",),
+    "double": ("fp64",),
+}
+"""Names that are used elsewhere, and those here that mean the same or come next to it: the first that may be chosen."""
 
 
 def require_one_of(name: str, given: Any, choices: Sequence[str]) -> None:
