@@ -99,9 +99,9 @@ def audit(path: Path, tokenizer: Path | None, progress: Progress) -> list[Audit]
     vocabulary, that of `tokenizer`. `path` may also be a file of JSON lines, whose cached tokens are checked, or a
     cache folder.
     """
-    if found := call_hook("audit_cache", path, progress):
-        audited: list[Audit] = found
-        return audited
+    found: list[Audit] | None = call_hook("audit_cache", path, progress)
+    if found:
+        return found
     if is_prepared(path) and os.path.isdir(path):
         return list(_audit_folder(path, progress))
     return _audit_foreign(path, tokenizer, progress)
