@@ -64,10 +64,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason=NO_GPU))
+    first = {(Path(__file__).parent / name).resolve(): place for place, name in enumerate(LONGEST)}
+    if gone := [str(path) for path in first if not path.exists()]:  # where one process runs the tests, too
+        raise pytest.UsageError(f"LONGEST of tests/conftest.py names {', '.join(gone)}, which is not there.")
     if not hasattr(config, "workerinput"):
         return
-    first = {(Path(__file__).parent / name).resolve(): place for place, name in enumerate(LONGEST)}
-    assert [str(path) for path in first if not path.exists()] == []
     count = Counter(item.path for item in items)
     items.sort(key=lambda item: (first.get(item.path, len(first)), -count[item.path], item.path))
 

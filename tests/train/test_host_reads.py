@@ -1,6 +1,7 @@
 """In a training step the host reads nothing from its device but the loss and the norm, in one read: on a GPU every
 other one would wait until all that is under way is done."""
 
+import ast
 import sys
 import weakref
 from collections import Counter
@@ -195,6 +196,13 @@ WITH_EXPERTS = {
 CASES |= {name: case for name, case in SMALL.items() if name not in WITH_EXPERTS}
 QUICK = ("gpt", "llama, windows, packed documents", "mixture without a capacity", "fp16 with loss scale")
 QUICK_LAYOUTS = ("dp3, ZeRO 1", "pp2, zero-bubble")
+
+
+def test_the_functions_that_may_read_are_there() -> None:
+    for place in (*LOSS_AND_NORM, *ON_A_CPU, *OF_EXPERTS):
+        file, function = place.split(": ")
+        defined = ast.walk(ast.parse((_ROOT / "threefold" / file).read_text()))
+        assert function in {each.name for each in defined if isinstance(each, ast.FunctionDef)}, place
 
 
 def places(case: Case) -> Counter[str]:
