@@ -308,6 +308,9 @@ def test_tokens_without_a_label_and_passes_without_gradients_are_not_counted() -
     expected = choice.experts[weights > 0].flatten().bincount(minlength=EXPERTS)
     assert routing.take_counts().equal(expected)
     assert routing.take_counts() is None
+    for _ in range(3):
+        routing(logits, SampleInfo(weights=weights)).weights.sum().backward()
+    assert routing.take_counts().equal(3 * expected)
 
 
 def test_biased_and_limited_experts_are_those_of_transformers() -> None:

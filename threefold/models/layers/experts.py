@@ -72,7 +72,7 @@ class Routing(nn.Module):
         self.sequence_loss, self.bias_rate = config.router_sequence_loss, config.router_bias_rate
         bias = torch.zeros(self.experts, dtype=torch.float32) if config.has_expert_bias else None
         self.register_buffer("bias", bias)
-        self._counts: list[Tensor] = []
+        self._counts: Tensor | None = None  # of the backward passes since they were taken
 
     @property
     def adds_losses(self) -> bool:
@@ -152,12 +152,15 @@ class Routing(nn.Module):
         counted = torch.ones_like(experts[..., 0]) if weights is None else (self._local(weights) > 0).long()
         ones = counted.unsqueeze(-1).expand_as(experts).flatten()
         counts = experts.new_zeros(self.experts).index_add_(0, experts.flatten(), ones)
-        return _Counting.apply(chosen, counts, self._counts)
+        return _Counting.apply(chosen, counts, self._count)
+
+    def _count(self, counts: Tensor) -> None:
+        self._counts = counts if self._counts is None else self._counts + counts
 
     def take_counts(self) -> Tensor | None:
         """Return the tokens that chose each expert in the backward passes since the last call; None without any."""
-        counts, self._counts[:] = self._counts[:], ()
-        return sum(counts[1:], counts[0]) if counts else None
+        counts, self._counts = self._counts, None
+        return counts
 
     def _taken(self, experts: Tensor) -> Tensor:
         """bool [B, S, k]: whether the expert has room for the token."""
@@ -198,17 +201,16 @@ class _WithLoss(torch.autograd.Function):
 
 
 class _Counting(torch.autograd.Function):
-    """Identity on `x` whose backward pass, of which there is one however often activations are computed, adds `counts`
-    to a list."""
+    """Identity on `x` whose backward pass, one however often activations are computed, calls `count` with `counts`."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, counts: Tensor, into: list[Tensor]) -> Tensor:
-        ctx.counts, ctx.into = counts, into
+    def forward(ctx: Any, x: Tensor, counts: Tensor, count: Callable[[Tensor], None]) -> Tensor:
+        ctx.counts, ctx.count = counts, count
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        ctx.into.append(ctx.counts)
+        ctx.count(ctx.counts)
         return grad, None, None
 
 
