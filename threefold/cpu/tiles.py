@@ -199,7 +199,7 @@ def plain_tile_gradients(
     key_heads = k.shape[1]
     grad, q = grad.contiguous(), q.contiguous()  # two products each
     k, v = (serve_heads(each, q.shape[1], 1) for each in (k, v))
-    joined, slopes = _weights(q, k, bias, scoring)
+    joined, bent = _weights(q, k, bias, scoring)
     weights, of_sinks = joined[..., : k.shape[2]], None
     to_v = _product((weights if drop is None else drop(weights)).mT, grad)
     of_weights = _product(grad, v.mT)
@@ -211,21 +211,21 @@ def plain_tile_gradients(
     if scoring.sinks is not None:
         of_sinks = of_scores[..., -1].sum((0, 2), dtype=wide(q))
         of_scores = of_scores[..., :-1]
-    if slopes is not None:
-        of_scores.mul_(slopes)
+    if bent is not None:
+        of_scores.mul_(bent.square_().neg_().add_(1))
     scale = scoring.factor(q.shape[-1])
     to_q, to_k = _product(of_scores, k, scale), _product(of_scores.mT, q, scale)
     return (to_q, _of_groups(to_k, key_heads), _of_groups(to_v, key_heads)), of_sinks
 
 
 def _weights(q: Tensor, k: Tensor, bias: Tensor | None, scoring: Scoring) -> tuple[Tensor, Tensor | None]:
-    """Return attention weights [B, heads, Q, K], then of sinks, and a soft cap's derivatives."""
+    """Return attention weights [B, heads, Q, K], then of sinks, and with a soft cap tanh(score / cap)."""
     cap, scale = scoring.softcap, scoring.factor(q.shape[-1])
     if not cap:
         return with_sinks(_product(q, k.mT, scale, bias), scoring.sinks).softmax(-1), None
     bent = _product(q, k.mT, scale / cap).tanh_()
     found = bent * cap if bias is None else torch.add(bias, bent, alpha=cap)
-    return with_sinks(found, scoring.sinks).softmax(-1), bent.square_().neg_().add_(1)
+    return with_sinks(found, scoring.sinks).softmax(-1), bent
 
 
 def _product(a: Tensor, b: Tensor, scale: float = 1.0, bias: Tensor | None = None) -> Tensor:

@@ -381,14 +381,14 @@ class _RingTile:
     def scores(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return scores [b, heads, queries, keys] in fp32 or wider, −∞ where a query does not attend.
 
-        With a soft cap, also return its derivative at each.
+        With a soft cap, also return tanh(score / cap).
         """
-        cap, slopes = self.ring.scoring.softcap, None
+        cap, bent = self.ring.scoring.softcap, None
         scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * self.ring.scoring.factor(q.shape[-1])
         if cap:
             bent = scores.div_(cap).tanh_()
-            scores, slopes = bent * cap, 1 - bent.square()
-        return scores if self.tile.is_full else scores.masked_fill_(self.tile.hidden(q.device), -torch.inf), slopes
+            scores = bent * cap
+        return scores if self.tile.is_full else scores.masked_fill_(self.tile.hidden(q.device), -torch.inf), bent
 
     def drop(self, weights: Tensor, length: int) -> Tensor:
         """Drop weights [b, heads, queries, keys] or their gradient by the tile's mask; `length` is the whole S."""
@@ -441,13 +441,13 @@ class _Attention(torch.autograd.Function):
                 )
                 key, value = (serve_heads(each, q.shape[1], dim=1) for each in part.of_keys(block))
                 to_key, to_value = part.of_keys(grad_local)
-                scores, slopes = part.scores(query, key)
+                scores, bent = part.scores(query, key)
                 weights = scores.sub_(base.unsqueeze(-1)).exp_()
                 dropped = part.drop(weights, held * ring.axis.size)
                 to_value.add_(_gathered(dropped.to(q.dtype).mT @ upper, to_value))
                 of_weights = part.drop((upper @ value.mT).to(out.dtype), held * ring.axis.size)
                 of_scores = weights.mul_(of_weights.sub_(shared.unsqueeze(-1))).mul_(ring.scoring.factor(q.shape[-1]))
-                of_scores = (of_scores if slopes is None else of_scores.mul_(slopes)).to(q.dtype)
+                of_scores = (of_scores if bent is None else of_scores.mul_(1 - bent.square())).to(q.dtype)
                 to_query.add_(of_scores @ key)
                 to_key.add_(_gathered(of_scores.mT @ query, to_key))
             # The gradient travels behind its block and is back at the block's owner after a full round.
