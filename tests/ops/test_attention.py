@@ -166,8 +166,8 @@ def test_no_tensor_is_as_large_as_the_matrix(dtype: torch.dtype, softcap: float,
     q, k, v = (each.detach() for each in inputs(1, length, length, (1, 1), dtype=dtype))
     sinks = torch.ones(1) if softcap else None
     with Measuring():
-        out, sums = module._forward(q, k, v, documents, window, None, softcap, sinks)
-        module._backward(out, q, k, v, out, sums, documents, window, None, softcap, sinks)
+        out, sums = module._forward(q, k, v, sinks, documents, window, None, softcap)
+        module._backward(out, q, k, v, sinks, documents, out, sums, window, None, softcap)
     assert 0 < largest <= length * 64 < length**2 / 40
 
 

@@ -32,7 +32,8 @@ def dropped_attention(
 ) -> Tensor:
     """Compute `ops.attention.attention` with `dropout` of its weights [B, heads, Q, K], with all keys local."""
     mask = mask.within(k.shape[1])
-    return _DroppedAttention.apply(q, k, v, mask.documents, mask.window, keys, dropout.handle, *scoring)
+    settings = mask.window, dropout.handle, scoring.scale, scoring.softcap
+    return _DroppedAttention.apply(q, k, v, scoring.sinks, mask.documents, keys, *settings)
 
 
 def head_drop(q: Tensor, keys: Tensor, dropout: Dropout) -> HeadDrop:
@@ -55,39 +56,36 @@ class _DroppedAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        documents: Tensor | None,
-        window: int,
-        keys: Tensor,
-        layer: Handle,
-        scale: float | None,
-        softcap: float,
         sinks: Tensor | None,
+        documents: Tensor | None,
+        keys: Tensor,
+        *settings: Any,
     ) -> Tensor:
-        out = DROPPED_ATTENTION(q, k, v, documents, window, keys, layer, scale, softcap, sinks)
-        ctx.save_for_backward(q, k, v, documents, keys, sinks)
-        ctx.window, ctx.rest = window, (layer, scale, softcap)
+        out = DROPPED_ATTENTION(q, k, v, sinks, documents, keys, *settings)
+        ctx.save_for_backward(q, k, v, sinks, documents, keys)
+        ctx.settings = settings
         return out.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, documents, keys, sinks = ctx.saved_tensors
+        q, k, v, sinks, documents, keys = ctx.saved_tensors
         grad = grad.reshape(*q.shape[:-1], v.shape[-1])
-        *found, of_sinks = DROPPED_ATTENTION_BACKWARD(grad, q, k, v, documents, ctx.window, keys, *ctx.rest, sinks)
-        return *found, *[None] * 6, None if sinks is None else of_sinks.to(sinks.dtype)
+        *found, of_sinks = DROPPED_ATTENTION_BACKWARD(grad, q, k, v, sinks, documents, keys, *ctx.settings)
+        return *found, None if sinks is None else of_sinks.to(sinks.dtype), *[None] * 6
 
 
 def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     documents: Tensor | None,
-    window: int,
     keys: Tensor,
+    window: int,
     layer: Handle,
     scale: float | None,
     softcap: float,
-    sinks: Tensor | None,
 ) -> Tensor:
     scoring = tiles.Scoring(scale, softcap, sinks)
     out, drop = tiles.output_shape(q, k, v), head_drop(q, keys, layer.value)
@@ -102,13 +100,13 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     documents: Tensor | None,
-    window: int,
     keys: Tensor,
+    window: int,
     layer: Handle,
     scale: float | None,
     softcap: float,
-    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     scoring = tiles.Scoring(scale, softcap, sinks)
     gradients, drop = tiles.TileGradients(q, k, v, sinks), head_drop(q, keys, layer.value)

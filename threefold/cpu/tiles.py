@@ -157,8 +157,10 @@ class TileGradients:
         return self._of_q, of_k, of_v
 
 
-def gradient_shapes(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), _sink_gradients(q, rest[-1])
+def gradient_shapes(
+    _grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, ...]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), _sink_gradients(q, sinks)
 
 
 def _sink_gradients(q: Tensor, sinks: Tensor | None) -> Tensor:
@@ -244,7 +246,8 @@ _LONGEST_PLAIN: Final = 512  # keys of a bf16 tile; above it, torch's fused kern
 
 def tiled_attention(q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scoring: Scoring = PLAIN_SCORING) -> Tensor:
     """Compute `ops.attention.attention` tile by tile: [B, Q, heads · d]."""
-    return _TiledAttention.apply(q, k, v, mask.documents, mask.window, *scoring)
+    settings = mask.window, scoring.scale, scoring.softcap
+    return _TiledAttention.apply(q, k, v, scoring.sinks, mask.documents, *settings)
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -254,35 +257,33 @@ class _TiledAttention(torch.autograd.Function):
         q: Tensor,
         k: Tensor,
         v: Tensor,
-        documents: Tensor | None,
-        window: int,
-        scale: float | None,
-        softcap: float,
         sinks: Tensor | None,
+        documents: Tensor | None,
+        *settings: Any,
     ) -> Tensor:
-        out, sums = TILED_ATTENTION(q, k, v, documents, window, scale, softcap, sinks)
-        ctx.save_for_backward(q, k, v, out, sums, documents, sinks)
-        ctx.settings = window, scale, softcap
+        out, sums = TILED_ATTENTION(q, k, v, sinks, documents, *settings)
+        ctx.save_for_backward(q, k, v, sinks, documents, out, sums)
+        ctx.settings = settings
         return out.flatten(2)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums, documents, sinks = ctx.saved_tensors
+        q, k, v, sinks, documents, out, sums = ctx.saved_tensors
         grad = grad.reshape(out.shape)
-        *found, of_sinks = TILED_ATTENTION_BACKWARD(grad, q, k, v, out, sums, documents, *ctx.settings, sinks)
-        return *found, None, None, None, None, None if sinks is None else of_sinks.to(sinks.dtype)
+        *found, of_sinks = TILED_ATTENTION_BACKWARD(grad, q, k, v, sinks, documents, out, sums, *ctx.settings)
+        return *found, None if sinks is None else of_sinks.to(sinks.dtype), *[None] * 4
 
 
 def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
     documents: Tensor | None,
     window: int,
     scale: float | None,
     softcap: float,
-    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output [B, Q, heads, d], and for fused tiles the log-sum-exp of each query's scores [B, Q, heads].
 
@@ -317,13 +318,13 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    sinks: Tensor | None,
+    documents: Tensor | None,
     out: Tensor,
     sums: Tensor,
-    documents: Tensor | None,
     window: int,
     scale: float | None,
     softcap: float,
-    sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gradients, scoring = TileGradients(q, k, v, sinks), Scoring(scale, softcap, sinks)
     shortest = _shortest_fused(q, v, scoring)
