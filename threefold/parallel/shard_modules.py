@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from threefold.comm.axis import Axis
-from threefold.comm.differentiable import gather_shares
+from threefold.comm.differentiable import copy_to, gather_shares, reduce_from
 from threefold.comm.layout import shard_bounds
 from threefold.errors import UserError
 from threefold.models import sharding
@@ -26,7 +26,6 @@ from threefold.parallel.leaf import local
 from threefold.parallel.parameter import is_split, set_in, split_parameter
 from threefold.parallel.split_layer import SplitLinear
 from threefold.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from threefold.parallel.width_norm import ParallelWidthNorm
 from threefold.random.dropout import Dropout
 from threefold.random.rng import Slice
 
@@ -174,6 +173,29 @@ class GroupedHeadsLinear(ColumnParallelLinear):
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, a unit in {self.unit_parts} parts"
+
+
+class ParallelWidthNorm(WidthNorm):
+    """`WidthNorm` of this rank's heads; each rank has the whole weight, and a partial gradient of it.
+
+    Of several ranks that share a key head, each counts its part of the head's squares, and has its part of the gradient
+    of the head's keys.
+    """
+
+    def __init__(self, norm: WidthNorm, axis: Axis) -> None:
+        with torch.device("meta"):
+            super().__init__(norm.heads, norm.head_dim, norm.eps, norm.offset)
+        self.axis, self.weight = axis, norm.weight
+
+    def total(self, squares: Tensor, heads: int) -> Tensor:
+        """Return the sum of the squares of all heads from that of this rank's `heads`."""
+        ranks = heads * self.axis.size // self.heads  # that share a head
+        # Each rank's result depends on the sum, so the gradient of the sum is the sum of the ranks' gradients.
+        return copy_to(reduce_from(squares / ranks, self.axis), self.axis)
+
+    def of_heads(self, factors: Tensor, heads: int) -> Tensor:
+        """Return the rows of `factors` [all heads, d] of this rank's `heads`."""
+        return factors.narrow(0, self.axis.index * self.heads // self.axis.size, heads)
 
 
 MakeModule = Callable[[Any, Any, ShardingContext], nn.Module]
