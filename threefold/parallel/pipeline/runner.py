@@ -23,8 +23,8 @@ from threefold.parallel.pipeline.schedules import (
 from threefold.parallel.pipeline.stage import Stage, StepSamples
 from threefold.torch_private.pipelining import PipelineSchedule
 
-_TorchPasses = tuple[int, list[ScheduledStage], PipelineSchedule, PipelineSchedule]
-"""Number of micro-batches, and torch's objects for them: stages and schedule of training, schedule of evaluation."""
+_TorchPasses = tuple[list[ScheduledStage], PipelineSchedule, PipelineSchedule]
+"""Torch's objects for a number of micro-batches: stages and schedule of training, and schedule of evaluation."""
 
 
 class Runner(ABC):
@@ -147,7 +147,7 @@ class PipelineRunner(Runner):
         self._found[batch.shapes] = self._make(activations, count)
 
     def _use(self, passes: _TorchPasses) -> None:
-        self._count, self.scheduled_stages, self._train, self._eval = passes
+        self.scheduled_stages, self._train, self._eval = passes
 
     def _passes(self, count: int, shapes: Any) -> _TorchPasses:
         """Return torch's objects for batches of these shapes, or of this number of micro-batches if it is declared."""
@@ -177,7 +177,7 @@ class PipelineRunner(Runner):
         train = training_schedule(self._schedule, stages, count, _scaled, self._arithmetic.ascends)
         # Separate stages: torch's keep buffers and shapes of the last pass, with or without gradients.
         apart = self._make_stages(activations, None, self._sends, None)
-        return count, stages, train, evaluation_schedule(apart, self._placement, count, _scaled)
+        return stages, train, evaluation_schedule(apart, self._placement, count, _scaled)
 
     def _make_stages(
         self,
@@ -230,11 +230,12 @@ class PipelineRunner(Runner):
 
     def _run_micro_batches(self, run: Callable[..., Any], batch: StepSamples, scale: float) -> Tensor:
         """Run a pass of torch's schedule over the micro-batches; return their losses if `has_loss`, else a zero."""
-        self._use(self._passes(self._settings.parts(batch.size), batch.shapes))
+        count = self._settings.parts(batch.size)
+        self._use(self._passes(count, batch.shapes))
         # Torch's schedules split their arguments along dim 0, which samples of any nesting do not allow. So they get
         # the numbers of the micro-batches, and a stage looks up the samples of a number in `_micro_batches`.
-        self._micro_batches[:] = batch.split(self._count)
-        numbers = torch.arange(self._count)
+        self._micro_batches[:] = batch.split(count)
+        numbers = torch.arange(count)
         self._mesh.heartbeat.activity(Activity.PIPELINE)
         losses: list[Tensor] = []
         is_first = any(stage.is_first for stage in self.scheduled_stages)
