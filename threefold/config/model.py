@@ -139,7 +139,7 @@ class ModelConfig(Section):
 
     comes_after: ClassVar[dict[str, str]] = {}
     """Setting of one family → the common setting after which it and its successors are listed; otherwise at the end."""
-    unlisted: ClassVar[frozenset[str]] = frozenset()
+    unlisted: ClassVar[frozenset[str]] = frozenset(("rope_truncate",))
     """Settings that a resolved config leaves out where they have their default, like settings without effect."""
 
     _of_others: dict[str, "ModelConfig"] = PrivateAttr(default_factory=dict)
@@ -314,8 +314,7 @@ class ModelConfig(Section):
 
     def settings(self) -> dict[str, Any]:
         """Return the settings that have a value, but no default of settings without effect or in `unlisted`."""
-        left_out = ("rope_truncate", *self.unlisted, *dict(self.unused()))
-        idle = {name for name in left_out if self.is_as_unset(name)}
+        idle = {name for name in self.unlisted.union(dict(self.unused())) if self.is_as_unset(name)}
         values = {name: value for name, value in super().settings().items() if name not in idle}
         if not values.keys() - ModelConfig.model_fields.keys() and not self._of_others:
             return values

@@ -8,6 +8,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final, Literal
 
+from threefold.config import ModelConfig
 from threefold.huggingface import mapping as hf
 from threefold.models.llama import LlamaConfig
 
@@ -268,7 +269,7 @@ class LlamaType(hf.HuggingFaceType):
         # All others of a block are as in Llama.
         usual = {name: given.default for name, given in LlamaConfig.model_fields.items()} | LlamaConfig.filled(model, 0)
         without = {*self.free, *self.training_only(), *dict(model.unused())}
-        for name in sorted(LlamaConfig.unlisted - without):
+        for name in sorted(LlamaConfig.unlisted - ModelConfig.unlisted - without):
             value = getattr(model, name)
             shown = str(value).lower() if isinstance(value, bool) else value
             found[f"model.{name} {shown}"] = value == {**usual, **self.fixed}[name]

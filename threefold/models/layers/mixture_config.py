@@ -93,7 +93,7 @@ class MixtureConfig(ModelConfig):
     """Limit c of the gated features of experts, as in gpt-oss: (up + 1) · gate · sigmoid(1.702 · gate), of gates of at
     most c and ups between -c and c; 0 for SwiGLU."""
 
-    unlisted = frozenset(_UNLISTED)
+    unlisted: ClassVar[frozenset[str]] = ModelConfig.unlisted.union(_UNLISTED)
     comes_after: ClassVar[dict[str, str]] = {"num_experts": "norm_eps"}
 
     def filled(self, sequence_length: int) -> dict[str, Any]:
