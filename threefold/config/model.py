@@ -260,6 +260,10 @@ class ModelConfig(Section):
             nearest = nearest_divisor(self.num_attention_heads, self.hidden_size)
             yield "num_attention_heads", f"must divide model.hidden_size {self.hidden_size}; use {nearest}"
 
+    def broken_by_learned_positions(self) -> Iterator[tuple[str, str]]:
+        if self.position_embedding != "rope":
+            yield "position_embedding", f"model.architecture {self.architecture} has rotary positions; use rope"
+
     def broken_by_rope(self) -> Iterator[tuple[str, str]]:
         if self.rope_scaling != "none" and self.position_embedding != "rope":
             yield "rope_scaling", "model.position_embedding is learned; use none, or rope"

@@ -1,15 +1,13 @@
 """The family of DeepSeek-V2 and V3: its `model` section, with latent attention and experts."""
 
 from collections.abc import Iterator
-from typing import ClassVar, Final, Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field
 
 from threefold.models.family import Family
 from threefold.models.layers.latent_config import LatentConfig
 from threefold.models.layers.mixture_config import MixtureConfig, Router
-
-_ROUND: Final = 16  # the default inner width of SwiGLU is a multiple of it
 
 
 class DeepseekConfig(LatentConfig, MixtureConfig):
@@ -19,10 +17,6 @@ class DeepseekConfig(LatentConfig, MixtureConfig):
     router: Router = "sigmoid"
     router_bias_rate: float = Field(default=0.001, ge=0)
     comes_after: ClassVar[dict[str, str]] = {**MixtureConfig.comes_after, **LatentConfig.comes_after}
-
-    def default_ffn_hidden_size(self) -> int:
-        """Return 8/3 of the hidden size, as for Llama."""
-        return -(-8 * self.hidden_size // (3 * _ROUND)) * _ROUND
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
         yield from self.broken_by_setting_unused()

@@ -61,8 +61,7 @@ class LatentConfig(ModelConfig):
 
     def broken_by_latents(self) -> Iterator[tuple[str, str]]:
         """Yield the settings that break a rule of latent attention, for a family's `broken_rules`."""
-        if self.position_embedding != "rope":
-            yield "position_embedding", f"model.architecture {self.architecture} has rotary positions; use rope"
+        yield from self.broken_by_learned_positions()
         if self.plain_head_dim is None:
             yield from self.broken_by_heads()
             return

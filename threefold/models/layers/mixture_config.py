@@ -34,13 +34,13 @@ FOR_EXPERTS: Final = (
 )
 """Settings that need `num_experts`."""
 _MOST_EXPERTS: Final = 2**14
-
+_ROUND: Final = 16  # the default inner width of SwiGLU is a multiple of it
 
 Router = Literal["softmax", "sigmoid", "softmax_chosen"]
 
 
 class MixtureConfig(ModelConfig):
-    """The `model` section of a family whose layers may have experts."""
+    """The `model` section of a family whose layers have SwiGLU networks, and may have several as experts."""
 
     num_experts: int = Field(default=0, ge=0, le=_MOST_EXPERTS)
     """For `llama`: number of experts that replace the feed-forward network; each token is sent to a few of them. 0 for
@@ -95,6 +95,10 @@ class MixtureConfig(ModelConfig):
 
     unlisted: ClassVar[frozenset[str]] = ModelConfig.unlisted.union(_UNLISTED)
     comes_after: ClassVar[dict[str, str]] = {"num_experts": "norm_eps"}
+
+    def default_ffn_hidden_size(self) -> int:
+        """Return 8/3 of the hidden size, which gives SwiGLU's three matrices the parameters of a GELU network's two."""
+        return -(-8 * self.hidden_size // (3 * _ROUND)) * _ROUND
 
     def filled(self, sequence_length: int) -> dict[str, Any]:
         width = self.ffn_hidden_size or self.default_ffn_hidden_size()

@@ -1,7 +1,7 @@
 """The family of Llama, Mistral, Mixtral and Qwen: its `model` section, with GQA, QK-norm, sliding windows, experts."""
 
 from collections.abc import Iterator
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -11,14 +11,14 @@ from threefold.models.family import Family
 from threefold.models.layers.attention_config import AttentionConfig
 from threefold.models.layers.mixture_config import MixtureConfig
 
-_ROUND: Final = 16  # the default inner width of SwiGLU is a multiple of it
+NormPosition = Literal["before", "after", "both"]
 
 
 class LlamaConfig(AttentionConfig, MixtureConfig):
     """Llama, Mistral, Mixtral or Qwen."""
 
     architecture: Literal["llama"] = "llama"
-    norm_position: Literal["before", "after", "both"] = "before"
+    norm_position: NormPosition = "before"
     """For `llama`: where each half of a block has its norm: before it, on its output, as in OLMo 2, or both, as in
     Gemma 2."""
     norm_offset: bool = False
@@ -37,10 +37,6 @@ class LlamaConfig(AttentionConfig, MixtureConfig):
         | frozenset(("norm_position", "norm_offset", "gate_activation", "embedding_scale", "logit_softcap"))
     )
 
-    def default_ffn_hidden_size(self) -> int:
-        """Return 8/3 of the hidden size, which gives SwiGLU's three matrices the parameters of a GELU network's two."""
-        return -(-8 * self.hidden_size // (3 * _ROUND)) * _ROUND
-
     def filled(self, sequence_length: int) -> dict[str, Any]:
         return super().filled(sequence_length) | {
             "position_embedding": "rope",
@@ -58,8 +54,7 @@ class LlamaConfig(AttentionConfig, MixtureConfig):
 
     def broken_rules(self) -> Iterator[tuple[str, str]]:
         yield from self.broken_by_setting_unused()
-        if self.position_embedding != "rope":
-            yield "position_embedding", f"model.architecture {self.architecture} has rotary positions; use rope"
+        yield from self.broken_by_learned_positions()
         if self.head_dim is None:
             yield from self.broken_by_heads()
         heads, key_value = self.num_attention_heads, self.num_key_value_heads

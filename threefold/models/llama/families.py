@@ -7,14 +7,15 @@ from pydantic import Field
 from threefold.config.model import Activation
 from threefold.config.section import derived
 from threefold.models.family import Family
-from threefold.models.llama import LlamaConfig
+from threefold.models.layers.mixture_config import Router
+from threefold.models.llama import LlamaConfig, NormPosition
 
 
 class OlmoConfig(LlamaConfig):
     """OLMo 2 (arXiv 2501.00656) or 3: norms of the outputs, QK-norm over the whole width, full and sliding layers."""
 
     architecture: Literal["olmo"] = "olmo"  # type: ignore[assignment]  # it is this family
-    norm_position: Literal["before", "after", "both"] = "after"
+    norm_position: NormPosition = "after"
     qk_norm: bool = True
     qk_norm_over: Literal["head", "width"] = "width"
     rope_theta: float = Field(default=500000.0, gt=0)
@@ -29,7 +30,7 @@ class GemmaConfig(LlamaConfig):
     """
 
     architecture: Literal["gemma"] = "gemma"  # type: ignore[assignment]  # it is this family
-    norm_position: Literal["before", "after", "both"] = "both"
+    norm_position: NormPosition = "both"
     norm_offset: bool = True
     gate_activation: Activation = "gelu_tanh"
     embedding_scale: float = derived(gt=0)
@@ -44,7 +45,7 @@ class GlmConfig(LlamaConfig):
     """GLM-4 (arXiv 2406.12793, and the models of 0414): norms around each half, half of each head is rotated."""
 
     architecture: Literal["glm"] = "glm"  # type: ignore[assignment]  # it is this family
-    norm_position: Literal["before", "after", "both"] = "both"
+    norm_position: NormPosition = "both"
     qkv_bias: bool = True
     rotary_share: float = Field(default=0.5, gt=0, le=1)
 
@@ -57,7 +58,7 @@ class GptOssConfig(LlamaConfig):
     proj_bias: bool = True
     attention_sinks: bool = True
     rope_theta: float = Field(default=150000.0, gt=0)
-    router: Literal["softmax", "sigmoid", "softmax_chosen"] = "softmax_chosen"
+    router: Router = "softmax_chosen"
     router_bias: bool = True
     expert_bias: bool = True
     expert_gate_limit: float = Field(default=7.0, ge=0)
