@@ -9,34 +9,23 @@ from math import log
 from typing import Any, Final
 
 from threefold.huggingface import mapping as hf
-from threefold.huggingface.llama import map_experts
+from threefold.huggingface.llama import NAMES, map_experts
 from threefold.models.deepseek import DeepseekConfig
 
-_NAMES: Final = hf.TensorNames(
-    outside={
-        "embed.tokens.weight": "model.embed_tokens.weight",
-        "head.norm.weight": "model.norm.weight",
-        "head.output.weight": "lm_head.weight",
-    },
-    in_block={
-        "attn_norm.weight": "input_layernorm.weight",
+_NAMES: Final = NAMES.with_others(
+    {
         "attn.q_down.weight": "self_attn.q_a_proj.weight",
         "attn.q_norm.weight": "self_attn.q_a_layernorm.weight",
         "attn.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
         "attn.kv.weight": "self_attn.kv_b_proj.weight",
-        "attn.proj.weight": "self_attn.o_proj.weight",
-        "mlp_norm.weight": "post_attention_layernorm.weight",
-        "mlp.down.weight": "mlp.down_proj.weight",
         "mlp.shared.down.weight": "mlp.shared_experts.down_proj.weight",
         "mlp.routing.bias": "mlp.gate.e_score_correction_bias",
-    },
-    block="model.layers.{}.",
+    }
 )
 _GATE_UP: Final = {
     "mlp.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.shared.gate_up.weight": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
 }
-_MOST_EXPERTS: Final = 65_536
 _DEFAULTS: Final[dict[str, Any]] = {
     "rope_theta": 1e4,
     "rms_norm_eps": 1e-6,
@@ -104,10 +93,8 @@ class DeepseekType(hf.HuggingFaceType):
         given.require("scoring_func", self.scoring)
         given.require("moe_layer_freq", 1)
         dense = given.whole("first_k_dense_replace", 0)
-        count, inner = (
-            given.whole("n_routed_experts", least=1, most=_MOST_EXPERTS),
-            given.whole("moe_intermediate_size"),
-        )
+        count = given.whole("n_routed_experts", least=1, most=hf.MOST_EXPERTS)
+        inner = given.whole("moe_intermediate_size")
         shared, chosen = given.whole("n_shared_experts", least=1), given.whole("num_experts_per_tok", least=1)
         method = given.take("topk_method", self.choosing[0])
         given.require("topk_method", *self.choosing)

@@ -1,6 +1,5 @@
 """Gemma 2, and the text model of Gemma 3, in Hugging Face's format."""
 
-from dataclasses import replace
 from typing import Any, Final
 
 from threefold.huggingface import mapping as hf
@@ -8,14 +7,12 @@ from threefold.huggingface.llama import DEFAULTS, NAMES, LlamaType
 from threefold.models.llama import LlamaConfig
 
 _CAPS: Final = {"attn_logit_softcapping": "attention_softcap", "final_logit_softcapping": "logit_softcap"}
-_NAMES: Final = replace(
-    NAMES,
-    in_block={
-        **NAMES.in_block,
+_NAMES: Final = NAMES.with_others(
+    {
         "attn_out_norm.weight": "post_attention_layernorm.weight",
         "mlp_norm.weight": "pre_feedforward_layernorm.weight",
         "mlp_out_norm.weight": "post_feedforward_layernorm.weight",
-    },
+    }
 )
 
 

@@ -1,19 +1,16 @@
 """GLM-4 in Hugging Face's format, whose rotary pairs are neighbors."""
 
-from dataclasses import replace
 from typing import Any, Final
 
 from threefold.huggingface import mapping as hf
 from threefold.huggingface.llama import DEFAULTS, NAMES, LlamaType
 from threefold.models.llama import LlamaConfig
 
-_NAMES: Final = replace(
-    NAMES,
-    in_block={
-        **NAMES.in_block,
+_NAMES: Final = NAMES.with_others(
+    {
         "attn_out_norm.weight": "post_self_attn_layernorm.weight",
         "mlp_out_norm.weight": "post_mlp_layernorm.weight",
-    },
+    }
 )
 
 

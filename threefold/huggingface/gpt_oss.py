@@ -1,27 +1,24 @@
 """gpt-oss in Hugging Face's format; its MXFP4 checkpoints are refused as quantized (`files`)."""
 
 from collections.abc import Collection
-from dataclasses import replace
 from typing import Any, Final
 
 from threefold.huggingface import mapping as hf
-from threefold.huggingface.llama import DEFAULTS, NAMES, LlamaType
+from threefold.huggingface.llama import DEFAULTS, NAMES, LlamaType, write_routing
 from threefold.models.llama import LlamaConfig
 
 _ALPHA: Final = 1.702  # of the experts' gates, which is fixed
 _STACKS: Final = {"mlp.experts.gate_up": "mlp.experts.gate_up_proj", "mlp.experts.down": "mlp.experts.down_proj"}
 """Stacks of all experts' matrices, [experts, in, out] in the files; gates and ups alternate in both."""
-_NAMES: Final = replace(
-    NAMES,
-    in_block={
-        **NAMES.in_block,
+_NAMES: Final = NAMES.with_others(
+    {
         "attn.core.sinks": "self_attn.sinks",
         "attn.proj.bias": "self_attn.o_proj.bias",
         "mlp.router.weight": "mlp.router.weight",
         "mlp.router.bias": "mlp.router.bias",
         "mlp.experts.gate_up_bias": "mlp.experts.gate_up_proj_bias",
         "mlp.experts.down_bias": "mlp.experts.down_proj_bias",
-    },
+    }
 )
 _YARN: Final = {
     "rope_type": "yarn",
@@ -56,7 +53,7 @@ class GptOssType(LlamaType):
     def _read_experts(self, given: hf.ConfigJson, layers: int) -> dict[str, Any]:
         per_token = given.whole("num_experts_per_tok", least=1)
         return {
-            "num_experts": given.whole("num_local_experts", least=1, most=hf.LARGEST_SIZE),
+            "num_experts": given.whole("num_local_experts", least=1, most=hf.MOST_EXPERTS),
             "experts_per_token": per_token,
             "expert_ffn_hidden_size": given.whole("intermediate_size", least=1),
             "router": "softmax_chosen",
@@ -74,14 +71,8 @@ class GptOssType(LlamaType):
         }
 
     def _write_experts(self, model: LlamaConfig) -> dict[str, Any]:
-        loss = model.router_aux_loss * model.num_layers / model.experts_per_token
-        return {
-            "num_local_experts": model.num_experts,
-            "num_experts_per_tok": model.experts_per_token,
-            "intermediate_size": model.expert_ffn_hidden_size,
-            "router_aux_loss_coef": float(f"{loss:.12g}"),
-            "output_router_logits": False,
-        }
+        sizes = {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn_hidden_size}
+        return write_routing(model) | sizes
 
     def obstacle(self, model: LlamaConfig) -> str | None:
         if model.num_experts and not all(model.has_experts(layer) for layer in range(model.num_layers)):

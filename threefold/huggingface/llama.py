@@ -12,7 +12,6 @@ from threefold.config import ModelConfig
 from threefold.huggingface import mapping as hf
 from threefold.models.llama import LlamaConfig
 
-_MOST_EXPERTS: Final = 65_536
 NAMES: Final = hf.TensorNames(
     outside={
         "embed.tokens.weight": "model.embed_tokens.weight",
@@ -163,7 +162,7 @@ class LlamaType(hf.HuggingFaceType):
     def _read_experts(self, given: hf.ConfigJson, layers: int) -> dict[str, Any]:
         given.require("router_jitter_noise", 0.0, None)
         key = "num_local_experts" if given.take("num_local_experts") else "num_experts"
-        count = given.whole(key, least=1, most=_MOST_EXPERTS)
+        count = given.whole(key, least=1, most=hf.MOST_EXPERTS)
         given.agreed({name: given.given(name) or None for name in ("num_local_experts", "num_experts")})
         settings: dict[str, Any] = {
             "num_experts": count,
@@ -221,12 +220,7 @@ class LlamaType(hf.HuggingFaceType):
         return values | (self._write_experts(model) if self.experts else {})
 
     def _write_experts(self, model: LlamaConfig) -> dict[str, Any]:
-        sparse = sum(model.has_experts(layer) for layer in range(model.num_layers))
-        values: dict[str, Any] = {
-            "num_experts_per_tok": model.experts_per_token,
-            "router_aux_loss_coef": float(f"{model.router_aux_loss * sparse / model.experts_per_token:.12g}"),
-            "output_router_logits": False,
-        }
+        values = write_routing(model)
         if self.name == "mixtral":
             return values | {
                 "num_local_experts": model.num_experts,
@@ -308,10 +302,20 @@ class LlamaType(hf.HuggingFaceType):
         order: list[int] = []
         if self.pairs_neighbors:  # ours are a feature of the first and one of the second half of those rotated
             turned = model.rotary_dim
-            head = [*range(0, turned, 2), *range(1, turned, 2), *range(turned, width)]
+            head = [*hf.halves(turned // 2), *range(turned, width)]
             order = [each * width + place for each in range(served + 1) for place in head]
             order += range(len(order), len(order) + width)
         return hf.WeightMap(name, shapes[name], tuple(sources), order=tuple(order))
+
+
+def write_routing(model: LlamaConfig) -> dict[str, Any]:
+    """Return the keys of a router that config.json has in all types with experts."""
+    sparse = sum(model.has_experts(layer) for layer in range(model.num_layers))
+    return {
+        "num_experts_per_tok": model.experts_per_token,
+        "router_aux_loss_coef": float(f"{model.router_aux_loss * sparse / model.experts_per_token:.12g}"),
+        "output_router_logits": False,
+    }
 
 
 def map_experts(

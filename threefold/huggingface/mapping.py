@@ -6,7 +6,7 @@ the files' tensors.
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import log
 from pkgutil import resolve_name
 from typing import Any, Final
@@ -17,6 +17,7 @@ from threefold.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters, by name
 MOST_LAYERS: Final = 100_000
+MOST_EXPERTS: Final = 65_536
 LARGEST_SIZE: Final = 1 << 30
 """Limit of a width, a vocabulary or positions: far above any model's, and a product of two is still exact."""
 _HARMLESS: Final = """
@@ -46,9 +47,11 @@ def shortened(text: str) -> str:
 class ConfigJson:
     """Keys of a config.json, with a record of those that have been read; `where` names the file in messages."""
 
-    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str) -> None:
+    def __init__(
+        self, values: Mapping[str, Any], defaults: Mapping[str, Any], where: str, seen: set[str] | None = None
+    ) -> None:
         self._values, self._defaults, self._where = values, defaults, where
-        self._seen: set[str] = set()
+        self._seen = set[str]() if seen is None else seen
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return a key's value, which may be null."""
@@ -66,9 +69,7 @@ class ConfigJson:
 
     def with_values(self, **values: Any) -> "ConfigJson":
         """Return the keys of the same file with other values of some."""
-        other = ConfigJson({**self._values, **values}, self._defaults, self._where)
-        other._seen = self._seen
-        return other
+        return ConfigJson({**self._values, **values}, self._defaults, self._where, self._seen)
 
     def given(self, key: str) -> Any:
         """Return a key's value in the file; None if missing or null."""
@@ -356,6 +357,10 @@ class TensorNames:
     outside: Mapping[str, str]
     in_block: Mapping[str, str]
     block: str  # prefix of the names of a block's tensors; `{}` stands for its number
+
+    def with_others(self, in_block: Mapping[str, str]) -> "TensorNames":
+        """Return these names, with other or further ones within a block."""
+        return replace(self, in_block={**self.in_block, **in_block})
 
 
 @dataclass(frozen=True)

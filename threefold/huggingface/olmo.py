@@ -1,12 +1,17 @@
 """OLMo 2 and 3 in Hugging Face's format."""
 
-from dataclasses import replace
 from typing import Any, Final
 
 from threefold.huggingface import mapping as hf
 from threefold.huggingface.llama import DEFAULTS, NAMES, LlamaType
 from threefold.models.llama import LlamaConfig
 
+_NAMES: Final = NAMES.with_others(
+    {
+        "attn_out_norm.weight": "post_attention_layernorm.weight",
+        "mlp_out_norm.weight": "post_feedforward_layernorm.weight",
+    }
+)
 _DEFAULTS: Final = DEFAULTS | {"rms_norm_eps": 1e-5, "rope_theta": 5e5, "max_position_embeddings": 2048}
 
 
@@ -33,17 +38,11 @@ class OlmoType(LlamaType):
 
 
 def _type(name: str, head: str, **differences: Any) -> OlmoType:
-    in_block = {**NAMES.in_block} | {
-        "attn_out_norm.weight": "post_attention_layernorm.weight",
-        "mlp_out_norm.weight": "post_feedforward_layernorm.weight",
-    }
-    names = replace(NAMES, in_block={ours: theirs for ours, theirs in in_block.items() if ours not in _NOT_THERE})
     fixed = {"norm_position": "after", "qk_norm_over": "width", "sliding_rope_scaling": False}
     given: dict[str, Any] = {"qk_norm": True, "fixed": fixed, "defaults": _DEFAULTS}
-    return OlmoType(name, "olmo", head, names, **given | differences)
+    return OlmoType(name, "olmo", head, _NAMES, **given | differences)
 
 
-_NOT_THERE: Final = ("attn_norm.weight", "mlp_norm.weight")
 TYPES: Final = (
     _type("olmo2", "Olmo2ForCausalLM"),
     _type(
