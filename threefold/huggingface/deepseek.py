@@ -9,7 +9,7 @@ from math import log
 from typing import Any, Final
 
 from threefold.huggingface import mapping as hf
-from threefold.huggingface.llama import NAMES, map_experts
+from threefold.huggingface.llama import NAMES, map_experts, read_decoder, write_decoder
 from threefold.models.deepseek import DeepseekConfig
 
 _NAMES: Final = NAMES.with_others(
@@ -52,9 +52,8 @@ class DeepseekType(hf.HuggingFaceType):
         given.require("attention_bias", False)
         given.require("mlp_bias", False)
         given.require("rope_interleave", True)
-        hidden, heads = given.whole("hidden_size", least=1), given.whole("num_attention_heads", least=1)
-        layers = given.whole("num_hidden_layers", least=1, most=hf.MOST_LAYERS)
-        positions = given.whole("max_position_embeddings", least=1)
+        settings = read_decoder(given)
+        heads = settings["num_attention_heads"]
         if (groups := given.whole("num_key_value_heads", heads)) != heads:
             raise given.refuse("num_key_value_heads", groups, "latent attention with num_attention_heads alone")
         plain, rope = given.whole("qk_nope_head_dim", least=1), given.whole("qk_rope_head_dim", least=2)
@@ -62,28 +61,18 @@ class DeepseekType(hf.HuggingFaceType):
             given.agreed(
                 {key: given.given(key), "the sum of its parts" if key != "head_dim" else "qk_rope_head_dim": width}
             )
-        settings = {
-            "num_layers": layers,
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
+        settings |= {
             "query_rank": 0 if given.take("q_lora_rank") is None else given.whole("q_lora_rank", least=1),
             "key_value_rank": given.whole("kv_lora_rank", least=1),
             "plain_head_dim": plain,
             "rope_head_dim": rope,
             "value_head_dim": given.whole("v_head_dim", least=1),
-            "ffn_hidden_size": given.whole("intermediate_size", least=1),
-            "vocab_size": given.whole("vocab_size", least=1),
-            "max_position_embeddings": positions,
-            "attention_dropout": float(given.number("attention_dropout")),
-            "norm_eps": float(given.number("rms_norm_eps")),
-            "initializer_range": float(given.number("initializer_range")),
-            "tie_embeddings": given.flag("tie_word_embeddings"),
-            **hf.read_rope(given, positions),
+            **hf.read_rope(given, settings["max_position_embeddings"]),
         }
         scaling = given.take("rope_parameters") or given.take("rope_scaling") or {}
         if settings.get("rope_scaling") == "yarn":
             settings["rope_mscale_all_dim"] = float(scaling.get("mscale_all_dim") or 0)
-        return settings | self._read_experts(given, layers)
+        return settings | self._read_experts(given, settings["num_layers"])
 
     def _read_experts(self, given: hf.ConfigJson, layers: int) -> dict[str, Any]:
         # The weight of a loss that transformers does not compute, numbers of ranks, and heads for further tokens,
@@ -122,25 +111,14 @@ class DeepseekType(hf.HuggingFaceType):
     def write(self, model: DeepseekConfig) -> dict[str, Any]:
         inner, shared = model.expert_ffn_hidden_size, model.shared_expert_ffn_hidden_size
         grouped = model.router_groups > 1
-        values = {
-            "num_hidden_layers": model.num_layers,
-            "hidden_size": model.hidden_size,
-            "num_attention_heads": model.num_attention_heads,
+        values = write_decoder(model) | {
             "num_key_value_heads": model.num_attention_heads,
             "q_lora_rank": model.query_rank or None,
             "kv_lora_rank": model.key_value_rank,
             "qk_nope_head_dim": model.plain_head_dim,
             "qk_rope_head_dim": model.rope_head_dim,
             "v_head_dim": model.value_head_dim,
-            "intermediate_size": model.ffn_hidden_size,
-            "vocab_size": model.vocab_size,
-            "max_position_embeddings": model.max_position_embeddings,
-            "hidden_act": "silu",
             "attention_bias": False,
-            "attention_dropout": model.attention_dropout,
-            "rms_norm_eps": model.norm_eps,
-            "initializer_range": model.initializer_range,
-            "tie_word_embeddings": model.tie_embeddings,
             **self._write_rope(model),
             "first_k_dense_replace": model.dense_layers if model.num_experts else model.num_layers,
             "moe_layer_freq": 1,

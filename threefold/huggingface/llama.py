@@ -10,6 +10,7 @@ from typing import Any, Final, Literal
 
 from threefold.config import ModelConfig
 from threefold.huggingface import mapping as hf
+from threefold.models.layers.mixture_config import MixtureConfig
 from threefold.models.llama import LlamaConfig
 
 NAMES: Final = hf.TensorNames(
@@ -76,28 +77,18 @@ class LlamaType(hf.HuggingFaceType):
 
     def read(self, given: hf.ConfigJson) -> dict[str, Any]:
         further = self._read_block(given)
-        hidden, heads = given.whole("hidden_size", least=1), given.whole("num_attention_heads", least=1)
-        layers = given.whole("num_hidden_layers", least=1, most=hf.MOST_LAYERS)
-        positions = given.whole("max_position_embeddings", least=1)
+        settings = read_decoder(given)
+        hidden, heads = settings["hidden_size"], settings["num_attention_heads"]
+        layers, positions = settings["num_layers"], settings["max_position_embeddings"]
         if "head_dim" not in self.defaults and hidden % heads and not given.take("head_dim"):
             raise given.problem(
                 f"hidden_size is {hidden}, no multiple of num_attention_heads {heads}", "give head_dim too"
             )
-        settings = {
-            "num_layers": layers,
-            "hidden_size": hidden,
-            "num_attention_heads": heads,
+        settings |= {
             "num_key_value_heads": given.whole("num_key_value_heads", heads, least=1),
             "head_dim": given.whole("head_dim", hidden // heads, least=1),
-            "ffn_hidden_size": given.whole("intermediate_size", least=1),
-            "vocab_size": given.whole("vocab_size", least=1),
-            "max_position_embeddings": positions,
-            "attention_dropout": float(given.number("attention_dropout")),
-            "norm_eps": float(given.number("rms_norm_eps")),
             "qkv_bias": given.flag("qkv_bias", True) if self.name == "qwen2_moe" else self.qkv_bias[0],
             "qk_norm": self.qk_norm,
-            "initializer_range": float(given.number("initializer_range")),
-            "tie_embeddings": given.flag("tie_word_embeddings"),
         }
         if self.by_kind:
             settings |= hf.read_rope_by_kind(given, positions, self.defaults["sliding_rope_theta"])
@@ -185,20 +176,9 @@ class LlamaType(hf.HuggingFaceType):
         return settings | {"router_aux_loss": coefficient * settings["experts_per_token"] / sparse}
 
     def write(self, model: LlamaConfig) -> dict[str, Any]:
-        values = {
-            "num_hidden_layers": model.num_layers,
-            "hidden_size": model.hidden_size,
-            "num_attention_heads": model.num_attention_heads,
+        values = write_decoder(model) | {
             "num_key_value_heads": model.num_key_value_heads,
             "head_dim": model.head_dim,
-            "intermediate_size": model.ffn_hidden_size,
-            "vocab_size": model.vocab_size,
-            "max_position_embeddings": model.max_position_embeddings,
-            "hidden_act": "silu",
-            "attention_dropout": model.attention_dropout,
-            "rms_norm_eps": model.norm_eps,
-            "initializer_range": model.initializer_range,
-            "tie_word_embeddings": model.tie_embeddings,
             **(hf.write_rope_by_kind(model) if self.by_kind else hf.write_rope(model)),
         }
         if self.usual_share is not None:
@@ -306,6 +286,39 @@ class LlamaType(hf.HuggingFaceType):
             order = [each * width + place for each in range(served + 1) for place in head]
             order += range(len(order), len(order) + width)
         return hf.WeightMap(name, shapes[name], tuple(sources), order=tuple(order))
+
+
+def read_decoder(given: hf.ConfigJson) -> dict[str, Any]:
+    """Return the settings that config.json has in all types of Llama's form, whatever their attention."""
+    return {
+        "num_layers": given.whole("num_hidden_layers", least=1, most=hf.MOST_LAYERS),
+        "hidden_size": given.whole("hidden_size", least=1),
+        "num_attention_heads": given.whole("num_attention_heads", least=1),
+        "ffn_hidden_size": given.whole("intermediate_size", least=1),
+        "vocab_size": given.whole("vocab_size", least=1),
+        "max_position_embeddings": given.whole("max_position_embeddings", least=1),
+        "attention_dropout": float(given.number("attention_dropout")),
+        "norm_eps": float(given.number("rms_norm_eps")),
+        "initializer_range": float(given.number("initializer_range")),
+        "tie_embeddings": given.flag("tie_word_embeddings"),
+    }
+
+
+def write_decoder(model: MixtureConfig) -> dict[str, Any]:
+    """Return the keys of config.json for the settings of `read_decoder`."""
+    return {
+        "num_hidden_layers": model.num_layers,
+        "hidden_size": model.hidden_size,
+        "num_attention_heads": model.num_attention_heads,
+        "intermediate_size": model.ffn_hidden_size,
+        "vocab_size": model.vocab_size,
+        "max_position_embeddings": model.max_position_embeddings,
+        "hidden_act": "silu",
+        "attention_dropout": model.attention_dropout,
+        "rms_norm_eps": model.norm_eps,
+        "initializer_range": model.initializer_range,
+        "tie_word_embeddings": model.tie_embeddings,
+    }
 
 
 def write_routing(model: LlamaConfig) -> dict[str, Any]:
