@@ -204,6 +204,8 @@ def test_the_corpora_of_a_mixture_may_look_like_numbers() -> None:
         ("data.path=on", "data.path is true but must be text; write it in quotes"),
         ("data.split=true", "data.split is true but must be weights of the training, validation and test parts, such as"),
         ("data.split=[a, 1]", "data.split is ['a', 1] but must be weights of the training"),
+        ("model.attention_pattern=5", 'model.attention_pattern is 5 but must be a list of full and sliding, or a period such as "5 sliding : 1 full".'),
+        ("model.attention_pattern=[1, full]", "model.attention_pattern is [1, 'full'] but must be a list of full and sliding, or a period such as"),
         ("train.max_steps=1e3", "train.max_steps is 1000.0 but must be a whole number; use 1000."),
         ("train.max_steps=1.5", "train.max_steps is 1.5 but must be a whole number."),
         *(

@@ -126,7 +126,7 @@ class AttentionConfig(ModelConfig):
             yield "attention_pattern", f"{rule}; give {self.num_layers} of them or a period like '1 sliding : 1 full'"
         elif "sliding" in kinds and not self.sliding_window:
             yield "attention_pattern", "model.sliding_window is 0; use sliding_window 1024 with it"
-        elif "sliding" not in kinds and self.sliding_window:
+        elif self.sliding_window and not any(self.window(layer) for layer in range(self.num_layers)):
             rule = f"has no sliding layer and model.sliding_window is {self.sliding_window}"
             yield "attention_pattern", f"{rule}; use '1 sliding : 1 full', or sliding_window 0"
         if self.full_attention_layers:
