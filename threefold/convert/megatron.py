@@ -139,7 +139,7 @@ def _router(mapping: KeyMapping) -> None:
     if mapping.take("moe-router-enable-expert-bias", switch, False):
         mapping.put("model.router_bias_rate", rate)
     groups, chosen = (mapping.take(f"moe-router-{key}", whole) for key in ("num-groups", "group-topk"))
-    if not groups or not chosen:
+    if not groups or not chosen or groups == 1:
         return
     # Megatron-LM adds up as many scores of a group as a token may have experts of it.
     added, best = mapping.settings.get("model.experts_per_token", 2) // chosen, 2 if score == "sigmoid" else 1

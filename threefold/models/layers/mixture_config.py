@@ -145,10 +145,12 @@ class MixtureConfig(ModelConfig):
         if not groups:
             return
         most = max(1, experts // 2)  # two experts in each
-        if experts % groups or (groups > most and self.router != "softmax"):
+        if groups == 1:
+            yield "router_groups", "one group of all experts is no choice among groups; use 0"
+        elif experts % groups or (groups > most and self.router != "softmax"):
             nearest = min((n for n in divisors(experts) if n <= most), key=lambda count: (abs(count - groups), count))
-            rule = f"must divide model.num_experts {experts} into groups of at least two; use {nearest}"
-            yield "router_groups", rule
+            rule = f"must divide model.num_experts {experts} into groups of at least two"
+            yield "router_groups", f"{rule}; use {nearest if nearest > 1 else 0}"
         elif chosen > groups:
             yield "router_groups_chosen", f"model.router_groups is {groups}; use at most {groups}"
         elif chosen * (experts // groups) < self.experts_per_token:
