@@ -32,23 +32,33 @@ def weights_of(given: tuple) -> list[float]:
     return [WeightByStep(each) if isinstance(each, dict) else float(each) for each in given]
 
 
-def due(weights: list[float], steps: int = STEPS) -> list[list[Fraction]]:
+def due(weights: list[float], sizes: int = SIZES, steps: int = STEPS) -> list[list[Fraction]]:
     """Return, for each sample of the first steps, the sums of the weights up to it, of sum 1 at each sample."""
     sums, rows = [Fraction(0)] * len(weights), []
     for step in range(steps):
         parts = whole_weights([value_at(weight, step) for weight in weights])
-        for _ in range(value_at(SIZES, step)):
+        for _ in range(value_at(sizes, step)):
             sums = [total + Fraction(part, sum(parts)) for total, part in zip(sums, parts, strict=True)]
             rows.append(sums)
     return rows
 
 
-CASES = [pytest.param(weights_of(each), id=f"{name}{n}") for name, row in TABLES.items() for n, each in enumerate(row)]
+PAUSED = ({0: 0}, {0: 3, 59: 1}, {0: 2, 10: 0.7, 11: 5, 28: 0.3}, {0: 3, 2: 0, 33: 0.3}, {0: 2, 8: 0, 14: 2, 19: 0.7})
+"""Weights of 0 of two corpora at once, each with a sample left to come, whose order counts when they go on."""
+
+CASES = [
+    *(
+        pytest.param(weights_of(each), SIZES, id=f"{name}{n}")
+        for name, row in TABLES.items()
+        for n, each in enumerate(row)
+    ),
+    pytest.param(weights_of(PAUSED), 7, id="paused"),
+]
 
 
-@pytest.mark.parametrize("weights", CASES)
-def test_counts_are_exact_to_one_sample_at_every_step(weights: list[float]) -> None:
-    blend, expected = Blend(weights, ConsumedSamples(SIZES)), due(weights)
+@pytest.mark.parametrize(("weights", "sizes"), CASES)
+def test_counts_are_exact_to_one_sample_at_every_step(weights: list[float], sizes: int) -> None:
+    blend, expected = Blend(weights, ConsumedSamples(sizes)), due(weights, sizes)
     corpora, own = blend(np.arange(len(expected)))
     counts, bound = [0] * len(weights), 1 - Fraction(1, 2 * len(weights) - 2)
     for n, (corpus, counter, sums) in enumerate(zip(corpora.tolist(), own.tolist(), expected, strict=True)):
@@ -58,15 +68,15 @@ def test_counts_are_exact_to_one_sample_at_every_step(weights: list[float]) -> N
         assert blend.counts(n + 1).tolist() == counts
 
 
-@pytest.mark.parametrize("weights", CASES)
-def test_it_goes_on_from_any_step(weights: list[float]) -> None:
+@pytest.mark.parametrize(("weights", "sizes"), CASES)
+def test_it_goes_on_from_any_step(weights: list[float], sizes: int) -> None:
     """Where each corpus stands is all that a resumed run needs of what it has read."""
-    blend, consumed = Blend(weights, ConsumedSamples(SIZES)), ConsumedSamples(SIZES)
+    blend, consumed = Blend(weights, ConsumedSamples(sizes)), ConsumedSamples(sizes)
     everything = np.arange(consumed.before(STEPS))
     corpora, own = blend(everything)
     for step in random.Random(1).sample(range(STEPS), 8):
         first = consumed.before(step)
-        resumed = Blend(weights, ConsumedSamples(SIZES, step, first, blend.standing(first)))
+        resumed = Blend(weights, ConsumedSamples(sizes, step, first, blend.standing(first)))
         found = resumed(everything[first:])
         assert np.array_equal(found[0], corpora[first:])
         assert np.array_equal(found[1], own[first:])

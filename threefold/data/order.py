@@ -111,8 +111,8 @@ class Blend:
         self._counts = np.array([count for count, _ in consumed.blend] or [0] * len(weights), dtype=np.int64)
         self._owed = tuple(Fraction(owed) for _, owed in consumed.blend) or (Fraction(0),) * len(weights)
         self._regions: list[_Region] = []
-        for number, stretch in enumerate(self._stretches):
-            at = self._lay(number, stretch, at)
+        for number in range(len(self._stretches)):
+            at = self._lay(number, at)
         self._firsts = np.array([region.first for region in self._regions])
 
     def __call__(self, counters: Int64Array) -> tuple[Int64Array, Int64Array]:
@@ -143,16 +143,17 @@ class Blend:
         owed = [a + b - c for a, b, c in zip(region.owed, due, read.tolist(), strict=True)]
         return region.counts + read, owed
 
-    def _lay(self, number: int, stretch: _Stretch, at: int) -> int:
+    def _lay(self, number: int, at: int) -> int:
         """Add the regions of a stretch that begins at sample `at`; return its end.
 
-        A period that ends before the last one of the stretch is assigned as if there were no end: a sample that has to
-        come later than the end never comes before one that has not, nor so early.
+        A period that ends before the last one of the stretch is read again if it leaves the corpora owed what they
+        were: its samples come before the end, and those that may come later do not come in it.
         """
+        stretch = self._stretches[number]
         end, period = None if stretch.size is None else at + stretch.size, stretch.period
         while end is None or end - at > 2 * period + 1:
             owed = self._owed
-            self._add(at, stretch, _assign(owed, [_Stretch(None, stretch.in_period)], period))
+            self._add(at, number, period, end)
             at += period
             if self._owed == owed:
                 if end is None:
@@ -161,12 +162,14 @@ class Blend:
                 self._counts = self._counts + turns * np.array(stretch.in_period)
                 at += turns * period
                 break
-        rest = _Stretch(end - at, stretch.in_period)
-        self._add(at, stretch, _assign(self._owed, [rest, *self._stretches[number + 1 :]], end - at))
+        self._add(at, number, end - at, end)
         return end
 
-    def _add(self, first: int, stretch: _Stretch, corpora: Int64Array) -> None:
-        """Add a region, and go on to its end."""
+    def _add(self, first: int, number: int, samples: int, end: int | None) -> None:
+        """Add a region of a stretch, which ends at sample `end`, and go on to the region's end."""
+        stretch = self._stretches[number]
+        rest = _Stretch(None if end is None else end - first, stretch.in_period)
+        corpora = _assign(self._owed, [rest, *self._stretches[number + 1 :]], samples)
         in_period, before = np.bincount(corpora, minlength=len(self._owed)), np.empty_like(corpora)
         for corpus, count in enumerate(in_period):
             before[corpora == corpus] = np.arange(count)
