@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from tests.support.command import Command
 from threefold.checkpoint.manifest import MANIFEST
@@ -91,6 +92,18 @@ def test_it_says_what_ran(recorded: Path) -> None:
     lines = lines_of(recorded)
     last = next(line for line in reversed(lines) if "loss" in line)
     assert summary["loss"] == f"{last['loss']:.4f} at step 6"
+
+
+def test_it_says_from_which_step_a_setting_has_another_value(copied: Copied) -> None:
+    folder = copied("changing")
+    path = folder / "config.yaml"
+    settings = yaml.safe_load(path.read_text())
+    settings["train"]["global_batch_size"] = {0: 8, 2: 12, 4: 16}
+    settings["data"]["sequence_length"] = {0: 8, 3: 16}
+    path.write_text(yaml.safe_dump(settings))
+    (run,) = report(folder)["runs"]
+    changing = "8 (12 after step 2, 16 after step 4) samples of 8 (16 after step 3) tokens a step"
+    assert run["summary"]["data"].endswith(f", {changing}")
 
 
 def test_the_summary_is_of_what_the_steps_did(copied: Copied) -> None:

@@ -209,10 +209,17 @@ def _data(settings: Settings) -> str:
     data, batch = settings.get("data", {}), settings.get("train", {}).get("global_batch_size")
     mixture = data.get("mixture")
     source = data.get("path") or _joined(", ", *(mixture if isinstance(mixture, dict) else ()))
-    length = f" of {data['sequence_length']} tokens" if "sequence_length" in data else ""
-    if isinstance(batch, dict):
-        batch = ", ".join(f"{step}: {size}" for step, size in batch.items())
-    return _joined(", ", source, f"{batch} samples{length} a step" if batch else "")
+    length = f" of {_by_step(data['sequence_length'])} tokens" if "sequence_length" in data else ""
+    return _joined(", ", source, f"{_by_step(batch)} samples{length} a step" if batch else "")
+
+
+def _by_step(value: object) -> str:
+    """Return a stored setting's value as text; of values by step, the first and in brackets the later ones."""
+    if not isinstance(value, dict) or not value:
+        return str(value)
+    (_, first), *later = value.items()
+    after = ", ".join(f"{each} after step {step}" for step, each in later)
+    return f"{first} ({after})" if later else str(first)
 
 
 def _joined(separator: str, *parts: object) -> str:
