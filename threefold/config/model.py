@@ -177,6 +177,8 @@ class ModelConfig(Section):
     router_groups_chosen = unless_setting(lambda model: 1)
     moe_every = unless_setting(lambda model: 1)
     dense_layers = unless_setting(lambda model: 0)
+    mtp_layers = unless_setting(lambda model: 0)
+    mtp_loss = unless_setting(lambda model: 0.0)
     file = unless_setting(lambda model: "")
     arguments = unless_setting(lambda model: dict[str, Any]())
 

@@ -67,6 +67,7 @@ def exact_rules(config: Config) -> Broken:
         ("model.expert_gate_limit", config.model.expert_gate_limit > 0, "0"),
         ("model.attention_softcap", config.model.attention_softcap > 0, "0"),
         ("model.attention_sinks", config.model.attention_sinks, "false"),
+        ("model.mtp_layers", config.model.mtp_layers > 0, "0"),
         ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),
         ("train.compile", train.compile, "false"),
         ("parallel.cp_method", parallel.cp > 1 and parallel.cp_method != "all-gather", "all-gather"),

@@ -135,6 +135,8 @@ class Trained:
 
     def _load(self, mesh: Mesh, dtype: str) -> "Model":
         config = self.config.model
+        if config.mtp_layers:  # which are of training alone
+            config = config.model_copy(update={"mtp_layers": 0})
         plan = model_plan(config, self.config.data.sequence_length)
         stages = StageMap(tuple(partition_by_cost(plan.costs, mesh.pp.size)), tuple(range(mesh.pp.size)))
         # The seed determines buffers that a constructor draws.

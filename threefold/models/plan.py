@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from threefold.config import ModelConfig
 from threefold.doors import call_hook
@@ -20,11 +20,14 @@ from threefold.models.sharding import (
     Patterns,
     Replicated,
     Split,
+    Vocab,
     matches,
 )
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
+
+FURTHER_BLOCKS: Final = "head.depths.*.block"  # of multi-token prediction
 
 
 @dataclass(frozen=True)
@@ -268,16 +271,29 @@ def nearest(name: str, known: Iterable[str]) -> str:
 def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: Sequence[int]) -> ModelPlan:
     """Return the plan of a `Decoder`, given the rules of its weights and each block's multiply-adds per token."""
     layers, table = config.num_layers, config.vocab_size * config.hidden_size
+    ties = {"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {}
+    head, selective, full = table, ("blocks.*.attn.core",), ("blocks.*",)
+    if depths := config.mtp_layers:
+        head += depths * (table + 2 * config.hidden_size**2 + block_costs[-1])
+        further = {pattern: rule for pattern, rule in split.items() if pattern.startswith("blocks.*.")}
+        split = {
+            **split,
+            **{pattern.replace("blocks.*", FURTHER_BLOCKS, 1): rule for pattern, rule in further.items()},
+            "head.tokens": Vocab(),
+            "head.depths.*": Replicated(),
+        }
+        ties["head.tokens.weight"] = "embed.tokens.weight"
+        selective, full = (*selective, f"{FURTHER_BLOCKS}.attn.core"), (*full, FURTHER_BLOCKS)
     # A lookup has no multiply-adds, but its gradient and memory traffic are not free.
-    costs = (table / 16, *block_costs, table)
+    costs = (table / 16, *block_costs, head)
     return ModelPlan(
         split=split,
         layers=("embed", *(f"blocks.{number}" for number in range(layers)), "head"),
         costs=tuple(float(cost) for cost in costs),
         initial=lambda name: initial_values(name, config),
         kinds=("Input", *["Block"] * layers, "Head"),
-        ties={"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {},
-        recompute={"selective": ("blocks.*.attn.core",), "full": ("blocks.*",)},
+        ties=ties,
+        recompute={"selective": selective, "full": full},
     )
 
 

@@ -13,6 +13,7 @@ from threefold.errors import UserError
 from threefold.models.custom_batch import batch_shapes, batch_size, map_tensors
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.experts import Routing
+from threefold.models.layers.prediction import PredictingHead, look_ahead
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.parallel.context import check_whole_sequences
 from threefold.parallel.parallelize import TrainableModel, TrainingSettings
@@ -60,6 +61,7 @@ class BatchPreparation:
         self.positions = model.parallelism.context.cut.across_context
         self._arithmetic, modules = model.parallelism.arithmetic, model.modules()
         self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
+        self._depths = max((len(each.depths) for each in modules if isinstance(each, PredictingHead)), default=0)
         self._weighs_tokens = any(isinstance(module, Routing) and module.weighs_tokens for module in modules)
 
     def of_tokens(self, batch: Any, step: int, scale: float) -> tuple[LocalBatch, BatchFacts]:
@@ -90,13 +92,21 @@ class BatchPreparation:
         """Return this rank's positions of every sequence, copied to its device without blocking the host."""
         device = self.mesh.device
         tokens, labels = (each.to(device, non_blocking=True) for each in (batch.tokens, batch.labels))
+        held = None
         if self.mesh.cp.size > 1:
             held = self.positions.indices(tokens.shape[1] // self.positions.shares, device)
             tokens, labels = tokens[:, held], labels[:, held]
-        keys, weights, positions = (
-            None if fact is None else fact.to(device, non_blocking=True) for fact in (keys, weights, batch.positions)
-        )
-        local = LocalBatch(tokens, labels, SampleInfo(keys, batch.documents, weights, positions))
+        samples = SampleInfo(keys, batch.documents, weights, batch.positions)
+        if self._depths:
+            samples = look_ahead(samples, batch.tokens, batch.labels, self._depths)
+        facts = {
+            name: fact.to(device, non_blocking=True)
+            for name, fact in samples._asdict().items()
+            if fact is not None and name != "documents"
+        }
+        if held is not None and "ahead" in facts:
+            facts["ahead"] = facts["ahead"][..., held]
+        local = LocalBatch(tokens, labels, samples._replace(**facts))
         if not self._runner.knows(local.shapes):
             self._find_shapes(local)
         return local

@@ -41,7 +41,7 @@ def deepseek_plan(config: DeepseekConfig, sequence_length: int) -> sharding.Mode
 def layer_shapes(config: DeepseekConfig, layer: str) -> Shapes:
     """Return the shape of each parameter of the layer with this name, in order, by its name in the layer."""
     if not layer.startswith("blocks."):
-        return outer_shapes(config, layer)
+        return outer_shapes(config, layer, layer_shapes)
     number = int(layer.rpartition(".")[2])
     norm = (config.hidden_size,)
     return {

@@ -25,6 +25,10 @@ class SampleInfo(NamedTuple):
     documents: Tensor | None = None
     weights: Tensor | None = None  # float [B, S], in the gradient of auxiliary losses; None for no such losses
     positions: Tensor | None = None  # int64 [B, S], if learned positions count by document and not by sample
+    # Of multi-token prediction, None without: int64 [B, depths, 2, S], further tokens and their labels at the positions
+    # that a rank works on, and float [B, depths, S], `weights` of these labels in whole sequences.
+    ahead: Tensor | None = None
+    ahead_weights: Tensor | None = None
 
 
 NOTHING = SampleInfo()  # no dropout, and attention across document boundaries

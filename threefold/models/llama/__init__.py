@@ -10,11 +10,12 @@ from threefold.config.section import derived, nearest_divisor
 from threefold.models.family import Family
 from threefold.models.layers.attention_config import AttentionConfig
 from threefold.models.layers.mixture_config import MixtureConfig
+from threefold.models.layers.prediction_config import PredictionConfig
 
 NormPosition = Literal["before", "after", "both"]
 
 
-class LlamaConfig(AttentionConfig, MixtureConfig):
+class LlamaConfig(AttentionConfig, MixtureConfig, PredictionConfig):
     """Llama, Mistral, Mixtral or Qwen."""
 
     architecture: Literal["llama"] = "llama"
@@ -34,6 +35,7 @@ class LlamaConfig(AttentionConfig, MixtureConfig):
     unlisted: ClassVar[frozenset[str]] = (
         AttentionConfig.unlisted
         | MixtureConfig.unlisted
+        | PredictionConfig.unlisted
         | frozenset(("norm_position", "norm_offset", "gate_activation", "embedding_scale", "logit_softcap"))
     )
 

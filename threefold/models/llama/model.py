@@ -5,6 +5,7 @@ a 64-bit number per sample that keys the dropout masks, and the documents that t
 with dropout gets its name in the model, which also keys its masks.
 """
 
+from functools import partial
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, Decoder, Embedding, Head, Linear, SampleInfo
 from threefold.models.layers.experts import MixtureOfExperts, SwiGLU
 from threefold.models.layers.norms import WidthNorm, rms_norm
+from threefold.models.layers.prediction import PredictingHead, look_ahead
 from threefold.models.layers.rope_scaling import rope_scaling
 from threefold.models.llama import LlamaConfig
 from threefold.random.dropout import Dropout
@@ -112,9 +114,27 @@ class Llama(Decoder):
     block: ClassVar[type[nn.Module]] = Block
 
     def __init__(self, config: LlamaConfig) -> None:
-        head = Head(_norm(config), config.hidden_size, config.vocab_size, config.logit_softcap)
         blocks = (self.block(config, layer, f"blocks.{layer}") for layer in range(config.num_layers))
-        super().__init__(Input(config), blocks, head, config.tie_embeddings)
+        super().__init__(Input(config), blocks, self._head(config), config.tie_embeddings)
+        if isinstance(self.head, PredictingHead):
+            self.head.tokens.weight = self.embed.get_submodule("tokens").weight  # type: ignore[assignment]
+
+    def _head(self, config: LlamaConfig) -> Head:
+        sizes = _norm(config), config.hidden_size, config.vocab_size, config.logit_softcap
+        if not config.mtp_layers:
+            return Head(*sizes)
+        last, names = config.num_layers - 1, (f"head.depths.{depth}.block" for depth in range(config.mtp_layers))
+        further = [self.block(config, last, name) for name in names]
+        return PredictingHead(sizes, partial(_norm, config), further, config.mtp_loss, config.embedding_scale)
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Tensor:
+        if labels is None or not isinstance(self.head, PredictingHead):
+            return super().forward(tokens, labels, samples)
+        x = self.embed(tokens, samples)
+        for block in self.blocks:
+            x = block(x, samples)
+        loss: Tensor = self.head(x, labels, look_ahead(samples, tokens, labels, len(self.head.depths)))
+        return loss
 
 
 def _norm(config: LlamaConfig, there: bool = True) -> nn.Module:

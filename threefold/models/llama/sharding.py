@@ -1,11 +1,15 @@
 """Sharding of Llama's weights, and the costs and parameter shapes of its layers."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 from threefold.models import sharding
 from threefold.models.family import Shapes
 from threefold.models.layers.mixture_config import MixtureConfig
 from threefold.models.llama import LlamaConfig
 from threefold.models.plan import decoder_plan
 
+Config = TypeVar("Config", bound=MixtureConfig)
 _GATED = (("gate", 1), ("up", 1))
 
 
@@ -95,7 +99,7 @@ def _gated(name: str, setting: str, inner: int) -> dict[str, sharding.Split]:
 def layer_shapes(config: LlamaConfig, layer: str) -> Shapes:
     """Return the shape of each parameter of the layer with this name, in order, by its name in the layer."""
     if not layer.startswith("blocks."):
-        return outer_shapes(config, layer)
+        return outer_shapes(config, layer, layer_shapes)
     hidden = config.hidden_size
     queries, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
     rows = queries * (2 if config.attention_gate else 1) + 2 * keys
@@ -117,12 +121,25 @@ def layer_shapes(config: LlamaConfig, layer: str) -> Shapes:
     }
 
 
-def outer_shapes(config: MixtureConfig, layer: str) -> Shapes:
-    """Return the shapes of the first or the last layer's parameters, as `layer_shapes` does."""
+def outer_shapes(config: Config, layer: str, of_layer: Callable[[Config, str], Shapes]) -> Shapes:
+    """Return the shapes of the first or the last layer's parameters, as `layer_shapes`, given as `of_layer`, does."""
     hidden = config.hidden_size
+    table = {"tokens.weight": (config.vocab_size, hidden)}
     if layer == "embed":
-        return {"tokens.weight": (config.vocab_size, hidden)}
-    return {"norm.weight": (hidden,), "output.weight": (config.vocab_size, hidden)}
+        return table
+    shapes = {"norm.weight": (hidden,), "output.weight": (config.vocab_size, hidden)}
+    if not config.mtp_layers:
+        return shapes
+    block = of_layer(config, f"blocks.{config.num_layers - 1}")
+    depth = {
+        "embed_norm.weight": (hidden,),
+        "hidden_norm.weight": (hidden,),
+        "join.weight": (hidden, 2 * hidden),
+        **{f"block.{name}": shape for name, shape in block.items()},
+        "norm.weight": (hidden,),
+    }
+    further = {f"depths.{number}.{name}": depth[name] for number in range(config.mtp_layers) for name in depth}
+    return shapes | table | further
 
 
 def mlp_shapes(config: MixtureConfig, layer: int) -> Shapes:

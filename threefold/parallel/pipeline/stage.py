@@ -93,7 +93,8 @@ class Stage(nn.Module):
         for name, layer in zip(self.layer_names[:-1], layers, strict=False):
             x = self._activations(name, layer, x, samples)
         if self.gives_loss:
-            return layers[-1](x, labels)
+            last = self.layer_signatures[self.layer_names[-1]]
+            return layers[-1](x, labels, **({"samples": samples} if last.takes_samples else {}))
         return self._activations(self.layer_names[-1], layers[-1], x, samples)
 
     def _activations(self, name: str, layer: nn.Module, x: Any, samples: SampleInfo) -> Any:
