@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from threefold.config import ModelConfig
 from threefold.doors import call_hook
@@ -26,8 +26,6 @@ from threefold.models.sharding import (
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
-
-FURTHER_BLOCKS: Final = "head.depths.*.block"  # of multi-token prediction
 
 
 @dataclass(frozen=True)
@@ -275,15 +273,9 @@ def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: S
     head, selective, full = table, ("blocks.*.attn.core",), ("blocks.*",)
     if depths := config.mtp_layers:
         head += depths * (table + 2 * config.hidden_size**2 + block_costs[-1])
-        further = {pattern: rule for pattern, rule in split.items() if pattern.startswith("blocks.*.")}
-        split = {
-            **split,
-            **{pattern.replace("blocks.*", FURTHER_BLOCKS, 1): rule for pattern, rule in further.items()},
-            "head.tokens": Vocab(),
-            "head.depths.*": Replicated(),
-        }
+        split = {**split, "head.tokens": Vocab(), "head.depths.*": Replicated(), **_further_split(config, split)}
         ties["head.tokens.weight"] = "embed.tokens.weight"
-        selective, full = (*selective, f"{FURTHER_BLOCKS}.attn.core"), (*full, FURTHER_BLOCKS)
+        selective, full = (*selective, "head.depths.*.block.attn.core"), (*full, "head.depths.*.block")
     # A lookup has no multiply-adds, but its gradient and memory traffic are not free.
     costs = (table / 16, *block_costs, head)
     return ModelPlan(
@@ -295,6 +287,23 @@ def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: S
         ties=ties,
         recompute={"selective": selective, "full": full},
     )
+
+
+def _further_split(config: ModelConfig, split: Mapping[str, Split]) -> dict[str, Split]:
+    """Return the rules of the blocks of multi-token prediction, each like the last block."""
+    mixture = config.has_experts(config.num_layers - 1)
+    dense = ("blocks.*.mlp.gate_up", "blocks.*.mlp.down")
+    found = {
+        pattern: rule
+        for pattern, rule in split.items()
+        if pattern.startswith("blocks.*.")
+        and (not pattern.startswith("blocks.*.mlp.") or mixture == (pattern not in dense))
+    }
+    return {
+        pattern.replace("blocks.*", f"head.depths.{depth}.block", 1): rule
+        for depth in range(config.mtp_layers)
+        for pattern, rule in found.items()
+    }
 
 
 def initial_values(name: str, config: ModelConfig) -> Initial:

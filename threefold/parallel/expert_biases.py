@@ -22,7 +22,8 @@ class ExpertBiases:
     Methods are to be called on all ranks; `sum_counts` is collective over the world.
 
     Attributes:
-        counts: tokens of the last step's global batch that chose each expert, int64 [layers, experts].
+        counts: tokens of the last step's global batch that chose each expert, int64 [layers, experts], then those of
+            further mixtures in the last layer.
 
     Args:
         shares_sequence: whether each tensor rank routes a share of the sequence, instead of all routing the same.
@@ -33,13 +34,14 @@ class ExpertBiases:
         rules = (rule for rule in plan.split.values() if isinstance(rule, TokenRouting) and rule.bias_rate)
         self._rule = next(rules, TokenRouting())
         held = {name: stage.get_submodule(name) for stage in stages for name in stage.layer_names}
-        self._layers = len(plan.layers)
-        self._routings = {
-            number: module
-            for number, name in enumerate(plan.layers)
-            for module in (held[name].modules() if name in held else ())
-            if isinstance(module, Routing) and module.bias_rate
-        }
+        layers, last = len(plan.layers), f"{plan.layers[-1]}."
+        in_last = sum(isinstance(rule, TokenRouting) and name.startswith(last) for name, rule in plan.split.items())
+        self._rows = layers + max(0, in_last - 1)
+        self._routings: dict[int, Routing] = {}
+        for number, name in enumerate(plan.layers):
+            modules = held[name].modules() if name in held else ()
+            found = [each for each in modules if isinstance(each, Routing) and each.bias_rate]
+            self._routings |= {layers + place - 1 if place else number: each for place, each in enumerate(found)}
         self.counts: Tensor | None = None
 
     @property
@@ -54,7 +56,7 @@ class ExpertBiases:
 
     def sum_counts(self) -> None:
         """Sum the counts of the step's backward passes over the world."""
-        self.counts = torch.zeros(self._layers, self._rule.experts, dtype=torch.int64, device=self._mesh.device)
+        self.counts = torch.zeros(self._rows, self._rule.experts, dtype=torch.int64, device=self._mesh.device)
         for number, routing in self._routings.items():
             if (counts := routing.take_counts()) is not None and self._counts_here:
                 self.counts[number] = counts

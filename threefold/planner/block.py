@@ -67,11 +67,14 @@ class ModelDescription:
         for number, layer in enumerate(self.plan.layers[1:]):  # the look-up in the first layer is not a product
             for weight in self.weights[layer]:
                 counted += weight.multiply_adds * (self.config.experts_per_token if weight.is_of_experts else 1)
-            seen = min(self.config.window(number) or self._length, self._length)
+            window = self.config.window(min(number, len(self.plan.layers) - 3))  # further blocks are like the last one
+            seen = min(window or self._length, self._length)
             heads = sum(rule.heads for rule in self.rules(layer) if isinstance(rule, sharding.AttentionCore))
             both = (weight.parts for weight in self.weights[layer] if "key" in weight.parts)
             parts = next(both, {"key": self.config.head_dim, "value": self.config.head_dim})
             counted += heads * (parts["key"] + self.config.rope_head_dim + parts["value"]) * seen
+        # Of the projections to the vocabulary of further tokens, the table that is looked up again stands for one.
+        counted += max(0, self.config.mtp_layers - 1) * (self.config.vocab_size or 0) * self.config.hidden_size
         # Two operations each in the forward pass, the gradient of the input, and the gradient of the weight.
         return float(6 * counted)
 
@@ -170,6 +173,11 @@ class UnknownBlock(UserError):
 @lru_cache(maxsize=16)
 def block_shapes(described: ModelDescription) -> tuple[BlockShape, ...]:
     """Return the layers between the first and the last; raise `UnknownBlock` for one without formulas."""
+    if depths := described.config.mtp_layers:
+        raise UnknownBlock(
+            f"model.mtp_layers is {depths} but the planner has no formulas for blocks in the head; use threefold "
+            "dry-run, which runs the model, or mtp_layers 0."
+        )
     return tuple(_described(described, layer, number) for number, layer in enumerate(described.plan.layers[1:-1]))
 
 
