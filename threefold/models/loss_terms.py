@@ -120,21 +120,26 @@ def _added(one: Mapping[str, float], other: Mapping[str, float]) -> dict[str, fl
 class TermSums:
     """Each term of a loss and micro-batch of one pass, plain and weighted, given the counts in the global batch."""
 
-    def __init__(self, loss: LossFunction, counts: Mapping[str, float]) -> None:
+    def __init__(self, loss: LossFunction | None, counts: Mapping[str, float]) -> None:
         self.loss, self.counts = loss, counts
         self.terms: dict[str, list[Tensor]] = {}
         self.weighted: dict[str, list[Tensor]] = {}
 
     def __call__(self, output: Any, batch: Any, samples: int) -> Tensor:
         """Return this micro-batch's part of the mean loss of the global batch: a scalar of fp32 at least."""
+        assert self.loss is not None  # otherwise the terms are added by `add`
         parts = []
         for name, term in self._terms(self.loss(output, batch), samples).items():
             weighted, count = term.sum * term.weight, self.counts[name]
             # A term that counts nothing, such as a label that no sample has, adds nothing.
             parts.append(weighted * (1 / count if count else 0.0))
-            for into, value in ((self.terms, term.sum), (self.weighted, weighted)):
-                into.setdefault(name, []).append(value.detach().double())
+            self.add(name, term)
         return torch.stack(parts).sum() if len(parts) > 1 else parts[0]
+
+    def add(self, name: str, term: LossTerm) -> None:
+        """Add a term of a micro-batch, without gradients."""
+        for into, value in ((self.terms, term.sum), (self.weighted, term.sum * term.weight)):
+            into.setdefault(name, []).append(value.detach().double())
 
     def values(self, device: torch.device) -> list[Tensor]:
         """Return the summands of each term and of each weighted one, in the order of `counts`: fp64 [micro-batches]."""

@@ -363,7 +363,7 @@ class ModelPlan:
             modules that it matches and everything inside them, except where a more specific pattern does, in any order.
             Each pattern matches a module, and each parameter has a rule.
         layers: names of the modules that the model runs through, in order; every parameter is in one of them. All but
-            the last are called as `layer(x, samples)`, the last as `layer(x, labels)`.
+            the last are called as `layer(x, samples)`, the last as `layer(x, labels)`, with `samples` if it takes them.
         costs: cost of running each layer, in any unit; balances the pipeline stages.
         initial: parameter name → initial values.
         ties: parameter name → name of the parameter whose weight it shares (tied embeddings), and under which it is
@@ -375,6 +375,7 @@ class ModelPlan:
         standalone: pattern of names of buffers, and of parameters in no module of `split` → rule.
         frozen: names of the parameters that are not trained (`requires_grad` is False): they keep their initial values,
             without gradients and optimizer state.
+        terms: term of the loss that the last layer, a `PredictingHead`, computes → its weight; empty for one mean.
         constructed: whether buffers keep the values that the model's constructor gives them, as constants that no
             checkpoint stores. If False, the model must not have buffers.
 
@@ -392,6 +393,7 @@ class ModelPlan:
     kinds: tuple[str, ...] = ()
     standalone: Mapping[str, Split] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
+    terms: Mapping[str, float] = field(default_factory=dict)
     constructed: bool = False
 
     def __post_init__(self) -> None:

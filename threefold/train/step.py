@@ -150,7 +150,10 @@ class GradientStep(GradientUpdate):
             # 2. Forward and backward passes. Buckets of gradients start their sums over the replicas as they fill; CPU
             # ranks that share memory make them in `finish`.
             self.begin(self.runner.arrivals(local.size))
+            self._batches.take_terms()
             losses = self.runner.forward_backward(local, self._batch.factor)
+            if loss is None:
+                self._batches.take_terms(self._batch.sums)
             if self._is_first and self.plan.constructed:
                 self._require_unchanged_weights()
             self._is_first = False
@@ -421,7 +424,7 @@ class Engine(GradientStep):
         return result
 
     def _loss_and_norm(self, loss: Tensor) -> tuple[float, float, dict[str, float]]:
-        """Return the loss, the global gradient norm and the terms of the user's loss, in one all-reduce."""
+        """Return the loss, the global gradient norm and the terms of the loss, in one all-reduce."""
         assert self._batch is not None
         sums = self._batch.sums
         losses = loss if self.mesh.tp.is_first else torch.zeros_like(loss)

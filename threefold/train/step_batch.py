@@ -14,7 +14,7 @@ from threefold.models.custom_batch import batch_shapes, batch_size, map_tensors
 from threefold.models.layers.decoder import NOTHING, SampleInfo
 from threefold.models.layers.experts import Routing
 from threefold.models.layers.prediction import PredictingHead, look_ahead
-from threefold.models.loss_terms import LossFunction, TermSums, count_terms
+from threefold.models.loss_terms import LossFunction, LossTerm, TermSums, count_terms
 from threefold.parallel.context import check_whole_sequences
 from threefold.parallel.parallelize import TrainableModel, TrainingSettings
 from threefold.parallel.pipeline.runner import Runner
@@ -31,7 +31,7 @@ class BatchFacts(NamedTuple):
         factor: factor of a micro-batch's summed loss in the backward pass: one over the valid tokens of the global
             batch, times the loss scale.
         fraction: of the global batch's samples, those that this rank computes, for means over them.
-        sums: terms of a user's loss, added up as micro-batches run; None if the last layer computes the loss.
+        sums: terms of the loss, added up as micro-batches run; None if the last layer computes a single mean.
     """
 
     counted: int
@@ -61,7 +61,8 @@ class BatchPreparation:
         self.positions = model.parallelism.context.cut.across_context
         self._arithmetic, modules = model.parallelism.arithmetic, model.modules()
         self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
-        self._depths = max((len(each.depths) for each in modules if isinstance(each, PredictingHead)), default=0)
+        self._terms = model.plan.terms
+        self._heads = [each for each in modules if isinstance(each, PredictingHead)]
         self._weighs_tokens = any(isinstance(module, Routing) and module.weighs_tokens for module in modules)
 
     def of_tokens(self, batch: Any, step: int, scale: float) -> tuple[LocalBatch, BatchFacts]:
@@ -79,7 +80,15 @@ class BatchPreparation:
         local = self.local_batch(batch, keys, weights)
         samples = len(batch.labels) * self.mesh.dp.size
         read = samples * batch.labels.shape[1] - padding
-        return local, BatchFacts(tokens, scale / tokens, 1 / self.mesh.replicas.size, samples, padding, read)
+        sums = TermSums(None, dict.fromkeys(self._terms, float(tokens))) if self._terms else None
+        return local, BatchFacts(tokens, scale / tokens, 1 / self.mesh.replicas.size, samples, padding, read, sums)
+
+    def take_terms(self, sums: TermSums | None = None) -> None:
+        """Add the terms of the loss that this rank's head has computed to `sums`, or forget them."""
+        for sum_of_each in (each for head in self._heads for each in head.take_terms()):
+            for (name, weight), term in zip(self._terms.items(), sum_of_each, strict=True):
+                if sums is not None:
+                    sums.add(name, LossTerm(term, weight))
 
     def _count(self, batch: Batch) -> tuple[int, int]:
         """Count the valid tokens and the padding of the global batch, from this replica's rows."""
@@ -97,8 +106,8 @@ class BatchPreparation:
             held = self.positions.indices(tokens.shape[1] // self.positions.shares, device)
             tokens, labels = tokens[:, held], labels[:, held]
         samples = SampleInfo(keys, batch.documents, weights, batch.positions)
-        if self._depths:
-            samples = look_ahead(samples, batch.tokens, batch.labels, self._depths)
+        for head in self._heads:
+            samples = look_ahead(samples, batch.tokens, batch.labels, len(head.depths))
         facts = {
             name: fact.to(device, non_blocking=True)
             for name, fact in samples._asdict().items()

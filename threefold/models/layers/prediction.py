@@ -69,18 +69,28 @@ class PredictingHead(Head):
         self.tokens = Embedding(vocab, hidden)  # the decoder's own table
         self.depths = nn.ModuleList(Depth(hidden, norm, block) for block in blocks)
         self.weight, self.scale = weight, scale
+        self._terms: list[Tensor] = []
 
     def forward(self, x: Tensor, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Tensor:
         """Compute logits or the summed loss as `Head` does, in training with the further losses (`look_ahead`)."""
         if labels is None or samples.ahead is None or not self.training:
             return super().forward(x, labels)
         x = self.norm(x)
-        total: Tensor = self.loss(x, self.output, labels).sum()
+        losses = [self.loss(x, self.output, labels).sum()]
         for number, depth in enumerate(self.depths):
             tokens, further = samples.ahead[:, number].unbind(1)
             weights = None if samples.ahead_weights is None else samples.ahead_weights[:, number]
             embedded = self.tokens(tokens)
             embedded = embedded if self.scale == 1 else embedded * self.scale
             x = depth(x, embedded, samples._replace(weights=weights))
-            total = total + self.loss(x, self.output, further).sum() * (self.weight / len(self.depths))
+            losses.append(self.loss(x, self.output, further).sum())
+        terms = torch.stack(losses)
+        if torch.is_grad_enabled():
+            self._terms.append(terms.detach())
+        total: Tensor = terms[0] + terms[1:].sum() * (self.weight / len(self.depths))
         return total
+
+    def take_terms(self) -> list[Tensor]:
+        """Return the sums of the losses since the last call, of the next token and each further one: [1 + depths]."""
+        terms, self._terms = self._terms, []
+        return terms
