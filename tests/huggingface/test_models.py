@@ -1,5 +1,6 @@
 """Both ways between Threefold and transformers: the same logits, the same tokens, the same bits."""
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -245,14 +246,37 @@ def test_loss_and_gradients_of_weights_that_transformers_wrote(transformers: Any
         assert (found[key] - gradient).abs().max() <= 1e-6 * largest, key
 
 
-def test_modules_for_further_tokens_are_left_out(transformers: Any, tmp_path: Path) -> None:
-    random_model(transformers, "deepseek_v3").save_pretrained(tmp_path / "hf")
-    tensors = file_tensors(tmp_path / "hf")
-    further = {"model.layers.3.eh_proj.weight": torch.zeros(24, 48), "model.layers.3.enorm.weight": torch.zeros(24)}
-    save_file(tensors | further, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+def test_multi_token_prediction_comes_and_goes_or_is_left_out(transformers: Any, tmp_path: Path) -> None:
+    theirs = random_model(transformers, "deepseek_v3")
+    theirs.save_pretrained(tmp_path / "hf")
+    path = tmp_path / "hf" / "model.safetensors"
+    tensors, last, module = file_tensors(tmp_path / "hf"), "model.layers.2.", "model.layers.3."
+    import_model(Import(tmp_path / "hf", tmp_path / "without"), Silent())  # as transformers writes it
+    copies = {module + name.removeprefix(last): each * 1.5 for name, each in tensors.items() if name.startswith(last)}
+    copies |= {f"{module}{name}.weight": torch.rand(24) for name in ("enorm", "hnorm", "shared_head.norm")}
+    repeated = {"embed_tokens": "model.embed_tokens", "shared_head.head": "lm_head"}
+    copies |= {f"{module}{name}.weight": tensors[f"{whole}.weight"].clone() for name, whole in repeated.items()}
+    copies[f"{module}eh_proj.weight"] = torch.rand(24, 48)
+    save_file(tensors | copies, path, {"format": "pt"})
+    config = json.loads((tmp_path / "hf" / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+
     import_model(Import(tmp_path / "hf", tmp_path / "run"), Silent())
-    assert len(stored(tmp_path / "run")) == sum(1 for _ in model_of(tmp_path / "run").state_dict())
-    save_file(tensors | {"model.layers.4.enorm.weight": torch.zeros(24)}, tmp_path / "hf" / "model.safetensors", {})
+    found, without = stored(tmp_path / "run"), stored(tmp_path / "without")
+    assert torch.equal(found["head.depths.0.join.weight"], copies[f"{module}eh_proj.weight"])
+    for name in (name for name in without if name.startswith("blocks.2.")):
+        assert torch.equal(found[f"head.depths.0.block.{name.removeprefix('blocks.2.')}"], without[name] * 1.5), name
+    export_model(Export(tmp_path / "run", tmp_path / "back"), Silent())
+    same_bits(file_tensors(tmp_path / "back"), tensors | copies)
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
+    tokens = torch.arange(LENGTH).view(1, LENGTH) % 97
+    with torch.no_grad():
+        assert torch.equal(model_of(tmp_path / "run")(tokens), model_of(tmp_path / "without")(tokens))
+
+    ignored = Import(tmp_path / "hf", tmp_path / "ignored", ignored=("num_nextn_predict_layers",))
+    import_model(ignored, Silent())
+    same_bits(stored(tmp_path / "ignored"), without)
+    save_file(tensors | copies | {"model.layers.4.enorm.weight": torch.zeros(24)}, path, {})
     assert "holds model.layers.4.enorm.weight, which a deepseek_v3" in refused(tmp_path / "hf", tmp_path / "other")
 
 

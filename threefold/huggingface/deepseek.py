@@ -26,6 +26,15 @@ _GATE_UP: Final = {
     "mlp.gate_up.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
     "mlp.shared.gate_up.weight": ("mlp.shared_experts.gate_proj.weight", "mlp.shared_experts.up_proj.weight"),
 }
+_FURTHER: Final = {
+    "embed_norm.weight": "enorm.weight",
+    "hidden_norm.weight": "hnorm.weight",
+    "join.weight": "eh_proj.weight",
+    "norm.weight": "shared_head.norm.weight",
+}
+"""Names in a module of multi-token prediction besides those of its block, which files hold as a further layer."""
+_SHARED: Final = {"embed.tokens.weight": "embed_tokens.weight", "head.output.weight": "shared_head.head.weight"}
+"""Tensors of the whole model that published files repeat in these modules."""
 _DEFAULTS: Final[dict[str, Any]] = {
     "rope_theta": 1e4,
     "rms_norm_eps": 1e-6,
@@ -75,10 +84,10 @@ class DeepseekType(hf.HuggingFaceType):
         return settings | self._read_experts(given, settings["num_layers"])
 
     def _read_experts(self, given: hf.ConfigJson, layers: int) -> dict[str, Any]:
-        # The weight of a loss that transformers does not compute, numbers of ranks, and heads for further tokens,
-        # which transformers leaves out too.
-        for key in ("aux_loss_alpha", "seq_aux", "ep_size", "num_nextn_predict_layers", "num_mtp_layers"):
+        # The weight of a loss that transformers does not compute, and numbers of ranks.
+        for key in ("aux_loss_alpha", "seq_aux", "ep_size", "num_mtp_layers", "num_nextn_predict_layers"):
             given.take(key)
+        further = given.whole("num_nextn_predict_layers", 0, most=64) if self.scoring == "sigmoid" else 0
         given.require("scoring_func", self.scoring)
         given.require("moe_layer_freq", 1)
         dense = given.whole("first_k_dense_replace", 0)
@@ -106,7 +115,17 @@ class DeepseekType(hf.HuggingFaceType):
             "router_bias_rate": 0.0,  # biases stay, as in transformers
             "routed_scale": scale,
             **({"router_groups": groups, "router_groups_chosen": best} if groups > 1 else {}),
+            **({"mtp_layers": further} if further else {}),
         }
+
+    def settled(
+        self, settings: dict[str, Any], tensors: Collection[str], ignored: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Leave out multi-token prediction if the user does, or the files, as those that transformers writes."""
+        module = self.names.block.format(settings["num_layers"])
+        if "num_nextn_predict_layers" in ignored or not any(name.startswith(module) for name in tensors):
+            return {name: value for name, value in settings.items() if name != "mtp_layers"}
+        return settings
 
     def write(self, model: DeepseekConfig) -> dict[str, Any]:
         inner, shared = model.expert_ffn_hidden_size, model.shared_expert_ffn_hidden_size
@@ -134,7 +153,7 @@ class DeepseekType(hf.HuggingFaceType):
             "routed_scaling_factor": model.routed_scale,
         }
         if self.scoring == "sigmoid":
-            values |= {"rope_interleave": True, "num_nextn_predict_layers": 0}
+            values |= {"rope_interleave": True, "num_nextn_predict_layers": model.mtp_layers}
         return values
 
     def _write_rope(self, model: DeepseekConfig) -> dict[str, Any]:
@@ -148,8 +167,9 @@ class DeepseekType(hf.HuggingFaceType):
         return keys
 
     def obstacle(self, model: DeepseekConfig) -> str | None:
+        further = f"model.mtp_layers {model.mtp_layers}"
         if not model.num_experts:
-            return None
+            return further if model.mtp_layers else None
         shared, inner = model.shared_expert_ffn_hidden_size, model.expert_ffn_hidden_size
         normalizes, softmax = model.normalize_expert_weights, self.scoring == "softmax"
         found = {
@@ -158,6 +178,7 @@ class DeepseekType(hf.HuggingFaceType):
             or not model.has_expert_bias,
             f"model.shared_expert_ffn_hidden_size {shared}": shared > 0 and shared % inner == 0,
             "model.shared_expert_gate true": not model.shared_expert_gate,
+            further: self.scoring == "sigmoid" or not model.mtp_layers,
             "model.router_bias true": not model.router_bias,
             "model.expert_bias true": not model.expert_bias,
             f"model.expert_gate_limit {model.expert_gate_limit:g}": not model.expert_gate_limit,
@@ -167,14 +188,33 @@ class DeepseekType(hf.HuggingFaceType):
         return next((setting for setting, fits in found.items() if not fits), None)
 
     def training_only(self) -> tuple[str, ...]:
-        losses = ("router_aux_loss", "router_z_loss", "router_sequence_loss", "router_bias_rate")
+        losses = ("router_aux_loss", "router_z_loss", "router_sequence_loss", "router_bias_rate", "mtp_loss")
         return (*losses, "expert_capacity_factor", "hidden_dropout")
 
     def leaves_out(self, tensor: str, model: DeepseekConfig, values: Mapping[str, Any]) -> bool:
-        """Return whether a tensor is of a module for a further token, which transformers leaves out too."""
+        """Return whether a tensor is of multi-token prediction that is left out, or one that its modules repeat."""
         first, further = model.num_layers, values.get("num_nextn_predict_layers") or 0
         modules = (self.names.block.format(layer) for layer in range(first, first + further))
+        if model.mtp_layers:
+            return tensor in {module + name for module in modules for name in _SHARED.values()}
         return any(tensor.startswith(module) for module in modules)
+
+    def weights(self, model: DeepseekConfig, shapes: hf.Shapes, present: Collection[str] = ()) -> list[hf.WeightMap]:
+        """Map every parameter, those of multi-token prediction to further layers."""
+        inner = {name: name.removeprefix("head.depths.").split(".", 1) for name in shapes}
+        further = {name: parts for name, parts in inner.items() if name.startswith("head.depths.")}
+        maps = super().weights(model, {name: shapes[name] for name in shapes if name not in further}, present)
+        for name, (depth, rest) in further.items():
+            block = self.names.block.format(model.num_layers + int(depth))
+            if rest in _FURTHER:
+                maps.append(hf.copied(name, block + _FURTHER[rest], shapes))
+            else:
+                maps += self.of_block(name, rest.removeprefix("block."), block, model, shapes, present)
+        repeated = {} if present else {name: tensor for name, tensor in _SHARED.items() if name in shapes}
+        for layer in range(model.num_layers, model.num_layers + model.mtp_layers):
+            block = self.names.block.format(layer)
+            maps += [hf.copied(name, block + tensor, shapes) for name, tensor in repeated.items()]
+        return maps
 
     def rearranged(
         self, name: str, in_block: str, block: str, model: DeepseekConfig, shapes: hf.Shapes, present: Collection[str]

@@ -314,4 +314,5 @@ def write_model(
 
 def left_out(model: ModelConfig, kind: HuggingFaceType) -> tuple[str, ...]:
     """Return the training settings, with their values, for which a config.json of the type has no key."""
-    return tuple(f"model.{name} {getattr(model, name):g}" for name in kind.training_only() if getattr(model, name))
+    names = [name for name in kind.training_only() if name not in dict(model.unused())]
+    return tuple(f"model.{name} {getattr(model, name):g}" for name in names if getattr(model, name))

@@ -74,6 +74,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
     values = read_json(request.source, THEIR_CONFIG)
     kind, settings = read_model(values, str(request.source / THEIR_CONFIG), request.ignored)
     files = TensorFiles(request.source, kind.prefix)
+    settings = kind.settled(settings, files.tensors, request.ignored)
     dtypes = Counter(stored.dtype for stored in files.tensors.values())
     precision = next(name for name, dtype in DTYPES.items() if dtype == dtypes.most_common(1)[0][0])
     longest = settings["max_position_embeddings"]

@@ -378,6 +378,12 @@ class HuggingFaceType(ABC):
     def read(self, given: ConfigJson) -> dict[str, Any]:
         """Return the settings of `model`, except the architecture; raise UserError for an unsupported value."""
 
+    def settled(
+        self, settings: dict[str, Any], tensors: Collection[str], ignored: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """Return the settings of `read` given the names of the files' tensors and the keys that the user ignores."""
+        return settings
+
     @abstractmethod
     def write(self, model: Any) -> dict[str, Any]:
         """Return the keys of config.json for a resolved model without an `obstacle`, except model_type and tokens."""
@@ -412,12 +418,16 @@ class HuggingFaceType(ABC):
                 maps.append(copied(name, self.names.outside[name], shapes))
                 continue
             _, layer, in_block = name.split(".", 2)
-            block = self.names.block.format(layer)
-            if in_block in self.names.in_block:
-                maps.append(copied(name, block + self.names.in_block[in_block], shapes))
-            else:
-                maps += self.rearranged(name, in_block, block, model, shapes, present)
+            maps += self.of_block(name, in_block, self.names.block.format(layer), model, shapes, present)
         return maps
+
+    def of_block(
+        self, name: str, in_block: str, block: str, model: Any, shapes: Shapes, present: Collection[str]
+    ) -> list[WeightMap]:
+        """Map a parameter of the block whose tensors have the prefix `block`."""
+        if in_block in self.names.in_block:
+            return [copied(name, block + self.names.in_block[in_block], shapes)]
+        return self.rearranged(name, in_block, block, model, shapes, present)
 
 
 def huggingface_types() -> dict[str, HuggingFaceType]:
