@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import log
 from typing import Any, Final
 
+from threefold.config import ModelConfig
 from threefold.huggingface import mapping as hf
 from threefold.huggingface.llama import NAMES, map_experts, read_decoder, write_decoder
 from threefold.models.deepseek import DeepseekConfig
@@ -199,7 +200,7 @@ class DeepseekType(hf.HuggingFaceType):
             return tensor in {module + name for module in modules for name in _SHARED.values()}
         return any(tensor.startswith(module) for module in modules)
 
-    def weights(self, model: DeepseekConfig, shapes: hf.Shapes, present: Collection[str] = ()) -> list[hf.WeightMap]:
+    def weights(self, model: ModelConfig, shapes: hf.Shapes, present: Collection[str] = ()) -> list[hf.WeightMap]:
         """Map every parameter, those of multi-token prediction to further layers."""
         inner = {name: name.removeprefix("head.depths.").split(".", 1) for name in shapes}
         further = {name: parts for name, parts in inner.items() if name.startswith("head.depths.")}
@@ -217,7 +218,7 @@ class DeepseekType(hf.HuggingFaceType):
         return maps
 
     def rearranged(
-        self, name: str, in_block: str, block: str, model: DeepseekConfig, shapes: hf.Shapes, present: Collection[str]
+        self, name: str, in_block: str, block: str, model: ModelConfig, shapes: hf.Shapes, present: Collection[str]
     ) -> list[hf.WeightMap]:
         """Map gates interleaved with ups, rotary pairs that become halves, and experts one by one."""
         if in_block in _GATE_UP:

@@ -271,13 +271,15 @@ def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: S
     layers, table = config.num_layers, config.vocab_size * config.hidden_size
     ties = {"head.output.weight": "embed.tokens.weight"} if config.tie_embeddings else {}
     terms: dict[str, float] = {}
-    head, selective, full = table, ("blocks.*.attn.core",), ("blocks.*",)
+    head = table
+    recompute: dict[str, tuple[str, ...]] = {"selective": ("blocks.*.attn.core",), "full": ("blocks.*",)}
     if depths := config.mtp_layers:
         head += depths * (table + 2 * config.hidden_size**2 + block_costs[-1])
         split = {**split, "head.tokens": Vocab(), "head.depths.*": Replicated(), **_further_split(config, split)}
         ties["head.tokens.weight"] = "embed.tokens.weight"
         terms = {"next": 1.0} | {f"mtp_{depth + 1}": config.mtp_loss / depths for depth in range(depths)}
-        selective, full = (*selective, "head.depths.*.block.attn.core"), (*full, "head.depths.*.block")
+        for mode, (pattern,) in recompute.items():
+            recompute[mode] = (pattern, pattern.replace("blocks.*", "head.depths.*.block"))
     # A lookup has no multiply-adds, but its gradient and memory traffic are not free.
     costs = (table / 16, *block_costs, head)
     return ModelPlan(
@@ -287,7 +289,7 @@ def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: S
         initial=lambda name: initial_values(name, config),
         kinds=("Input", *["Block"] * layers, "Head"),
         ties=ties,
-        recompute={"selective": selective, "full": full},
+        recompute=recompute,
         terms=terms,
     )
 
