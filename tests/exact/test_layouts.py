@@ -158,6 +158,7 @@ REFUSED = [
     ("gpt context", "tp8 sp", {"train.grain_context": 8}, "tp is 8 but must divide the 4 pieces of a sequence"),
     ("llama", "dp1", {"model.attention_sinks": True}, "sinks is true but train.exact is true, .*; use false"),
     ("llama", "dp1", {"model.attention_softcap": 2.0}, "softcap is 2.0 but train.exact is true, .*; use 0"),
+    ("llama", "dp1", {"model.mtp_layers": 1}, "mtp_layers is 1 but train.exact is true, .*; use 0"),
     ("mixture", "dp1", {"model.expert_bias": True}, "expert_bias is true but train.exact is true, .*; use false"),
     ("mixture", "dp1", {"model.expert_gate_limit": 7.0}, "gate_limit is 7.0 but train.exact is true, .*; use 0"),
     ("gpt", "dp2", {"precision.dtype": "fp16"}, "^precision.dtype .*train.exact is true"),

@@ -5,7 +5,17 @@ from dataclasses import replace
 import pytest
 
 from tests.support.layouts import laid_out
-from tests.support.parity import BIASED_SIZES, BOTH, DEEPSEEK, LLAMA, MOE, Case, check
+from tests.support.parity import (
+    BIASED_SIZES,
+    BOTH,
+    DEEPSEEK,
+    LLAMA,
+    MOE,
+    Case,
+    check,
+    make_engine,
+    shard_of,
+)
 from tests.support.sweep import sweep
 
 
@@ -41,6 +51,7 @@ LAYOUTS = [
     (BIASED, "tp2,cp2 sp"),
     (BIASED, "dp2,pp2 ep2"),
     (replace(PLAIN, dtype="fp32"), "tp2,pp2"),
+    (replace(PLAIN, optimizer="muon"), "tp2,pp2"),
 ]
 
 
@@ -52,3 +63,22 @@ LAYOUTS = [
 )
 def test_a_layout_computes_what_one_process_does(pool, expected, case: Case, words: str) -> None:
     check(pool, expected, laid_out(case, words))
+
+
+def terms_of(case: Case) -> tuple[float, dict[str, float], float]:
+    """Return the loss and its terms of a first step on this rank of the layout, and the loss of an evaluation."""
+    engine = make_engine(case)
+    batch = shard_of(case, 0, engine.mesh.dp.index)
+    evaluated, counted = engine.evaluate(batch)
+    result = engine.train_step(batch, 0)
+    return result.loss, dict(result.terms), evaluated / counted
+
+
+@pytest.mark.parametrize("words", ["dp1", pytest.param("tp2,pp2 sp", marks=pytest.mark.slow)])
+def test_a_step_has_the_losses_of_each_token_by_name_and_an_evaluation_that_of_the_next(pool, words: str) -> None:
+    case = laid_out(replace(PLAIN, dropout=0.0), words)
+    for loss, terms, evaluated in pool.run(case.world_size, terms_of, case):
+        assert list(terms) == ["next", "mtp_1", "mtp_2"]
+        assert loss == pytest.approx(terms["next"] + 0.35 * (terms["mtp_1"] + terms["mtp_2"]), rel=1e-12)
+        assert evaluated == pytest.approx(terms["next"], rel=1e-12)
+        assert terms["next"] > terms["mtp_1"] > terms["mtp_2"] > 1  # of ever fewer tokens, divided by the same number

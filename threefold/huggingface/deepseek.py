@@ -218,7 +218,7 @@ class DeepseekType(hf.HuggingFaceType):
         return maps
 
     def rearranged(
-        self, name: str, in_block: str, block: str, model: ModelConfig, shapes: hf.Shapes, present: Collection[str]
+        self, name: str, in_block: str, block: str, model: DeepseekConfig, shapes: hf.Shapes, present: Collection[str]
     ) -> list[hf.WeightMap]:
         """Map gates interleaved with ups, rotary pairs that become halves, and experts one by one."""
         if in_block in _GATE_UP:

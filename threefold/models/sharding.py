@@ -426,7 +426,8 @@ class ModelPlan:
     def is_hidden_matrix(self, name: str, dims: int) -> bool:
         """Return whether a parameter of this unsharded name has two `dims` or more and is in an inner layer.
 
-        Inner layers are those between the first and the last; a tied weight has the name of its first use.
+        Inner layers are those between the first and the last, and the further blocks of a `PredictingHead`; a tied
+        weight has the name of its first use.
         """
         parts = name.split(".")
         return dims - self.is_stack(name) >= 2 and any(
@@ -439,7 +440,9 @@ class ModelPlan:
 
     @cached_property
     def _hidden_layers(self) -> frozenset[str]:
-        return frozenset(self.layers[1:-1])
+        # With several terms of the loss, the last layer has the blocks of multi-token prediction.
+        further = (f"{self.layers[-1]}.depths",) if self.terms else ()
+        return frozenset((*self.layers[1:-1], *further))
 
     def units(self, axis: str) -> dict[str, Unit]:
         """Return the units that an axis (`tp` or `ep`) keeps together, by the setting that counts them."""

@@ -411,14 +411,19 @@ class _Lion(ReferenceOptimizer):
 
 
 class _Muon(ReferenceOptimizer):
-    """Reference for Muon: weights of two or more dims between the first and the last layer; AdamW for the others."""
+    """Reference for Muon: weights of two or more dims between the first and the last layer; AdamW for the others.
+
+    With multi-token prediction, its blocks in the last layer are between them too.
+    """
 
     def __post_init__(self) -> None:
         outside = (f"{self.plan.layers[0]}.", f"{self.plan.layers[-1]}.")
+        further = (f"{self.plan.layers[-1]}.depths.",) if self.plan.terms else ()
+        whole = {name: self.plan.whole_name(name) for name in self.parameters}
         others = {
             name: parameter
             for name, parameter in self.parameters.items()
-            if self._is_vector(name) or self.plan.whole_name(name).startswith(outside)
+            if self._is_vector(name) or (whole[name].startswith(outside) and not whole[name].startswith(further))
         }
         self._others = _Torch(others, self.config, self.plan)
         self._momentum = {name: torch.zeros_like(p) for name, p in self.parameters.items() if name not in others}
