@@ -54,6 +54,8 @@ MEANINGLESS: dict[str, Any] = {
     "router_bias": True,
     "expert_bias": True,
     "expert_gate_limit": 7.0,
+    "mtp_layers": 2,
+    "mtp_loss": 0.1,
     "rope_factor": 2.0,
     "rope_original_positions": 64,
     "rope_low_frequency_factor": 2.0,
@@ -90,12 +92,13 @@ def mixture(**settings: Any) -> dict[str, Any]:
     [
         (llama(), FOR_WINDOW, "model.sliding_window is 0; use sliding_window 1024 or leave it out"),
         (llama(), ("qk_norm_over",), "model.qk_norm is false; use qk_norm true or leave it out"),
-        ({}, tuple(name for name in FOR_LLAMA if name not in (*FOR_WINDOW, "qk_norm_over")), "model.architecture is gpt, which has no such thing; use architecture llama or leave it out"),
+        ({}, tuple(name for name in FOR_LLAMA if name not in (*FOR_WINDOW, "qk_norm_over", "mtp_loss")), "model.architecture is gpt, which has no such thing; use architecture llama or leave it out"),
+        (llama(), ("mtp_loss",), "model.mtp_layers is 0; use mtp_layers 1 or leave it out"),
         (llama(), FOR_EXPERTS, "model.num_experts is 0; use num_experts 8 or leave it out"),
         (llama(), FOR_SCALED_ROPE, "model.rope_scaling is none; use rope_scaling linear or leave it out"),
         ({"position_embedding": "rope"}, FOR_SCALED_ROPE, "model.rope_scaling is none; use rope_scaling linear or leave it out"),
     ],
-    ids=["no-window", "no-norm", "gpt", "dense", "unscaled", "gpt-unscaled"],
+    ids=["no-window", "no-norm", "gpt", "one-token", "dense", "unscaled", "gpt-unscaled"],
 )  # fmt: skip
 def test_settings_that_would_mean_nothing(base: dict[str, Any], names: tuple[str, ...], reason: str) -> None:
     for name in names:

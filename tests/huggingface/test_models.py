@@ -274,6 +274,10 @@ def test_multi_token_prediction_comes_and_goes_or_is_left_out(transformers: Any,
     tokens = torch.arange(LENGTH).view(1, LENGTH) % 97
     with torch.no_grad():
         assert torch.equal(model_of(tmp_path / "run")(tokens), model_of(tmp_path / "without")(tokens))
+    request = GenerationRequest(max_new_tokens=5, sampling=Sampling(temperature=0))
+    models = [Trained.find(tmp_path / each).load() for each in ("run", "without")]
+    assert [*models[0].stage.state_dict()] == [*models[1].stage.state_dict()]
+    assert complete(models[0], [[1, 2, 3]], request) == complete(models[1], [[1, 2, 3]], request)
 
     ignored = Import(tmp_path / "hf", tmp_path / "ignored", ignored=("num_nextn_predict_layers",))
     import_model(ignored, Silent())

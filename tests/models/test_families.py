@@ -58,6 +58,30 @@ def test_a_family_is_what_its_row_says(row: list[str]) -> None:
         block_shapes(described)
 
 
+def test_further_blocks_are_counted_and_the_planner_refuses_them() -> None:
+    given = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 512}
+    flops = []
+    for depths in range(3):
+        model = {"architecture": "llama", "mtp_layers": depths, **given}
+        made = resolve(Config.model_validate({"model": model, "data": {"path": "unused", "sequence_length": 64}}), 512)
+        described = describe_model(made.model, 64)
+        flops.append(described.flops_per_token / 6)
+    block = (flops[0] - 512 * 64) / 2
+    assert [flops[1] - flops[0], flops[2] - flops[1]] == [block + 2 * 64 * 64 + 512 * 64] * 2
+    with pytest.raises(UnknownBlock, match=r"^model\.mtp_layers is 2 but the planner has no formulas"):
+        block_shapes(described)
+
+
+@pytest.mark.slow
+def test_further_blocks_are_verified_over_every_axis(pool, tmp_path: Path) -> None:
+    sizes = {"num_experts": 8, "expert_ffn_hidden_size": 32, "shared_expert_ffn_hidden_size": 32, "dense_layers": 1}
+    given = {"model": {"architecture": "deepseek", "num_layers": 3, "mtp_layers": 2, **sizes}}
+    given |= {"data": {"path": "none", "sequence_length": 64}, "train": {"global_batch_size": 16}}
+    layouts = ("tp2·cp2", "dp2·pp2")
+    for result in verify(pool, task(*layouts, given=Config.model_validate(given)), tmp_path, *layouts):
+        assert result.verdict == EQUAL, (str(result.spec), result.worst, result.message)
+
+
 MIXTURES = ("gpt-oss-20b", "deepseek-v3", "deepseek-v2-lite")
 PRESETS = ("gemma-3-1b", "olmo-3-7b", *MIXTURES, "glm-4-9b-0414", "gemma-2-2b", "olmo-2-1b", "phi-4")
 

@@ -86,9 +86,14 @@ class PredictingHead(Head):
             losses.append(self.loss(x, self.output, further).sum())
         terms = torch.stack(losses)
         if torch.is_grad_enabled():
-            self._terms.append(terms.detach())
+            self._keep(terms.detach())
         total: Tensor = terms[0] + terms[1:].sum() * (self.weight / len(self.depths))
         return total
+
+    # Compiled code would be specialized to the number of kept terms.
+    @torch.compiler.disable
+    def _keep(self, terms: Tensor) -> None:
+        self._terms.append(terms)
 
     def take_terms(self) -> list[Tensor]:
         """Return the sums of the losses since the last call, of the next token and each further one: [1 + depths]."""
