@@ -63,7 +63,7 @@ SHAPES = frozenset(
         *("shared_expert_gate", "moe_every", "dense_layers", "router", "router_bias_rate"),
         *("router_bias", "expert_bias"),
         *("query_rank", "key_value_rank", "plain_head_dim", "rope_head_dim", "value_head_dim"),
-        *("qk_norm_over", "attention_gate", "proj_bias", "norm_position"),
+        *("qk_norm_over", "attention_gate", "proj_bias", "norm_position", "mtp_layers"),
     )
 )
 """Settings that determine the shapes of the weights."""
@@ -371,7 +371,15 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedC
     checkpoint = choice.checkpoint
     before, now = choice.config.model.settings(), config.model.settings()
     warnings = list(choice.warnings)
-    same_function = ("preset", "file", "initializer_range", "hidden_dropout", "embedding_dropout", "attention_dropout")
+    same_function = (
+        "preset",
+        "file",
+        "initializer_range",
+        "hidden_dropout",
+        "embedding_dropout",
+        "attention_dropout",
+        "mtp_loss",
+    )
     for key in {**before, **now}:
         old, new = (_value(model, key) for model in (choice.config.model, config.model))
         if old == new or key in same_function:
@@ -379,7 +387,8 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedC
         warnings.append(f"model.{key} is {new!r}; {checkpoint.path} had {old!r}.")
         stretched = key == "max_position_embeddings" and config.model.position_embedding == "rope"
         biases = choice.config.model.has_expert_bias == config.model.has_expert_bias
-        fits = stretched or (key in ("router", "router_bias_rate") and biases)
+        left_out = key == "mtp_layers" and new < old
+        fits = stretched or left_out or (key in ("router", "router_bias_rate") and biases)
         if f"model.{key}" in SHAPES and not fits:
             raise UserError(
                 f"{config.origin(f'model.{key}')}model.{key} is {new!r} but {checkpoint.path}, which train.init_from "
