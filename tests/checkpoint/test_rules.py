@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.sweep import sweep
 from tests.train.support import Run, train_rank, write_tokens
-from threefold.checkpoint.resume import find_resumption
+from threefold.checkpoint.resume import find_resumption, find_warm_start
 from threefold.errors import UserError
 from threefold.verify.worker_pool import WorkerPool
 
@@ -58,6 +58,27 @@ def test_biases_of_experts_may_stop_and_are_not_lost(pool: WorkerPool, small_run
     assert any(line.startswith("model.router_bias_rate is 0.0 from here on; up to now") for line in found.warnings)
     with pytest.raises(UserError, match=r"model.router is 'softmax' but .* was made with 'sigmoid', whose weights"):
         find_resumption(tmp_path, mixture(small_run, 4, router_bias_rate=0.01).config)
+
+
+def predicting(run: Run, steps: int, depths: int, **settings: Any) -> Run:
+    model = {"architecture": "llama", "mtp_layers": depths, "position_embedding": "rope"}
+    return run.but(steps=steps, set=(*((f"model.{name}", value) for name, value in model.items()), *settings.items()))
+
+
+def test_a_run_keeps_its_further_blocks_and_another_may_begin_with_fewer(
+    pool: WorkerPool, small_run: Run, tmp_path: Path
+) -> None:
+    pool.run(1, train_rank, predicting(small_run, 2, 1), tmp_path)
+    with pytest.raises(UserError, match=r"model.mtp_layers is 0 but .* was made with 1, whose weights do not fit"):
+        find_resumption(tmp_path, predicting(small_run, 4, 0).config)
+    begun = {"train.init_from": str(tmp_path)}
+    with pytest.raises(UserError, match=r"model.mtp_layers is 2 but .* has 1, whose weights do not fit"):
+        find_warm_start(predicting(small_run, 4, 2, **begun).config)
+    found = find_warm_start(predicting(small_run, 4, 0, **begun).config)
+    assert found is not None
+    assert [line for line in found.warnings if "mtp" in line] == [
+        f"model.mtp_layers is 0; {found.checkpoint.path} had 1."
+    ]
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.0, 0.9), (0.9, 0.0)])
