@@ -199,7 +199,7 @@ def test_layers_with_experts(step: int, dense: list[int], expected: tuple[int, i
 
 
 def test_what_a_config_json_has_no_key_for_is_named() -> None:
-    mixture = LlamaConfig(hidden_dropout=0.1, router_z_loss=0.001, expert_capacity_factor=1.25)
+    mixture = LlamaConfig(num_experts=8, hidden_dropout=0.1, router_z_loss=0.001, expert_capacity_factor=1.25)
     assert left_out(mixture, huggingface_types()["mixtral"]) == (
         "model.router_z_loss 0.001",
         "model.expert_capacity_factor 1.25",
