@@ -24,7 +24,7 @@ def predicting(case: Case, depths: int = 2, **changes: object) -> Case:
 
 
 PLAIN = predicting(LLAMA)
-TIED = predicting(BOTH, layers=3)
+TIED = predicting(BOTH)
 LATENT = predicting(DEEPSEEK, 1, dropout=0.0, layers=4)
 MIXTURE = predicting(MOE, documents=True)
 BIASED = predicting(replace(MOE, model=BIASED_SIZES), documents=True)
@@ -52,6 +52,11 @@ LAYOUTS = [
     (BIASED, "dp2,pp2 ep2"),
     (replace(PLAIN, dtype="fp32"), "tp2,pp2"),
     (replace(PLAIN, optimizer="muon"), "tp2,pp2"),
+    (MIXTURE, "dp2,tp2 ep2 zero3 sp"),
+    (replace(PLAIN, layers=6), "tp2,pp2 zbv sp micro4"),
+    (TIED, "pp2,cp2 full micro4"),
+    (replace(PLAIN, layers=6), "dp2,pp2 interleaved zero3 micro4"),
+    (predicting(LLAMA, 13), "tp2"),  # more than a sample has positions
 ]
 
 
