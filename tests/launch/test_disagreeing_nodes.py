@@ -50,6 +50,7 @@ _YARN = {"model": {"architecture": "llama", "rope_scaling": "yarn", "rope_factor
 _LLAMA3 = {"model": {**_YARN["model"], "rope_scaling": "llama3"}}
 _SLIDING = {"model": {**_YARN["model"], "sliding_window": 8, "qk_norm": True}}
 _LATENT = {"model": {**_YARN["model"], "architecture": "deepseek", "num_experts": 4, "router_groups": 2}}
+_FURTHER = {"model": {**_LLAMA["model"], "mtp_layers": 1}}
 BASES: tuple[dict[str, dict[str, Any]], ...] = (
     *(
         {},
@@ -60,6 +61,7 @@ BASES: tuple[dict[str, dict[str, Any]], ...] = (
         _LLAMA3,
         _SLIDING,
         _LATENT,
+        _FURTHER,
         {"train": {"exact": True}},
         {"train": {"recompute": "full"}},
     ),

@@ -189,7 +189,7 @@ class Layer(nn.Module):
         super().__init__()
         self.core = core
 
-    def forward(self, x: Tensor, samples: Any = None) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, samples: Any = None) -> Tensor:
         return self.core(x)
 
 
