@@ -137,7 +137,7 @@ def test_what_is_not_run_says_why() -> None:
 
 
 PAGES = sorted(page.name for page in GUIDES.glob("*.md") if page.name != "README.md")
-LONG = ("a_run.md", "loss_differs.md", "slow_run.md")
+LONG = ("a_run.md", "characters.md", "loss_differs.md", "slow_run.md")
 """Guides whose commands are also in other guides, and in the tests of the profile."""
 
 

@@ -113,6 +113,8 @@ def test_the_summary_is_of_what_the_steps_did(copied: Copied) -> None:
     made = [
         line | {"tokens": 100, "tokens_per_second": 75.0, "seconds": 2.0, "tflops": 3.0, "mfu": 0.25} for line in steps
     ]
+    for line, rate in zip(made, (0.5e-3, 2e-3, 1e-3, 1e-3, 0.25e-3), strict=False):
+        line["lr"] = rate
     skipped = made[3] | {"skipped": True, "reason": "a spike"}
     evaluations = [{"step": step, "valid_loss": loss} for step, loss in ((2, 4.5), (4, 2.5), (6, 3.0))]
     write_lines(folder, [*made[:3], skipped, *made[4:5], *evaluations])
@@ -120,6 +122,7 @@ def test_the_summary_is_of_what_the_steps_did(copied: Copied) -> None:
     summary = run["summary"]
     assert summary["speed"] == "75 tokens/s, 2,000 ms a step"
     assert summary["MFU"] == "25.0%"
+    assert summary["learning rate"] == "2.000e-03 at its peak, 2.500e-04 at step 5"
     assert summary["validation"] == "3.0000 at step 6, lowest 2.5000"
     assert run["curves"]["values"]["tokens_so_far"]["mean"] == [100, 200, 300, 300, 400]
     assert (run["state"], summary["state"]) == ("ended", "ended after step 5 of 6")

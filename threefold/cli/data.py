@@ -20,10 +20,20 @@ def prepare(
         ..., metavar="INPUT", help="Files or folders: .jsonl, .json, .txt, also as .gz or .zst, and .parquet."
     ),
     out: Path = Option(..., help="Folder to make.", metavar="DIR"),
-    vocab_size: int = Option(
-        8192, max=2**21, help="Vocabulary size of the byte-level BPE that is learned from the text."
+    vocab_size: int | None = Option(
+        None,
+        max=2**21,
+        help="Vocabulary size of the byte-level BPE that is learned from the text; with --tokenizer char, the largest "
+        "number of characters.",
+        show_default="8192; all characters",
     ),
-    tokenizer: Path | None = Option(None, help="A tokenizer.json to use instead of learning one."),
+    tokenizer: Path | None = Option(
+        None,
+        metavar="FILE|char|byte|gpt2-like",
+        help="A tokenizer.json to use, or the tokenizer to make: of the text's characters, of bytes, or a byte-level "
+        "BPE.",
+        show_default="gpt2-like",
+    ),
     eod: str | None = Option(None, help="End-of-document token of --tokenizer, if its name is unusual."),
     key: str = Option(
         "text", help="Key of a JSON line, or column of a parquet file, that holds the text, or messages."
@@ -43,6 +53,7 @@ def prepare(
 
     Examples:
       threefold data prepare text --out tokens --vocab-size 4096
+      threefold data prepare text --out tokens --tokenizer char
       threefold data prepare chats.jsonl --out tokens --tokenizer tokenizer.json
     """
     from threefold.data.preparation import prepare as prepare_files

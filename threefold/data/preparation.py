@@ -3,8 +3,11 @@
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Final
+
+from tokenizers import Tokenizer
 
 from threefold.data.conversations import template_of
 from threefold.data.corpus import META_FILE, TOKEN_DTYPES, TOKENIZER_FILE, DocumentWriter, dtype_for
@@ -15,6 +18,8 @@ from threefold.data.tokenizer import (
     END_OF_DOCUMENT,
     SpecialTokens,
     TextRule,
+    byte_tokenizer,
+    character_tokenizer,
     end_of_document,
     id_count,
     load_tokenizer,
@@ -23,7 +28,11 @@ from threefold.data.tokenizer import (
 from threefold.errors import UserError
 from threefold.output import SILENT, Progress, check_replaceable, staged_directory
 
-_SMALLEST_VOCAB: Final = 256 + 1
+BPE, CHARACTERS, BYTES = "gpt2-like", "char", "byte"
+"""Names of tokenizers that `prepare` makes itself; the first two from the text."""
+
+_DEFAULT_VOCAB: Final = 8192
+_BYTE_VOCAB: Final = 256 + 1
 # Larger corpora are sampled to learn the vocabulary: more text changes it little and costs memory.
 _LEARN_FROM_BYTES: Final = 256_000_000
 
@@ -31,7 +40,7 @@ _LEARN_FROM_BYTES: Final = 256_000_000
 def prepare(
     inputs: Sequence[Path],
     out: Path,
-    vocab_size: int = 8192,
+    vocab_size: int | None = None,
     tokenizer: Path | None = None,
     eod: str | None = None,
     key: str = "text",
@@ -43,18 +52,18 @@ def prepare(
 ) -> TokenFiles:
     """Create token files of the text in files and folders at `out` atomically, and open them.
 
-    Without a tokenizer, a vocabulary is learned from the text. `eod` is the name of the tokenizer's end-of-document
-    token; None finds a usual one. `key` is the key of the text in JSON objects. A `chat_template` of None is found
-    next to the tokenizer.
+    A `tokenizer` is a tokenizer.json or the name of one to make: `gpt2-like` (as None), a byte-level BPE of at most
+    `vocab_size` tokens (8192); `char`, the characters of the text, at most `vocab_size` of them; `byte`, the bytes.
+    `eod` is the name of the tokenizer's end-of-document token; None finds a usual one. `key` is the key of the text in
+    JSON objects. A `chat_template` of None is found next to the tokenizer.
 
     With more than one worker the calling script needs the usual `if __name__ == "__main__":`, because workers are
     spawned.
     """
-    if tokenizer is None and vocab_size < _SMALLEST_VOCAB:
-        raise UserError(
-            f"--vocab-size is {vocab_size} but a byte-level vocabulary holds 256 bytes and {END_OF_DOCUMENT}; "
-            f"the smallest that works is {_SMALLEST_VOCAB}"
-        )
+    made_here = BPE if tokenizer is None else str(tokenizer)
+    if made_here in (BPE, CHARACTERS, BYTES):
+        tokenizer = None
+        _check_vocab_size(made_here, vocab_size)
     if workers < 1:
         raise UserError(f"--workers is {workers} but must be at least 1")
     read_from = inputs if tokenizer is None else (*inputs, tokenizer)
@@ -71,8 +80,9 @@ def prepare(
     with staged_directory(out, inputs=read_from, overwrite=overwrite, listing=list_token_files, marked=False) as folder:
         size = sum(path.stat().st_size for path in files)
         if tokenizer is None:
-            progress.phase("Learning the vocabulary", size)
-            made = train_tokenizer(_learned_from(files, key, progress.advance), vocab_size)
+            if made_here != BYTES:
+                progress.phase("Learning the vocabulary", size)
+            made = _make_tokenizer(made_here, vocab_size, files, key, progress.advance)
             stored = made.to_str(pretty=True).encode("utf-8")
         else:
             made = load_tokenizer(tokenizer)
@@ -96,16 +106,42 @@ def prepare(
     return TokenFiles.open(out)
 
 
-def _learned_from(inputs: list[Path], key: str, on_read: Callable[[int], None]) -> Iterator[str]:
-    """Yield the texts to learn the vocabulary from: every n-th, so that they hold about `_LEARN_FROM_BYTES`."""
+def _check_vocab_size(tokenizer: str, size: int | None) -> None:
+    if size is None:
+        return
+    if tokenizer == BYTES and size != _BYTE_VOCAB:
+        raise UserError(
+            f"--vocab-size is {size} but --tokenizer {BYTES} has {_BYTE_VOCAB} tokens, 256 bytes and "
+            f"{END_OF_DOCUMENT}; leave --vocab-size out"
+        )
+    if tokenizer == BPE and size < _BYTE_VOCAB:
+        raise UserError(
+            f"--vocab-size is {size} but a byte-level vocabulary holds 256 bytes and {END_OF_DOCUMENT}; "
+            f"the smallest that works is {_BYTE_VOCAB}, or give --tokenizer {CHARACTERS} for a token for each character"
+        )
+    if size < 1:
+        raise UserError(f"--vocab-size is {size} but must be at least 1")
+
+
+def _make_tokenizer(
+    name: str, vocab_size: int | None, files: list[Path], key: str, on_read: Callable[[int], None]
+) -> Tokenizer:
+    if name == BYTES:
+        return byte_tokenizer()
+    if name == CHARACTERS:
+        return character_tokenizer(_texts(files, key, on_read), vocab_size)
     # A text is assumed to be four times as large as its compressed file.
-    sizes = (path.stat().st_size * (4 if path.suffix.lower() in (".gz", ".zst") else 1) for path in inputs)
+    sizes = (path.stat().st_size * (4 if path.suffix.lower() in (".gz", ".zst") else 1) for path in files)
     stride = 1 + sum(sizes) // _LEARN_FROM_BYTES
-    number = -1
-    for number, document in enumerate(text for path in inputs for text in SourceReader(path, key, on_read).texts()):
-        if number % stride == 0:
-            yield document
-    _require_documents(number + 1, inputs)
+    return train_tokenizer(islice(_texts(files, key, on_read), 0, None, stride), vocab_size or _DEFAULT_VOCAB)
+
+
+def _texts(inputs: list[Path], key: str, on_read: Callable[[int], None]) -> Iterator[str]:
+    """Yield the texts of files, of which there must be one."""
+    readers = [SourceReader(path, key, on_read) for path in inputs]
+    for reader in readers:
+        yield from reader.texts()
+    _require_documents(sum(reader.documents for reader in readers), inputs)
 
 
 def _require_documents(count: int, inputs: list[Path]) -> None:

@@ -8,7 +8,8 @@ process.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ class TextEncoder:
 
 
 END_OF_DOCUMENT: Final = "<|endoftext|>"
+UNKNOWN: Final = "<|unknown|>"
+"""Token of every character that a vocabulary of characters does not have."""
 # Names of the end-of-document token in public tokenizers, the least ambiguous first.
 _END_NAMES: Final = (END_OF_DOCUMENT, "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "[SEP]")
 
@@ -102,6 +105,36 @@ def train_tokenizer(documents: Iterator[str], vocab_size: int) -> Tokenizer:
     thread.join()
     if failures:
         raise failures[0]
+    return tokenizer
+
+
+def byte_tokenizer() -> Tokenizer:
+    """Return the tokenizer whose tokens are the bytes of UTF-8, with their values as ids, and `<|endoftext|>`, 256."""
+    # The letters that the library writes in place of bytes, as GPT-2 did: visible ones stand for themselves.
+    letters = {byte: chr(byte) for byte in (*range(33, 127), *range(161, 173), *range(174, 256))}
+    others = (byte for byte in range(256) if byte not in letters)
+    letters |= {byte: chr(256 + place) for place, byte in enumerate(others)}
+    tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in letters.items()}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([END_OF_DOCUMENT])
+    return tokenizer
+
+
+def character_tokenizer(documents: Iterable[str], most: int | None = None) -> Tokenizer:
+    """Return a tokenizer with a token for each character of the documents, or for the `most` frequent of them.
+
+    Token 0 is `<|endoftext|>` and 1 `<|unknown|>`, any other character; the others are in the order of Unicode.
+    """
+    counts: Counter[str] = Counter()
+    for document in documents:
+        counts.update(document)
+    frequent = sorted(counts, key=lambda character: (-counts[character], character))[:most]
+    vocabulary = {token: place for place, token in enumerate((END_OF_DOCUMENT, UNKNOWN, *sorted(frequent)))}
+    # Without merges, and with nothing that splits a text first, each character is looked up by itself.
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token=UNKNOWN, fuse_unk=False))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([END_OF_DOCUMENT, UNKNOWN])
     return tokenizer
 
 

@@ -261,15 +261,14 @@ def _results(run: RunRecord) -> dict[str, str]:
     each = seconds / curves.count("seconds")
     loss, norm, rate = (number(line, name) for name in ("loss", "grad_norm", "lr"))
     phases = {word: curves.total(f"phase/{name}") / seconds for name, word in PHASES.items()}
-    held = values.get("memory", {})
-    memory = max((peak for peak in held.get("high", held.get("mean", ())) if peak), default=0)
+    memory = _highest(values.get("memory", {}))
     capacity, work = curves.total("capacity"), curves.total("work")
     unit, scale = ("TFLOP/s", 1.0) if work >= seconds else ("GFLOP/s", 1000.0)
     duration = f"{1000 * each:,.0f} ms" if each < 10 else f"{each:,.1f} s"
     return {
         "loss": "not finite" if loss is None else f"{loss:.4f} at step {line['step']:,}",
         "validation": _validation(run),
-        "learning rate": "" if rate is None else f"{rate:.3e}",
+        "learning rate": _learning_rate(values.get("lr", {}), rate, line["step"]),
         "gradient norm": "" if norm is None else f"{norm:.3f}",
         "tokens": f"{curves.total('tokens'):,.0f} trained on",
         "speed": f"{curves.total('read') / seconds:,.0f} tokens/s, {duration} a step",
@@ -279,6 +278,18 @@ def _results(run: RunRecord) -> dict[str, str]:
         "waiting": f"{curves.total('waited') / seconds:.0%} of it, in collectives" if curves.total("waited") else "",
         "memory": f"{format_bytes(int(memory))} on the rank that takes most" if memory else "",
     }
+
+
+def _highest(curve: dict[str, Any]) -> float:
+    return max((each for each in curve.get("high", curve.get("mean", ())) if each), default=0)
+
+
+def _learning_rate(curve: dict[str, Any], last: float | None, step: int) -> str:
+    """Return the peak of the learning rate, and the last one if that is another."""
+    if last is None:
+        return ""
+    peak, now = f"{_highest(curve):.3e}", f"{last:.3e}"
+    return now if now == peak else f"{peak} at its peak, {now} at step {step:,}"
 
 
 def _validation(run: RunRecord) -> str:
