@@ -89,6 +89,7 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
         "Code that runs at the events of a run, ready-made or your own.",
         (
             *("Callback", "callbacks.StepRecord", "callbacks.EvaluationRecord", "callbacks.RunContext"),
+            *("callbacks.ModelView", "callbacks.ActivationWatch"),
             *("callbacks.CallbackFailed", "callbacks.CSVLog", "callbacks.EarlyStopping", "callbacks.EpochMetrics"),
             *("callbacks.MLflowRun", "callbacks.PhaseTimers", "callbacks.WeightsAndBiases"),
         ),
@@ -150,8 +151,17 @@ MEMBERS: Final[dict[str, tuple[str, ...]]] = {
 """The members of a class that the page has, where these are not all public ones that have a docstring."""
 
 MADE_ELSEWHERE: Final = (
-    *("Axis", "Config", "Coordinates", "DistributedModel", "EvaluationRecord", "InspectedModule", "Inspection"),
-    *("LossSums", "ModelOptimizer", "PreparedLoader", "PreparedModule", "PreparedOptimizer", "PreparedScheduler"),
+    *("ActivationWatch", "Axis", "Config", "Coordinates", "DistributedModel", "EvaluationRecord", "InspectedModule"),
+    *(
+        "Inspection",
+        "LossSums",
+        "ModelOptimizer",
+        "ModelView",
+        "PreparedLoader",
+        "PreparedModule",
+        "PreparedOptimizer",
+        "PreparedScheduler",
+    ),
     *("RankFailed", "RunContext", "Split", "StepRecord", "Stopped", "UserError"),
 )
 """The classes that a user does not construct."""

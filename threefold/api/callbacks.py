@@ -8,9 +8,12 @@ from threefold.train.callbacks.base import CallbackFailed as CallbackFailed
 from threefold.train.callbacks.base import RunContext as RunContext
 from threefold.train.callbacks.records import EvaluationRecord as EvaluationRecord
 from threefold.train.callbacks.records import StepRecord as StepRecord
+from threefold.train.model_view import ActivationWatch as ActivationWatch
+from threefold.train.model_view import ModelView as ModelView
 
 _ADDED: Final = {path.partition(":")[2]: path for path in added("CHOSEN_CALLBACKS").values()}
-__all__ = ["Callback", "CallbackFailed", "EvaluationRecord", "RunContext", "StepRecord", *_ADDED]
+_BASES: Final = ("Callback", "CallbackFailed", "EvaluationRecord", "ModelView", "RunContext", "StepRecord")
+__all__ = ["ActivationWatch", *_BASES, *_ADDED]
 
 
 def __getattr__(name: str) -> Any:

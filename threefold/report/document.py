@@ -65,9 +65,9 @@ def report_of(runs: Sequence[RunRecord]) -> dict[str, Any]:
     Its members are `format`, `version`, `threefold`, `made`, `phases` and `ledger` (names of the parts of a step and of
     a run), `differences` (settings that differ, with each run's value), `comparison` (a sentence about the losses of
     runs whose settings lead to the same results), and `runs`, each with `name`, `folder`, `state`, `summary` (rows of a
-    table, by name), `layout`, `settings`, `curves`, `evaluations` and `difference` (of the losses from those of the
-    first run; `Curves.document`), `phases` and `waited` (seconds), `attempts`, `goodput`, `events`, `checkpoints`,
-    `samples` and `warnings`.
+    table, by name), `layout`, `settings`, `curves`, `evaluations`, `logged` and `valid_logged` (what callbacks logged),
+    `difference` (of the losses from those of the first run; `Curves.document`), `phases` and `waited` (seconds),
+    `attempts`, `goodput`, `events`, `checkpoints`, `samples` and `warnings`.
     """
     names = [run.folder.resolve().name for run in runs]
     if len(set(names)) < len(names):
@@ -171,6 +171,8 @@ def _run(run: RunRecord) -> dict[str, Any]:
         "settings": settings,
         "curves": curves.document(SUMS),
         "evaluations": run.evaluations.document(),
+        "logged": run.logged.document(),
+        "valid_logged": run.valid_logged.document(),
         "phases": phases,
         "waited": round(curves.total("waited"), 6),
         "seconds": round(curves.total("seconds"), 6),

@@ -18,8 +18,10 @@ from threefold.train.callbacks.records import EvaluationRecord, StepRecord
 from threefold.train.callbacks.step_log import LineFile
 
 _BEGINNING = b'{"step": '
-_KINDS = ("loss", "valid_loss", "goodput")
+_KINDS = ("loss", "logged", "valid_loss", "valid_logged", "goodput")
 """Distinctive key of each kind of line, in the order of the lines of one step."""
+LOGGED = ("logged", "valid_logged")
+"""Kinds of lines with the values that callbacks logged, after a step and after an evaluation."""
 _NAMED_LINES = 5  # maximum number of damaged lines that a warning lists
 
 
@@ -109,6 +111,10 @@ class MetricsFile(RunFile):
             values["valid_terms"] = _numbers(record.terms)
         self.file.write(json.dumps(values))
 
+    def after_log(self, record: StepRecord | EvaluationRecord) -> None:
+        kind = LOGGED[isinstance(record, EvaluationRecord)]
+        self.file.write(json.dumps({"step": record.step, kind: _numbers(record.logged)}))
+
     def after_checkpoint(self, step: int, path: Path) -> None:
         if self.ledger is not None and (found := Goodput.read(self.ledger)):
             values = {"step": step, "goodput": round(found.fraction, 6), "seconds": found.seconds()}
@@ -131,6 +137,7 @@ class Metrics:
     Attributes:
         lines: objects by step, a step before its evaluation; the last of several for the same step.
         goodput: goodput objects by step.
+        logged: objects with what callbacks logged, by step.
         damaged: numbers, from 1, of invalid lines; a last line that was cut short does not count.
         repeated: numbers of lines that a later line of the same step replaces.
     """
@@ -139,6 +146,7 @@ class Metrics:
     damaged: tuple[int, ...] = ()
     repeated: tuple[int, ...] = ()
     goodput: tuple[dict[str, Any], ...] = ()
+    logged: tuple[dict[str, Any], ...] = ()
 
     def warning(self, path: Path) -> str | None:
         """Return a sentence about the removed lines; None if there are none."""
@@ -186,13 +194,13 @@ def read_metrics_file(path: Path) -> Metrics:
             if key in found:
                 repeated.append(found[key][0])
             found[key] = number, line
-    lines = [(key[1], found[key][1]) for key in sorted(found)]
-    ledger = _KINDS.index("goodput")
+    lines = [(_KINDS[key[1]], found[key][1]) for key in sorted(found)]
     return Metrics(
-        tuple(line for kind, line in lines if kind != ledger),
+        tuple(line for kind, line in lines if kind in ("loss", "valid_loss")),
         tuple(damaged),
         tuple(repeated),
-        tuple(line for kind, line in lines if kind == ledger),
+        tuple(line for kind, line in lines if kind == "goodput"),
+        tuple(line for kind, line in lines if kind in LOGGED),
     )
 
 
@@ -225,7 +233,7 @@ def drop_lines_after(path: Path, last: int) -> None:
             say(warning)
     fresh = path.with_name(path.name + ".tmp")
     try:
-        lines = sorted((*found.lines, *found.goodput), key=lambda line: int(line["step"]))
+        lines = sorted((*found.lines, *found.logged, *found.goodput), key=lambda line: int(line["step"]))
         with open(open_nofollow(fresh), "w", encoding="utf-8") as file:
             file.writelines(json.dumps(line) + "\n" for line in lines if line["step"] <= last)
             file.flush()
@@ -249,6 +257,8 @@ def _object(content: bytes) -> dict[str, Any] | None:
         return line if _is_number(line["loss"]) and type(line.get("tokens")) is int else None
     if "goodput" in line:
         return line if _is_number(line["goodput"]) and isinstance(line.get("seconds"), dict) else None
+    if any(kind in line for kind in LOGGED):
+        return line if all(isinstance(line.get(kind, {}), dict) for kind in LOGGED) else None
     return line if "valid_loss" in line and _is_number(line["valid_loss"]) else None
 
 

@@ -139,7 +139,7 @@ function drawChart(plot, drawn, { show, tick, height, marks, from, isLog }) {
   let low = Infinity, high = -Infinity, begin = Infinity, end = -Infinity;
   for (const line of drawn) {
     line.places = line.steps ? line.steps.map((step) => placeOf(line.run, step)) : placesOf(line.run);
-    line.smooth = line.dots ? line.values.mean : smoothed(line.values.mean, spanOf(line.values.mean.length));
+    line.smooth = line.dots || line.steps ? line.values.mean : smoothed(line.values.mean, spanOf(line.values.mean.length));
     for (const values of [line.values.mean, line.values.low, line.values.high]) {
       for (const value of values || []) if (usable(value)) { low = Math.min(low, value); high = Math.max(high, value); }
     }
@@ -516,6 +516,20 @@ function parts() {
   return [...found.values()].map(([title, lines]) => chart(title, "", lines, { size: "half third" }));
 }
 
+// What callbacks logged (`record.log`): a chart for each name, and one for all names with the same beginning.
+function logged() {
+  const groups = new Map();
+  for (const run of report.runs) for (const kind of ["logged", "valid_logged"]) for (const name of Object.keys(run[kind].values)) {
+    const cut = name.lastIndexOf("/"), group = cut < 0 ? name : name.slice(0, cut);
+    if (!groups.has(group)) groups.set(group, new Map());
+    groups.get(group).set(`${kind} ${name}`, [kind, name, cut < 0 ? "" : name.slice(cut + 1)]);
+  }
+  return [...groups].map(([group, members]) => chart(group, "", (run) => [...members.values()].map(([kind, name, line], number) => ({
+    values: run[kind].values[name], steps: run[kind].last, name: line, color: report.runs.length === 1 && members.size > 1 ? color(number) : undefined,
+    dots: kind === "valid_logged",
+  })), { size: "half third" }));
+}
+
 function render() {
   charts.length = 0;
   document.title = report.runs.map((run) => run.name).join(", ") + " – Threefold report";
@@ -548,6 +562,7 @@ function render() {
     chart("Waiting", "in collectives, share of a step on rank 0", (run) => [{ values: shareOf(run, "waited") }], { ...third, from: 0, show: percent, tick: percent }),
     chart("Memory", "peak so far of the rank that takes most", value("memory"), { ...third, from: 0, show: bytes, tick: (size) => (size ? bytes(size).replace(/\.0 /, " ") : "0") }),
     chart("Loss scale", "", value("loss_scale"), third),
+    ...logged(),
   ].filter(Boolean);
   // The phases fill the row that the small charts leave open.
   const bottom = [phases(["", "two-thirds", "half third"][small.length % 3]), goodput(), differences(), checkpoints(), events(), samples(), ...settings()];

@@ -39,6 +39,7 @@ class RunRecord:
         curves: values of the steps: those of metrics.jsonl, `phase/NAME`, `term/NAME` and `SUMS`; `tokens_so_far` and
             `elapsed`, the seconds since the start of the run over all its attempts, are places of a step on other axes.
         evaluations: values of the evaluations: `valid_loss`, `valid_loss/NAME` and `valid_term/NAME`.
+        logged, valid_logged: values that callbacks logged with steps, and with evaluations.
         recent: lines of the newest steps, oldest first.
         evaluation: line of the newest evaluation; None before the first.
         attempts: first step of each attempt but the first, and the seconds elapsed before it.
@@ -118,7 +119,7 @@ class RunRecord:
         return sentences
 
     def _begin(self) -> None:
-        self.curves, self.evaluations = Curves(), Curves()
+        self.curves, self.evaluations, self.logged, self.valid_logged = Curves(), Curves(), Curves(), Curves()
         self.recent: deque[dict[str, Any]] = deque(maxlen=20)
         self.evaluation: dict[str, Any] | None = None
         self.attempts: list[tuple[int, float]] = []
@@ -140,6 +141,9 @@ class RunRecord:
             self._read_step(line)
         elif "goodput" in line:
             self._read_ledger(line)
+        elif "valid_loss" not in line:
+            curves = self.logged if "logged" in line else self.valid_logged
+            curves.add(line["step"], _members(line, "logged") | _members(line, "valid_logged"))
         else:
             self.evaluation = line
             values = {"valid_loss": line["valid_loss"]}

@@ -83,6 +83,9 @@ class Tracker(Callback):
     def after_evaluation(self, record: EvaluationRecord) -> None:
         self.log(record.step, evaluation_values(record))
 
+    def after_log(self, record: StepRecord | EvaluationRecord) -> None:
+        self.log(record.step, record.logged)
+
     def log(self, step: int, values: dict[str, float]) -> None:
         if self.connection is not None:
             with self.failures_reported():

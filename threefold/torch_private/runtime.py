@@ -4,6 +4,7 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -124,6 +125,14 @@ def cpu_attention_backward(
     return found
 
 
+def outside_function_mode() -> AbstractContextManager[Any]:
+    """Leave the `TorchFunctionMode` that was entered last, if any, in a block.
+
+    Why: as for `UninterceptedFunction`; code that only looks at a model must compute with torch's own functions.
+    """
+    return _pop_mode_temporarily() if _len_torch_function_stack() else nullcontext()
+
+
 class UninterceptedFunction(torch.autograd.Function):
     """Autograd function whose forward pass calls torch's own functions, even where a `TorchFunctionMode` is entered.
 
@@ -136,9 +145,7 @@ class UninterceptedFunction(torch.autograd.Function):
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Compute the function, like `torch.autograd.Function.apply`."""
-        if not _len_torch_function_stack():
-            return super().apply(*args)
-        with _pop_mode_temporarily():
+        with outside_function_mode():
             return super().apply(*args)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from threefold.comm.mesh import Mesh
 from threefold.config import PrecisionConfig
+from threefold.errors import UserError
 from threefold.parallel.arithmetic import RankArithmetic
 from threefold.parallel.expert_biases import ExpertBiases
 from threefold.parallel.gradients import NORM_ELEMENTS, Gradients, squared_norm
@@ -90,6 +91,12 @@ class GradientUpdate:
         at_once: number of neighbouring elements of which the norm adds up the squares, as in `squared_norm`.
         arithmetic: how it adds them up.
         biases: expert biases that follow the load, moved in a step with an update; None without any.
+
+    Attributes:
+        weights: all weights of this rank; `trained` are those with a gradient.
+        counted: trained weights whose elements this rank adds up in global sums, such as the gradient norm; each counts
+            once, on one of the ranks that hold it.
+        clipped: factor by which the last step's gradients were scaled down to the limit of their norm; 1 if not.
     """
 
     def __init__(
@@ -108,21 +115,22 @@ class GradientUpdate:
     ) -> None:
         self.biases = None if biases is None or biases.is_idle else biases
         self.mesh, self.gradients, self.loss_scale = mesh, gradients, loss_scale
-        self._trained = [weight for weight in weights if weight.is_trained]
+        self.weights, self.trained = weights, [weight for weight in weights if weight.is_trained]
         self._partial, self._tied, self._copies, self._statistics = list(partial), tied, copies, buffers
         self._in_order = any(has_uneven_shards(weight.parameter) for weight in weights)
         self.arithmetic, self._at_once = arithmetic or RankArithmetic(), at_once
-        self._counted: list[Weight] = []
-        """Weights whose gradients this rank adds to the norm; each counts once, on one of the ranks that hold it."""
+        self.counted: list[Weight] = []
+        self.clipped = 1.0
+        self._is_new = True  # no step has begun
         self._uncounted: list[Tensor] = []
-        for weight in self._trained:
+        for weight in self.trained:
             counts = (
                 gradients.is_in_norm(weight.leaf)
                 and (tied is None or tied.is_primary(weight.name))
                 and (is_split(weight.parameter) or mesh.tp.is_first)
             )
             if counts:
-                self._counted.append(weight)
+                self.counted.append(weight)
             else:
                 self._uncounted.append(weight.leaf)
 
@@ -134,6 +142,7 @@ class GradientUpdate:
     def begin(self, arrivals: int | None) -> None:
         """Begin a step in which each weight gets `arrivals` gradients, one per backward pass; None if unknown."""
         self.gradients.begin(arrivals)
+        self.clipped, self._is_new = 1.0, False
         if self._statistics is not None and not self._statistics.is_idle:
             self._statistics.begin()
         if self.biases is not None:
@@ -157,8 +166,13 @@ class GradientUpdate:
             self.mesh.tp.all_reduce_together_([self.gradients[leaf] for leaf in self._partial])
         # Tied weights, over the stages that use them: each has the gradient of its own use.
         if self._tied is not None:
-            gradients = {weight.name: self.gradients[weight.leaf] for weight in self._trained}
+            gradients = {weight.name: self.gradients[weight.leaf] for weight in self.trained}
             self._tied.sum_(gradients, self._in_order)
+
+    def require_gradients(self) -> None:
+        """Raise a `UserError` before the first step, when there are no gradients."""
+        if self._is_new:
+            raise UserError("There are no gradients before the first step; ask for them in after_step.")
 
     def unscale_(self, scale: float) -> None:
         """Divide the gradients by the factor of the loss, which kept small gradients from vanishing so far."""
@@ -173,8 +187,8 @@ class GradientUpdate:
         them fails. The norm would then be finite, and the update of that rank alone would spoil its weights.
         """
         squares = overflow = torch.zeros(1, dtype=torch.float64, device=self.mesh.device)
-        if self._counted:
-            squares = self.arithmetic.squares(self._counted, self.gradients, self._at_once).reshape(-1)
+        if self.counted:
+            squares = self.arithmetic.squares(self.counted, self.gradients, self._at_once).reshape(-1)
         if self._uncounted:
             overflow = 0 * squared_norm(self.gradients.joined(self._uncounted), self._at_once).view(1)
         if self.loss_scale is not None:
@@ -209,6 +223,7 @@ class GradientUpdate:
         """Scale gradients down to the norm `limit` (0 or None for none) if theirs is above; return whether it was."""
         if limit and (coefficient := limit / (norm + _CLIP_EPS)) < 1:
             self.gradients.scale_(coefficient)
+            self.clipped = coefficient
             return True
         return False
 

@@ -103,7 +103,8 @@ class TrainingLoop:
 
     def _run(self, start: int, unsaved: bool, evaluation_missed: bool) -> Stopped | None:
         last, stop, mesh = self.config.train.max_steps, self.engine.stop, self.engine.mesh
-        self._notify("setup", self.run)
+        for callback in self.callbacks:
+            self._notify_one(callback, "setup", self.run.of(callback))
         self._notify("before_fit", start)
         if stop.agree(mesh):
             if unsaved:
@@ -231,6 +232,8 @@ class TrainingLoop:
         if self._is_healthy and self.saving.awaits_good_step:
             self.saving.after_good_step()
         self._notify("after_step", record, step=record.step)
+        if record.logged:
+            self._notify("after_log", record)
 
     def _rolled_back(self, step: int, response: Response) -> int:
         assert response.start is not None
@@ -248,6 +251,8 @@ class TrainingLoop:
         self._evaluation = record
         self._is_healthy = self._is_healthy and isfinite(record.loss)
         self._notify("after_evaluation", record)
+        if record.logged:
+            self._notify("after_log", record)
         return True
 
     def _evaluates_after(self, step: int) -> bool:
@@ -336,11 +341,17 @@ class TrainingLoop:
         """Call a method of the callbacks that override it; those of a step only at the callback's `step_interval`."""
         for callback in self.callbacks:
             every = 1 if step is None else callback.step_interval
-            if every and (step is None or step % every == 0) and _overrides(callback, moment, Callback):
-                self.heartbeat.callback(type(callback).__name__, alone=callback.ranks == "first")
-                call(callback, moment, self.engine.mesh.rank, *arguments)
-            if reason := callback.stop_reason:
+            if every and (step is None or step % every == 0):
+                self._notify_one(callback, moment, *arguments)
+            elif reason := callback.stop_reason:
                 self.engine.stop.ask(reason)
+
+    def _notify_one(self, callback: Callback, moment: str, *arguments: Any) -> None:
+        if _overrides(callback, moment, Callback):
+            self.heartbeat.callback(type(callback).__name__, alone=callback.ranks == "first")
+            call(callback, moment, self.engine.mesh.rank, *arguments)
+        if reason := callback.stop_reason:
+            self.engine.stop.ask(reason)
 
     def _close(self) -> None:
         failures = []

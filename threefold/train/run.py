@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
@@ -124,6 +124,7 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
         engine.generators.begin(config.train.seed)
     heartbeat.activity(Activity.RESTORE)
     start = start_from.load(engine)
+    run = replace(run, view=engine.view)
 
     with closing(open_loader(config, samples, mesh.dp, start.consumed)) as loader:
         if mesh.world.is_first:

@@ -44,6 +44,7 @@ from threefold.parallel.running_statistics import RunningStatistics
 from threefold.random.rng import ProcessGenerators, generators_preserved
 from threefold.torch_private.fake import FakeTensor
 from threefold.train.gradient_update import GradientUpdate, LossScale
+from threefold.train.model_view import ActivationWatches, ModelView
 from threefold.train.optim import Optimizer, learning_rate
 from threefold.train.optimizers import update_rule
 from threefold.train.step_batch import BatchFacts, BatchPreparation, is_of_tokens
@@ -103,6 +104,7 @@ class GradientStep(GradientUpdate):
         self.generators = ProcessGenerators(mesh.coordinates, mesh.device)  # for user models that draw from them
         self.runner = self._make_runner(activation)
         self._batches = BatchPreparation(self.model, settings, self.runner, self.preserved)
+        self.watches = ActivationWatches(self.stages, make_model, mesh.rank)
         self._is_first = True
         self._batch: BatchFacts | None = None
         """Facts of the last batch, set by `compute_gradients` and read by `update`."""
@@ -151,7 +153,8 @@ class GradientStep(GradientUpdate):
             # ranks that share memory make them in `finish`.
             self.begin(self.runner.arrivals(local.size))
             self._batches.take_terms()
-            losses = self.runner.forward_backward(local, self._batch.factor)
+            with self.watches.during(step + 1):
+                losses = self.runner.forward_backward(local, self._batch.factor)
             if loss is None:
                 self._batches.take_terms(self._batch.sums)
             if self._is_first and self.plan.constructed:
@@ -164,6 +167,11 @@ class GradientStep(GradientUpdate):
             self.arithmetic.note(f"the buffer {name}, a mean over samples")
         self.unscale_(scale)
         return self.arithmetic.losses(losses) / scale, self._batch.counted
+
+    @property
+    def view(self) -> ModelView:
+        """Return the model as callbacks see it."""
+        return ModelView(self, self.watches, self.model.names, self.settings.compile)
 
     @property
     def samples(self) -> int:

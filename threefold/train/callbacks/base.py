@@ -4,7 +4,7 @@ import os
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from threefold.comm.mesh import Mesh
+    from threefold.train.model_view import ActivationWatch, ModelView, Watcher
     from threefold.train.step import NonFiniteStep
 
 
@@ -31,6 +32,7 @@ class RunContext:
         mesh: place of this rank in the layout, with the process groups of its axes.
         attempt: attempt of the run, as its launcher may restart the ranks.
         peak_rate: peak FLOP/s of a rank in the dtype of the config; None if not known.
+        view: the model, from when it is made; `model` returns it.
     """
 
     config: Config
@@ -38,6 +40,50 @@ class RunContext:
     mesh: "Mesh"
     attempt: Attempt = field(default_factory=Attempt)
     peak_rate: float | None = None
+    view: "ModelView | None" = None
+
+    @property
+    def model(self) -> "ModelView":
+        """Model of the run, of which this rank has a part: `named_parameters()`, `gradients()` and `norms()`."""
+        if self.view is None:
+            raise UserError("The model of the run is not made yet; use run.model from the setup of a callback on.")
+        return self.view
+
+    def gradient_norms(self) -> dict[str, float]:
+        """Return the norm of the gradient of each trained parameter, by its name in the whole model.
+
+        Gradients of the last step, of the mean loss over the global batch, before clipping: the root of the sum of
+        their squares is the step's `grad_norm`. Call it in `after_step`. They are equal on all ranks, and the same in
+        every layout up to rounding. One collective over the world, so the callback needs `ranks = "all"`.
+        """
+        return self.model.gradient_norms()
+
+    def activations(self, pattern: str, fn: "Watcher", *, inputs: bool = False) -> "ActivationWatch":
+        """Call `fn(name, tensor, step)` with what modules return in the forward passes of training steps.
+
+        `fn` is called once for each call of a module and each micro-batch: not in evaluations, and not again when the
+        backward pass recomputes. It may not change the tensor or call a collective, and a module that does not
+        return a tensor is passed over. A rank sees its part: the samples of its replica, its positions with context
+        parallelism, the layers of its stages; of a layer's output a share of the positions with sequence parallelism,
+        else the same as the other tensor ranks; and inside a pair of split layers its own features. The last
+        built-in layer returns the summed loss.
+
+        Args:
+            pattern: names of modules in the whole model, as in `blocks.*` or `blocks.*.mlp.up`.
+            fn: called with the module's name, the tensor without its graph, and the step (1 for the first).
+            inputs: whether `fn` gets the first argument of a module instead of what it returns.
+
+        Returns:
+            handle whose `remove()` ends the calls.
+
+        Raises:
+            UserError: no module matches, or `train.compile` is true.
+        """
+        return self.model.activations(pattern, fn, inputs)
+
+    def of(self, callback: "Callback | type[Callback]") -> "RunContext":
+        """Return the context of a callback, whose collectives are refused if it is on the first rank alone."""
+        return self if self.view is None else replace(self, view=self.view.on_ranks(callback.ranks))
 
 
 class CallbackFailed(UserError):
@@ -50,13 +96,13 @@ class Callback:
     A callback reports. A built-in callback that also takes part in steps, and decides whether they count, is a `Guard`.
 
     Methods are called in this order: setup, before_fit; for each step before_epoch (if one begins), before_step,
-    after_step, after_epoch (if one is complete), before_evaluation and after_evaluation (if due), before_checkpoint,
-    after_staging (of an asynchronous save) and after_checkpoint (if due); after_stop, if a callback ended the run; then
-    after_fit, unless a failure or a signal ended the run; and close, always. A step skipped on purpose
-    (`data.skip_steps`) has no before_step, and a step that leads to a rollback has after_rollback in place of
-    after_step. At each moment, callbacks are called in order: first the built-in ones in the order of their table, then
-    those of `train.callbacks`, then those given to `Trainer`, each as listed. An exception ends the run on all ranks,
-    with one sentence that names the callback and its rank.
+    after_step, after_log (if a callback called `record.log`), after_epoch (if one is complete), before_evaluation and
+    after_evaluation (if due), before_checkpoint, after_staging (of an asynchronous save) and after_checkpoint (if due);
+    after_stop, if a callback ended the run; then after_fit, unless a failure or a signal ended the run; and close,
+    always. A step skipped on purpose (`data.skip_steps`) has no before_step, and a step that leads to a rollback has
+    after_rollback in place of after_step. At each moment, callbacks are called in order: first the built-in ones in the
+    order of their table, then those of `train.callbacks`, then those given to `Trainer`, each as listed. An exception
+    ends the run on all ranks, with one sentence that names the callback and its rank.
 
     Attributes:
         ranks: "first" if only global rank 0 has the callback, so that it is called once per run; "all" if every rank
@@ -105,6 +151,12 @@ class Callback:
 
     def after_step(self, record: StepRecord) -> None:
         """Hook called after an optimizer step; the record is the same on every rank except for the times."""
+
+    def after_log(self, record: StepRecord | EvaluationRecord) -> None:
+        """Hook called after the `after_step` or `after_evaluation` of all callbacks if one logged a value.
+
+        The values are in `record.logged`.
+        """
 
     def after_rollback(self, step: int, start: int, reason: str) -> None:
         """Hook called when `step` was bad for `reason` and the checkpoint of `start` updates has been loaded.

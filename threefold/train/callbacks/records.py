@@ -2,7 +2,71 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Final, Literal
+
+from threefold.errors import UserError
+from threefold.files import shown
+
+_OWN: Final = frozenset(
+    (
+        *("step", "loss", "grad_norm", "lr", "tokens", "tokens_read", "tokens_per_second", "seconds", "epoch"),
+        *(
+            "epochs",
+            "batch",
+            "loss_scale",
+            "skipped",
+            "reason",
+            "tflops",
+            "mfu",
+            "memory",
+            "largest_memory",
+            "largest_rank",
+        ),
+        *("waited", "wall_clock", "valid_loss", "valid_tokens", "goodput"),
+    )
+)
+_OWN_GROUPS: Final = ("seconds", "phases", "term", "terms", "loss", "valid_loss", "valid_term", "corpora")
+"""Names of the values that a run logs by itself, and those before a slash."""
+
+
+class Logged:
+    """Base class of the records that callbacks log values with.
+
+    Attributes:
+        logged: values that callbacks have logged, by name.
+    """
+
+    step: int
+    logged: dict[str, float]
+
+    def log(self, name: str, value: Any) -> None:
+        """Log a number beside the run's own values: in metrics.jsonl, TensorBoard, trackers and the report.
+
+        The value of global rank 0 is written; a callback of all ranks that wants a sum or a mean over them reduces it
+        before. A name such as `layers/gradient/blocks.0` puts values with the same beginning together.
+
+        Args:
+            name: name of the value, which neither the run nor another callback has for this step.
+            value: number, or tensor with one element.
+
+        Raises:
+            UserError: the name is taken, or the value is not a number.
+        """
+        if not isinstance(name, str) or not name.strip() or not name.isprintable():
+            raise UserError(f"record.log has the name {shown(str(name))}, but it must be text on one line.")
+        if name in _OWN or ("/" in name and name.partition("/")[0] in _OWN_GROUPS):
+            raise UserError(f"record.log has the name {shown(name)}, which the run itself logs; use own/{shown(name)}.")
+        if name in self.logged:
+            raise UserError(
+                f"record.log has the name {shown(name)} twice at step {self.step:,}; give each value its own."
+            )
+        try:
+            self.logged[name] = float(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(
+                f"record.log has {shown(name)} with a value of type {type(value).__name__}, but it must be a number, "
+                "or a tensor with one element."
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -31,8 +95,8 @@ class Performance:
 
 
 @dataclass(frozen=True)
-class StepRecord:
-    """Record of a finished step, the same on every rank except for the times.
+class StepRecord(Logged):
+    """Record of a finished step, the same on every rank except for the times and what callbacks log.
 
     Attributes:
         step: 1 for the first.
@@ -86,6 +150,7 @@ class StepRecord:
     performance: Performance | None = None
     fingerprint: str | None = None
     unknown_calls: tuple[str, ...] = ()
+    logged: dict[str, float] = field(default_factory=dict)
 
     @property
     def is_read(self) -> bool:
@@ -136,7 +201,7 @@ class MeanRates:
 
 
 @dataclass(frozen=True)
-class EvaluationRecord:
+class EvaluationRecord(Logged):
     """Record of a finished evaluation.
 
     Attributes:
@@ -154,3 +219,4 @@ class EvaluationRecord:
     seconds: float
     corpus_losses: Mapping[str, float] = field(default_factory=dict)
     terms: Mapping[str, float] = field(default_factory=dict)
+    logged: dict[str, float] = field(default_factory=dict)

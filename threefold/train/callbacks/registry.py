@@ -80,7 +80,7 @@ def make_callbacks(run: RunContext, given: Sequence[Callback] = ()) -> list[Call
     for name, arguments in wanted:
         kind: Any = _load(name)  # on every rank, so that each raises what is wrong
         if kind.ranks == "all" or run.mesh.rank == 0:
-            made.append(kind.for_run(run, **arguments) if _makes_itself(kind) else kind(**arguments))
+            made.append(kind.for_run(run.of(kind), **arguments) if _makes_itself(kind) else kind(**arguments))
     made += [callback for callback in given if callback.ranks == "all" or run.mesh.rank == 0]
     return [callback for callback in made if callback is not None]
 
