@@ -2,6 +2,7 @@ import gc
 import os
 import pickle
 import signal
+import threading
 from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
@@ -146,6 +147,20 @@ def test_workers_have_threads_after_the_process_had_some() -> None:
     assert _parallel(2) == 1 << 20
     with WorkerPool(1, timedelta(seconds=1)) as pool:
         assert pool.run(1, _parallel, 2) == [1 << 20]
+
+
+def test_it_closes_while_another_child_of_the_process_holds_its_pipe() -> None:
+    """As a data loader's worker does, which may outlive the pool."""
+    pool = WorkerPool(1)
+    child = os.fork()
+    if not child:
+        signal.pause()
+    closing = threading.Thread(target=pool.close, daemon=True)
+    closing.start()
+    closing.join(timeout=60)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert not closing.is_alive()
 
 
 @pytest.mark.slow

@@ -109,6 +109,9 @@ class WorkerPool:
 
     def close(self) -> None:
         self._discard(list(self._workers))
+        # A process that the caller has forked may hold the pipe too, so that closing it alone does not end the server.
+        with suppress(BrokenPipeError):
+            self._fork_server.connection.send("end")
         self._fork_server.connection.close()
         os.waitpid(self._fork_server.pid, 0)
 
@@ -190,6 +193,8 @@ def _fork_server(connection: Connection) -> None:
         try:
             request = connection.recv()
         except EOFError:
+            return
+        if request == "end":
             return
         if request != "fork":
             if request not in endings:
