@@ -65,6 +65,7 @@ class Case:
     tie: bool = True
     optimizer: str = "adamw"
     update: tuple[tuple[str, Any], ...] = ()  # further settings of the optimizer, ("optimizer.key", value)
+    groups: tuple[tuple[tuple[str, Any], ...], ...] = ()  # of the optimizer, each as its items
     steps: int = 3
     clip: float = 0.5
     compile: bool = False
@@ -127,6 +128,8 @@ class Case:
         if self.optimizer != "lion":
             # With 1e-8, Adam's first steps would follow the sign of rounding noise.
             given["optimizer"]["eps"] = 1e-5
+        if self.groups:
+            given["optimizer"]["groups"] = list(map(dict, self.groups))
         for key, value in (*self.update, *self.settings):
             section, name = key.split(".")
             given[section][name] = value

@@ -81,6 +81,9 @@ def code_of(config: Config) -> Iterator[tuple[str, str]]:
         yield "model.file", config.model.file
     if OPTIMIZERS.is_path(config.optimizer.name):
         yield "optimizer.name", config.optimizer.name
+    for group in config.optimizer.groups or ():
+        if OPTIMIZERS.is_path(group.get("name", "")):
+            yield "optimizer.groups", group["name"]
     for key, policy in (("train.on_nan", config.train.on_nan), ("train.on_spike", config.train.on_spike)):
         if is_import_path(policy):
             yield key, policy

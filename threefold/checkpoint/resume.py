@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-from threefold.checkpoint.errors import DamagedCheckpoint
+from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
 from threefold.checkpoint.folder import (
     TOKENIZER,
     Damaged,
@@ -167,6 +167,8 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
 def _allowed_changes(checkpoint: Checkpoint, stored: Config, config: Config) -> list[tuple[str, Any, Any]]:
     """Return the settings that a resumed run may change; raise a `UserError` for one that it may not, or other data."""
     changes = list(_changes(stored, config))
+    if config.optimizer.groups or stored.optimizer.groups:
+        _check_optimizers(checkpoint, stored, config)
     for key, before, now in changes:
         if reason := _forbidden(key, before, now, config):
             raise UserError(
@@ -176,6 +178,20 @@ def _allowed_changes(checkpoint: Checkpoint, stored: Config, config: Config) -> 
     _check_data(checkpoint, config)
     _check_epochs(checkpoint, config)
     return changes
+
+
+def _check_optimizers(checkpoint: Checkpoint, stored: Config, config: Config) -> None:
+    """Raise UserError if a weight's optimizer changed, by the groups."""
+    from threefold.checkpoint.tensors import stored_tensors
+    from threefold.models.groups import optimizer_changes
+
+    names = [name.removeprefix(MODEL) for name in stored_tensors(checkpoint.path) if name.startswith(MODEL)]
+    if change := optimizer_changes(names, stored.optimizer, config.optimizer):
+        before, now = (list(each.optimizer.groups or ()) for each in (stored, config))
+        raise UserError(
+            f"{config.origin('optimizer.groups')}optimizer.groups is {now!r} but in {checkpoint.path} {change}; set it "
+            f"to {before!r}, or start a new run in another folder."
+        )
 
 
 def _other_batch(checkpoint: Checkpoint, stored: Config, config: Config) -> str:
@@ -290,7 +306,8 @@ def _forbidden(key: str, before: Any, now: Any, config: Config) -> str | None:
         )
     if key == "optimizer.name":
         return "whose state does not fit another optimizer"
-    if key == "optimizer.momentum" and config.optimizer.name == "sgd" and bool(before) != bool(now):
+    grouped = config.optimizer.groups  # whose rule is `_check_optimizers`
+    if key == "optimizer.momentum" and config.optimizer.name == "sgd" and bool(before) != bool(now) and not grouped:
         return "and sgd has a momentum to resume only where it was above 0"
     return None
 

@@ -197,8 +197,14 @@ def _sentence(error: ValidationError, values: dict[Any, Any], origins: dict[str,
         if isinstance(given, dict) and any(isinstance(weight, dict) for weight in given.values()):
             rule = "must be paths and their weights, or weights by step, such as {books: 3, code: {0: 0, 1000: 1}}"
         return f"{where}{key} is {_shown(values['data']['mixture'])} but {rule}."
-    if first["type"] in ("model_type", "model_attributes_type", "dict_type"):
+    if first["type"] in ("model_type", "model_attributes_type", "dict_type") and len(first["loc"]) < 3:
         return f"{where}{key} is {_shown(first['input'])} but must be a section with settings below it."
+    if first["type"] == "groups":
+        return f"{where}{key} {first['ctx']['rule']}."
+    if first["type"] == "group":
+        name, number, problem = (first["ctx"][each] for each in ("key", "group", "problem"))
+        expected = _OF_SEVERAL_KINDS.get(f"optimizer.{name}") or _expected(problem)
+        return f"{where}{key} has {name} {_shown(problem['input'])} in group {number} but must be {expected}."
     if first["type"] == "by_step":
         entry = first["ctx"]
         rule = f"its entry {entry['step']}: {_shown(entry['value'])} must be {_expected(entry['problem'])}"
@@ -222,6 +228,7 @@ def _shown(value: Any) -> str:
 _OF_SEVERAL_KINDS = {
     "model.attention_pattern": 'a list of full and sliding, or a period such as "5 sliding : 1 full"',
     "optimizer.betas": "a list of two numbers",
+    "optimizer.groups": 'a list of mappings such as {match: "**.bias", weight_decay: 0}',
     "data.key": "the name of a key, such as text",
     "data.split": 'weights of the training, validation and test parts, such as "949,50,1"',
     "parallel.fallbacks": 'a list of layouts, such as ["dp2,tp2", dp2]',

@@ -8,10 +8,11 @@ entry points. docs/developing.md lists the other steps.
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, ValidationError, field_validator
+from pydantic_core import PydanticCustomError
 
 from threefold.config.section import MOST_STEPS, NameIn, Section, derived
-from threefold.plugins import Registry
+from threefold.plugins import Registry, one_of
 
 
 class OptimizerRow(NamedTuple):
@@ -48,6 +49,7 @@ OPTIMIZERS: Final = Registry(
     {name: row.implementation for name, row in BUILT_IN.items()},
     takes_paths=True,
 )
+_OF_A_GROUP: Final = ("match", "lr_scale", "weight_decay", "name", "arguments", *HYPER_PARAMETERS)
 LR_SCHEDULES: Final = Registry(
     "optimizer.decay",
     "threefold.lr_schedules",
@@ -96,6 +98,66 @@ class OptimizerConfig(Section):
     """Decay of the weight matrices (not biases and norms), decoupled from the gradient except for `adam` and `sgd`."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
     """Limit on the global norm of the gradient; 0 for no limit."""
+    groups: tuple[dict[str, Any], ...] = derived(strict=False, min_length=1)
+    """Weights with settings of their own (docs/training.md), such as `{match: "**.bias", weight_decay: 0}` or
+    `{match: "blocks.**", name: muon, lr_scale: 0.5}`: the pattern `match`, `lr_scale` (factor on the learning rate), a
+    `weight_decay` for all that match, and `name`, `arguments` and other settings of an optimizer. The last group that
+    matches a weight decides. Default: none."""
+
+    @field_validator("groups")
+    @classmethod
+    def _require_groups(cls, groups: tuple[dict[str, Any], ...] | None) -> tuple[dict[str, Any], ...] | None:
+        """Refuse a group with unknown settings, or with values that they cannot have."""
+        found = []
+        for number, given in enumerate(groups or (), 1):
+            group = {key: value for key, value in given.items() if value is not None}
+            for key in group.keys() - set(_OF_A_GROUP):
+                rule = f"has {key!r} in group {number} but a group takes {one_of(key, list(_OF_A_GROUP))}"
+                raise PydanticCustomError("groups", "{rule}", {"rule": rule})
+            if not isinstance(group.get("match"), str) or len(group) == 1:
+                example = 'such as {match: "**.bias", weight_decay: 0}'
+                rule = f"has {given!r} as group {number} but must have a match and a setting for it, {example}"
+                raise PydanticCustomError("groups", "{rule}", {"rule": rule})
+            scale, own = group.get("lr_scale", 1.0), {key: group[key] for key in group.keys() - {"match", "lr_scale"}}
+            for key, settings in (("lr_scale", {"lr": scale}), ("", own)):
+                try:
+                    OptimizerConfig.model_validate(settings)
+                except ValidationError as error:
+                    problem = error.errors()[0]
+                    of = {"group": number, "key": key or problem["loc"][0], "problem": problem}
+                    raise PydanticCustomError("group", "", of) from None
+            found.append(group)
+        return tuple(found) or None
+
+    @property
+    def parts(self) -> "tuple[OptimizerGroup, ...]":
+        """The settings of weights in no group, then those of each group."""
+        return OptimizerGroup("", self.model_copy(update={"groups": None})), *map(self._part, self.groups or ())
+
+    @property
+    def is_built_in(self) -> bool:
+        """Whether all optimizers are this package's."""
+        return all(part.config.name in BUILT_IN for part in self.parts)
+
+    def _part(self, group: Mapping[str, Any]) -> "OptimizerGroup":
+        """Fill up a group: with this section's settings, or if `name` is another, with the defaults of that."""
+        own = {key: value for key, value in group.items() if key not in ("match", "lr_scale")}
+        settings = {key: getattr(self, key) for key in type(self).model_fields if key != "groups"}
+        name = own.get("name", self.name)
+        if name != self.name:
+            settings = {key: each for key, each in settings.items() if key not in ("arguments", *HYPER_PARAMETERS)}
+        settings = {key: each for key, each in settings.items() if each is not None}
+        config = OptimizerConfig.model_validate({**hyper_parameters(name), **settings, **own})
+        return OptimizerGroup(group["match"], config, float(group.get("lr_scale", 1.0)), "weight_decay" in own)
+
+
+class OptimizerGroup(NamedTuple):
+    """Weights that one optimizer updates with the same settings."""
+
+    match: str  # pattern of their names; empty for weights in no group
+    config: OptimizerConfig
+    lr_scale: float = 1.0
+    all_decay: bool = False  # whether biases and norms decay, too
 
 
 def hyper_parameters(name: str) -> Mapping[str, Any]:
@@ -105,3 +167,11 @@ def hyper_parameters(name: str) -> Mapping[str, Any]:
     if OPTIMIZERS.is_path(name):  # importing takes time, and the class need not exist to read a checkpoint
         return {}
     return getattr(OPTIMIZERS.load(name), "reads", {})
+
+
+def described_groups(groups: Any) -> str:
+    """Return `optimizer.groups` as text, such as `blocks.**: name muon, lr_scale 0.5`; empty for anything else."""
+    listed = [each for each in groups if isinstance(each, dict)] if isinstance(groups, list | tuple) else []
+    settings = ({key: value for key, value in each.items() if key != "match"} for each in listed)
+    texts = (", ".join(f"{key} {value}" for key, value in each.items()) for each in settings)
+    return "; ".join(f"{each.get('match')}: {text}" for each, text in zip(listed, texts, strict=True))

@@ -9,7 +9,7 @@ from typing import Final
 from threefold.config.by_step import entries_of, parts_by_step, sum_before, value_at
 from threefold.config.loading import problem
 from threefold.config.model import CUSTOM, FAMILIES
-from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, hyper_parameters
+from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, OptimizerConfig, hyper_parameters
 from threefold.config.schema import Config, section_types
 from threefold.config.section import divisors, nearest_divisor, nearest_multiple
 from threefold.doors import added, imported, require_installed
@@ -390,10 +390,12 @@ def _checkpoints_rules(config: Config) -> Broken:
 
 def _optimizer_rules(config: Config) -> Broken:
     optimizer = config.optimizer
-    for beta in optimizer.betas:
-        if not 0 <= beta < 1:
-            yield "optimizer.betas", "each must be at least 0 and below 1; use [0.9, 0.95]"
-    yield from _hyper_parameters_rules(config)
+    for number, part in enumerate(optimizer.parts):
+        for key, rule in _hyper_parameters_rules(part.config):
+            if not number:
+                yield f"optimizer.{key}", rule
+            elif not any(key == other for other, _ in _hyper_parameters_rules(optimizer)):
+                yield "optimizer.groups", f"of the {key} in group {number}, {rule}"
     if optimizer.warmup_steps > optimizer.decay_steps:
         rule = f"must be at most optimizer.decay_steps {optimizer.decay_steps}; use {optimizer.decay_steps}"
         yield "optimizer.warmup_steps", rule
@@ -405,11 +407,13 @@ def _optimizer_rules(config: Config) -> Broken:
         yield "optimizer.stable_steps", f"warm-up and decay_steps leave room for {room}; use {room}"
 
 
-def _hyper_parameters_rules(config: Config) -> Broken:
-    optimizer = config.optimizer
+def _hyper_parameters_rules(optimizer: OptimizerConfig) -> Broken:
+    """Yield the settings of one optimizer, without their section, that break a rule."""
+    if not all(0 <= beta < 1 for beta in optimizer.betas):
+        yield "betas", "each must be at least 0 and below 1; use [0.9, 0.95]"
     if optimizer.arguments and optimizer.name in BUILT_IN:
         rule = f"optimizer.name is {optimizer.name}, whose settings are those of this section; leave it out"
-        yield "optimizer.arguments", rule
+        yield "arguments", rule
     read = hyper_parameters(optimizer.name)
     for key in HYPER_PARAMETERS:
         default = type(optimizer).model_fields[key].default
@@ -417,12 +421,12 @@ def _hyper_parameters_rules(config: Config) -> Broken:
             continue  # a config of Adam's is tried with optimizer.name=sgd, which ignores them
         if OPTIMIZERS.is_path(optimizer.name):
             rule = f"optimizer.name is {optimizer.name}; give its arguments in optimizer.arguments instead"
-            yield f"optimizer.{key}", rule
+            yield key, rule
         rule = f"optimizer.name is {optimizer.name}, which does not read it; leave it out"
         users = [name for name, row in BUILT_IN.items() if key in row.reads]
-        yield f"optimizer.{key}", f"{rule} or use optimizer.name {users[0]}"
+        yield key, f"{rule} or use optimizer.name {users[0]}"
     if optimizer.nesterov and not optimizer.momentum:
-        yield "optimizer.nesterov", "optimizer.momentum is 0, and Nesterov's needs one; use false or momentum 0.9"
+        yield "nesterov", "optimizer.momentum is 0, and Nesterov's needs one; use false or momentum 0.9"
 
 
 def _together_rules(config: Config) -> Broken:

@@ -69,6 +69,7 @@ def exact_rules(config: Config) -> Broken:
         ("model.attention_sinks", config.model.attention_sinks, "false"),
         ("model.mtp_layers", config.model.mtp_layers > 0, "0"),
         ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),
+        ("optimizer.groups", not optimizer.is_built_in, "built-in optimizers"),
         ("train.compile", train.compile, "false"),
         ("parallel.cp_method", parallel.cp > 1 and parallel.cp_method != "all-gather", "all-gather"),
         ("parallel.gradient_compression", parallel.gradient_compression != "none", "none"),

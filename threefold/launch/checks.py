@@ -9,7 +9,6 @@ from threefold.comm.layout import Layout
 from threefold.config import Config, resolve
 from threefold.config.by_step import entries_of
 from threefold.config.loading import config_of
-from threefold.config.optimizer import BUILT_IN
 from threefold.config.resolve import check_settings, on_device
 from threefold.config.rules import require_rooms
 from threefold.constants import PARITY_WIDE
@@ -87,7 +86,7 @@ def checked(config: Config, progress: Progress) -> CheckedConfig:
     check_names(config.train.callbacks or ())
     for check in map(imported, added("RUN_CHECKS").values()):
         check(config)
-    if config.optimizer.name not in BUILT_IN:
+    if not config.optimizer.is_built_in:
         from threefold.train.optimizers import check_optimizer  # imports torch, as the optimizer does
 
         check_optimizer(config.optimizer)

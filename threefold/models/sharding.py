@@ -23,6 +23,11 @@ def matches(name: str, pattern: str) -> bool:
     return _expression(pattern).fullmatch(name) is not None
 
 
+def covers(pattern: str, name: str) -> bool:
+    """Return whether a pattern matches a name, or that of a module around it: `blocks.*` covers `blocks.3.attn`."""
+    return _covering(pattern).match(name) is not None
+
+
 def specificity(pattern: str) -> tuple[int, int, int, int]:
     """Return the sort key of a pattern: parts without a star, parts with a star inside, parts `*`, and fewer `**`."""
     parts = pattern.split(".")
@@ -45,7 +50,7 @@ class Patterns:
         for rank, pattern in self._ranked:
             if found and rank < found[0][0]:
                 break
-            if _covering(pattern).match(name):
+            if covers(pattern, name):
                 found.append((rank, pattern))
         if len(found) > 1:
             one, other = sorted(pattern for _, pattern in found[:2])

@@ -36,8 +36,9 @@ class ThreefoldAdapter(Adapter):
         super().__init__()
         self._engine, self._mesh = engine, engine.mesh
         self._weights = {weight.name: weight for weight in engine.model.trained}
-        self._states = {entry.name: engine.optimizer.rule.state(entry) for entry in engine.optimizer.entries}
-        self._decay = {entry.name: engine.optimizer.rule.weight_decay(entry) for entry in engine.optimizer.entries}
+        rule, entries = engine.optimizer.rule, engine.optimizer.entries
+        self._states = {entry.name: rule.state(entry) for entry in entries}
+        self._settings = {entry.name: (rule.lr_scale(entry), rule.weight_decay(entry)) for entry in entries}
         self._length = 0 if engine.config.model.architecture == CUSTOM else engine.config.data.sequence_length
         self._cut = engine.parallelism.context.cut
         self.before_update: Callable[[], None] = _nothing
@@ -85,7 +86,8 @@ class ThreefoldAdapter(Adapter):
                 yield key, [self._placed(weight, value)]
 
     def counters(self, name: str, parameter: nn.Parameter) -> Mapping[str, float]:
-        found = {"lr": self._lr, "weight_decay": self._decay[name]}
+        scale, decay = self._settings[name]
+        found = {"lr": self._lr * scale, "weight_decay": decay}
         step = self._states[name].get("step")
         return found if step is None else {**found, "updates": float(step)}
 

@@ -154,7 +154,7 @@ class LeastBytes:
         self._config, self._device, self._keeps, self._kinds = config, device, keeps, kinds
         self._weights = model_weights(config.model, config.data.sequence_length)
         self._names = [self._weights.plan.layers[layer] for layer in kinds.first]
-        self._states = optimizer_states(config.optimizer)
+        self._states = optimizer_states(config.optimizer, min)
         self._largest = config.train.global_batch_size
         self._held: dict[ShardCoordinates, Array] = {}
         self._layers: dict[object, Array] = {}

@@ -1,7 +1,7 @@
 """Size of a model on each rank from shapes alone: parameters, memory of shards, and a block as one rank computes it."""
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import ceil, prod
@@ -13,6 +13,7 @@ from threefold.config.model import CUSTOM, ModelConfig
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.schema import ParallelConfig
 from threefold.errors import UserError
+from threefold.models.groups import group_of
 from threefold.models.sharding import OverExperts, Split
 from threefold.parallel.pipeline.partition import chosen_layers, stage_map
 from threefold.planner.block import BlockShape, ModelDescription, WeightShape, block_shapes, describe_model
@@ -140,8 +141,7 @@ class ModelSize:
         layers = self.layers_of_rank(pp_rank)
         local = self.weights.held(layers, place)
         held, trained = local.all, local.trained
-        hidden, others = optimizer_states(self._config.optimizer)
-        states = (local.hidden * hidden + local.others * others) * wide
+        states = self._states(layers, place) * wide
         if not zero:
             copies = held * narrow if narrow < wide else 0
             return RankSize(held, held * wide + copies, trained * wide, states)
@@ -155,6 +155,22 @@ class ModelSize:
         else:
             gradients = max(trained, whole.trained) * wide
         return RankSize(held, held * wide + gathered, gradients, states)
+
+    def _states(self, layers: Sequence[str], place: ShardCoordinates) -> int:
+        """Return the elements of optimizer state of some layers on the rank at `place`."""
+        optimizer, plan = self._config.optimizer, self.weights.plan
+        if not optimizer.groups:
+            local, (hidden, others) = self.weights.held(layers, place), optimizer_states(optimizer)
+            return local.hidden * hidden + local.others * others
+        parts = optimizer.parts
+        kept = {part.match: optimizer_states(part.config) for part in parts}
+        total = 0
+        for weight in {weight for name in layers for weight in self.weights.layers[name]}:
+            if weight.name not in plan.frozen:
+                hidden, others = kept[group_of(parts, weight.name).match]
+                states = hidden if plan.is_hidden_matrix(weight.name, len(weight.shape)) else others
+                total += states * prod(local_shape(weight.shape, weight.split, weight.last_name, place))
+        return total
 
     def _most_together(self, pp_rank: int, place: ShardCoordinates, trained: bool = False) -> int:
         """Return the largest number of elements that ZeRO gathers, or reduces if `trained`, at once."""
@@ -195,9 +211,13 @@ class ModelSize:
         return found
 
 
-def optimizer_states(config: OptimizerConfig) -> tuple[int, int]:
+def optimizer_states(config: OptimizerConfig, of_groups: Callable[[Iterable[int]], int] = max) -> tuple[int, int]:
     """Return the numbers of state tensors of a weight's shape that the optimizer keeps for matrices of layers between
-    the first and the last, and for other weights. An optimizer of another package or the user is imported."""
+    the first and the last, and for other weights. An optimizer of another package or the user is imported. With groups,
+    `of_groups` chooses among the numbers of each."""
+    if config.groups:
+        hidden, others = zip(*(optimizer_states(part.config) for part in config.parts), strict=True)
+        return of_groups(hidden), of_groups(others)
     if config.name in BUILT_IN:
         states = BUILT_IN[config.name].states
     else:
@@ -456,7 +476,7 @@ def bytes_of_states(config: Config, layout: Layout, first: int, count: int, cust
     if config.model.architecture == CUSTOM:
         if count < layout.world_size:
             return 0
-        each = 2 + min(optimizer_states(config.optimizer))
+        each = 2 + min(optimizer_states(config.optimizer, min))
         copies = 1 if config.parallel.zero else layout.dp
         whole, trained = custom_parameters
         frozen = (whole - trained) * DTYPES[config.precision.dtype].itemsize

@@ -18,6 +18,7 @@ from threefold.checkpoint.index import read_index
 from threefold.checkpoint.resume import is_decisive
 from threefold.comm.layout import AXES, Layout
 from threefold.config.loading import differing_settings
+from threefold.config.optimizer import described_groups
 from threefold.errors import UserError
 from threefold.files import (
     counted,
@@ -156,6 +157,7 @@ def _run(run: RunRecord) -> dict[str, Any]:
         "model": _model(settings, parameters),
         "layout": "" if layout is None else _layout_text(layout, settings),
         "data": _data(settings),
+        "groups": described_groups(settings.get("optimizer", {}).get("groups")),
         "precision": _joined(" ", precision, f"on {device}" if device in ("cpu", "cuda") else "", exact),
         "versions": ", ".join(f"{name} {version}" for name, version in versions.items()),
         **_results(run),

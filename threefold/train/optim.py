@@ -35,6 +35,7 @@ class Entry(Weight):
             embeddings, the head, norms and biases.
         arithmetic: how an update multiplies whole matrices, and whether it may use fused kernels.
         is_stack: whether its first dim counts experts, each with a matrix or a vector of its own.
+        all_decay: whether it decays even if it is a bias or a norm.
     """
 
     gradients: Gradients
@@ -42,6 +43,7 @@ class Entry(Weight):
     is_hidden: bool = False
     arithmetic: LayerArithmetic = PLAIN
     is_stack: bool = False
+    all_decay: bool = False
 
     @property
     def gradient(self) -> Tensor:
@@ -50,8 +52,8 @@ class Entry(Weight):
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies: to weights of at least two dims, not to biases and norms."""
-        return self.parameter.dim() - self.is_stack >= 2
+        """Whether weight decay applies: to weights of at least two dims, not to biases and norms, unless asked for."""
+        return self.all_decay or self.parameter.dim() - self.is_stack >= 2
 
 
 class UpdateRule(ABC):
@@ -103,6 +105,10 @@ class UpdateRule(ABC):
 
     def weight_decay(self, entry: Entry) -> float:
         return self.config.weight_decay if entry.decays else 0.0
+
+    def lr_scale(self, entry: Entry) -> float:
+        """Return the factor on the learning rate of an entry."""
+        return 1.0
 
 
 class Optimizer:

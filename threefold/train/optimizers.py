@@ -1,4 +1,4 @@
-"""SGD, Lion, Muon, and any `torch.optim.Optimizer` that `optimizer.name` gives by path; `optim.py` has AdamW and Adam.
+"""SGD, Lion, Muon, any `torch.optim.Optimizer` by path, and several optimizers at once; `optim.py` has AdamW and Adam.
 
 A user's optimizer updates this rank's local shards of the master weights, so it must treat elements independently, as
 Adam and Lion do; its state tensors are then sharded like the weight. A class that needs whole weights, for example to
@@ -10,6 +10,7 @@ weights in another layout, which `threefold verify` detects.
 import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from threefold.config import OptimizerConfig
 from threefold.config.optimizer import OPTIMIZERS
 from threefold.errors import UserError
 from threefold.files import describe_error, shown
+from threefold.models.groups import group_of
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.plugins import one_of
 from threefold.train.optim import AdamW, Entry, UpdateRule
@@ -218,11 +220,55 @@ def newton_schulz(matrices: Tensor, steps: int, arithmetic: LayerArithmetic = PL
     return x if wide else x.mT
 
 
+class GroupedRule(UpdateRule):
+    """The optimizers of `optimizer.groups`, each of the weights of one group, and that of all other weights."""
+
+    def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
+        super().__init__(entries, config)
+        parts = config.parts
+        self._rules: list[tuple[UpdateRule, float]] = []
+        self._of: dict[str, tuple[UpdateRule, Entry]] = {}
+        self._scales: dict[str, float] = {}
+        for part in parts:
+            group = [entry for entry in self.entries if group_of(parts, entry.name) is part]
+            if group:  # on this rank
+                group = [replace(entry, all_decay=part.all_decay) for entry in group]
+                rule = update_rule(part.config)(group, part.config)
+                self._rules.append((rule, part.lr_scale))
+                self._of |= {entry.name: (rule, entry) for entry in group}
+                self._scales |= dict.fromkeys((entry.name for entry in group), part.lr_scale)
+
+    def step(self, lr: float) -> None:
+        for rule, scale in self._rules:
+            rule.step(lr * scale)
+
+    def state(self, entry: Entry) -> Mapping[str, Tensor]:
+        rule, grouped = self._of[entry.name]
+        return rule.state(grouped)
+
+    def is_replicated(self, entry: Entry, state: str, value: Tensor) -> bool:
+        rule, grouped = self._of[entry.name]
+        return rule.is_replicated(grouped, state, value)
+
+    def restored(self) -> None:
+        for rule, _ in self._rules:
+            rule.restored()
+
+    def weight_decay(self, entry: Entry) -> float:
+        rule, grouped = self._of[entry.name]
+        return rule.weight_decay(grouped)
+
+    def lr_scale(self, entry: Entry) -> float:
+        return self._scales[entry.name]
+
+
 _OF_THE_SECTION = ("lr", "weight_decay")  # arguments that have their own settings
 
 
 def update_rule(config: OptimizerConfig) -> type[UpdateRule]:
     """Return a config's update rule; raise a `UserError` if `optimizer.name` is not one that can be imported."""
+    if config.groups:
+        return GroupedRule
     found = OPTIMIZERS.load(config.name)
     if isinstance(found, type) and issubclass(found, UpdateRule):
         return found
@@ -235,10 +281,11 @@ def update_rule(config: OptimizerConfig) -> type[UpdateRule]:
 
 
 def check_optimizer(config: OptimizerConfig) -> None:
-    """Raise a `UserError`, before any process starts, unless a user's optimizer steps and its state can be sharded."""
-    if update_rule(config) is CustomOptimizer:
-        for shape in ((4, 6), (6,)):
-            _trial(config, torch.zeros(shape))
+    """Raise a `UserError`, before any process starts, unless a user's optimizers step and can be sharded."""
+    for part in (each.config for each in config.parts):
+        if update_rule(part) is CustomOptimizer:
+            for shape in ((4, 6), (6,)):
+                _trial(part, torch.zeros(shape))
 
 
 class CustomOptimizer(TorchRule):

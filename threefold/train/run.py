@@ -27,9 +27,10 @@ from threefold.doors import call_hook, hook
 from threefold.errors import UserError
 from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
+from threefold.models.groups import check_groups
 from threefold.models.source import ConfigSource, ModelSource, file_source
 from threefold.parallel.arithmetic import arithmetic_of
-from threefold.parallel.layout_check import check_layout, check_source
+from threefold.parallel.layout_check import check_layout, check_source, made_on_meta
 from threefold.train.attachment import Checks, Profiler, attachments, import_attachments
 from threefold.train.attempt import Attempt
 from threefold.train.callbacks.base import Callback, RunContext, say
@@ -198,6 +199,9 @@ def check_division(config: Config, source: ModelSource = ConfigSource()) -> tupl
             "train.watch is gradients but on a GPU the same step need not give the same bits twice (train.device is "
             "cuda); use weights."
         )
+    if config.optimizer.groups:
+        make_model, plan = source.load(config)
+        check_groups(config, plan, [plan.whole_name(name) for name, _ in made_on_meta(make_model).named_parameters()])
     check_layout(source, config)
     return parameters
 
@@ -209,7 +213,8 @@ def import_named(config: Config) -> None:
     """
     if config.model.architecture != CUSTOM:
         family_of(config.model).import_parts()
-    update_rule(config.optimizer)
+    for part in config.optimizer.parts:
+        update_rule(part.config)
     learning_rate(config.optimizer.warmup_steps + 1, config.optimizer)
     import_always()
     import_attachments()

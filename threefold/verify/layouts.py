@@ -58,6 +58,11 @@ def prepare(config: Config, dtype: str, vocab_size: int) -> Config:
     settings["train"].update(device="cpu", compile=False, global_batch_size=batch)
     if "eps" in hyper_parameters(config.optimizer.name):
         settings["optimizer"]["eps"] = max(config.optimizer.eps, LEAST_EPS)
+    groups = zip(config.optimizer.groups or (), config.optimizer.parts[1:], strict=True)
+    settings["optimizer"]["groups"] = [
+        {**group, "eps": max(part.config.eps, LEAST_EPS)} if "eps" in hyper_parameters(part.config.name) else group
+        for group, part in groups
+    ] or None
     settings["model"].setdefault("vocab_size", vocab_size)
     return resolve(config_of(settings), vocab_size=1)
 
@@ -199,6 +204,10 @@ def with_further_features(config: Config, attention_dropout: bool, documents: bo
     is_custom, settings, optimizer = config.model.architecture == CUSTOM, _settings(config), config.optimizer
     if optimizer.name == "muon":
         settings["optimizer"]["lr_scaling"] = _OTHER_SCALING[optimizer.lr_scaling]
+    settings["optimizer"]["groups"] = [
+        {**group, "lr_scaling": _OTHER_SCALING[part.config.lr_scaling]} if part.config.name == "muon" else group
+        for group, part in zip(optimizer.groups or (), optimizer.parts[1:], strict=True)
+    ] or None
     settings["optimizer"] |= {
         "decay": "linear" if optimizer.decay == "constant" else optimizer.decay,
         "decay_steps": _DECAY,

@@ -20,7 +20,6 @@ from threefold.comm.layout import Layout, LayoutSpec
 from threefold.comm.mesh import Event, Mesh
 from threefold.config import Config
 from threefold.config.model import CUSTOM
-from threefold.config.optimizer import BUILT_IN
 from threefold.data.order import ConsumedSamples
 from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
@@ -173,7 +172,7 @@ class _Training:
         comparison.scalars(place, result.loss, norm)
         counts = {TOKENS: result.tokens, READ: result.tokens_read, SAMPLES: engine.samples}
         comparison.reported(place, {RATE: result.lr, **counts})
-        if not check and self.config.optimizer.name in BUILT_IN:  # other packages' may change the gradients they get
+        if not check and self.config.optimizer.is_built_in:  # other packages' may change the gradients they get
             comparison.clipped(place, {entry.name: entry.gradient.detach() for entry in entries})
         self._compare_state(place)
         comparison.buffers(place, stored_buffers(engine.stages))
@@ -219,7 +218,7 @@ class _Training:
         """Compare weights, counts of updates in the optimizer state, where it has them, and the loss scale, if any."""
         comparison, optimizer = self.comparison, self.engine.optimizer
         comparison.weights(place, master_weights(self.engine))
-        if self.config.optimizer.name in BUILT_IN:
+        if self.config.optimizer.is_built_in:
             states = {entry.name: optimizer.rule.state(entry) for entry in optimizer.entries}
             comparison.updates(place, {name: each["step"] for name, each in states.items() if "step" in each})
         if self.engine.loss_scale is not None:

@@ -6,7 +6,6 @@ shares with the engine only parts that do not depend on the layout and have thei
 schedule, and the update rule of another package's optimizer.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -16,8 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from threefold.config import Config, OptimizerConfig
-from threefold.config.optimizer import BUILT_IN
+from threefold.config import Config
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
 from threefold.dtypes import DTYPES
@@ -27,16 +25,14 @@ from threefold.models.layers.experts import Choice, Routing
 from threefold.models.loss_terms import LossFunction, TermSums, count_terms
 from threefold.models.sharding import Constant, Drawn, ModelPlan, Normal
 from threefold.models.source import ModelSource, construct, drawn
-from threefold.parallel.gradients import Gradients, Observer
-from threefold.parallel.parameter import make_weights
 from threefold.random.dropout import sample_keys
 from threefold.random.rng import fill_normal_, stream_key
 from threefold.torch_private.distributed import persistent_buffers
-from threefold.train.optim import Optimizer, learning_rate
-from threefold.train.optimizers import update_rule
+from threefold.train.optim import learning_rate
 from threefold.verify.batches import BatchSource
 from threefold.verify.module_check import explaining_passes
 from threefold.verify.proposal import has_forward
+from threefold.verify.reference_optimizers import gradient_of, reference_optimizer
 
 FILE = "one-process.pt"
 SAMPLES, TOKENS, READ, RATE = "samples", "valid tokens", "tokens read", "learning rate"
@@ -122,8 +118,7 @@ class OneProcess:
         for routing in self._routings:
             routing.register_forward_hook(self._count)
         self.trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-        kind = _Added if config.optimizer.name not in BUILT_IN else _OPTIMIZERS[config.optimizer.name]
-        self.optimizer = kind(self.trained, config.optimizer, plan)
+        self.optimizer = reference_optimizer(self.trained, config.optimizer, plan)
         leverage = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
         limit = 0.0 if clip_fraction else config.optimizer.clip_grad_norm
         self.trace = Trace(initial=self._weights(), leverage=leverage, limit=limit)
@@ -140,7 +135,7 @@ class OneProcess:
         for parameter in self.trained.values():
             if parameter.grad is None:  # unused by the loss: zero, as in the engine's cleared buffers
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = {name: _gradient(parameter).clone() for name, parameter in self.trained.items()}
+        gradients = {name: gradient_of(parameter).clone() for name, parameter in self.trained.items()}
         if evaluates:
             trace.evaluations[len(trace.losses)] = self._evaluate(batch)
         trace.losses.append(mean.item())
@@ -198,7 +193,7 @@ class OneProcess:
         if not trace.limit and self.clip_fraction and self.config.optimizer.clip_grad_norm:
             trace.limit = trace.norms[-1] * self.clip_fraction
         torch.nn.utils.clip_grad_norm_(trained.values(), trace.limit or float("inf"))
-        clipped = torch.nn.utils.get_total_norm(list(map(_gradient, trained.values()))).item()
+        clipped = torch.nn.utils.get_total_norm(list(map(gradient_of, trained.values()))).item()
         trace.coefficients.append(clipped / trace.norms[-1] if trace.norms[-1] else 1.0)
         lr = learning_rate(step + 1, self.config.optimizer)
         self.optimizer.step(lr)
@@ -313,222 +308,3 @@ def _counts(batch: Any) -> dict[str, float]:
     padding = 0 if batch.padding is None else int(batch.padding.sum())
     valid = int((batch.labels != IGNORE_INDEX).sum())
     return {TOKENS: valid, READ: batch.labels.numel() - padding, SAMPLES: len(batch.labels)}
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-@dataclass
-class ReferenceOptimizer(ABC):
-    """Reference optimizer over the parameters of the whole model, by name."""
-
-    parameters: dict[str, nn.Parameter]
-    config: OptimizerConfig
-    plan: ModelPlan
-
-    @abstractmethod
-    def __post_init__(self) -> None:
-        """Make the optimizer's state."""
-
-    @abstractmethod
-    def step(self, lr: float) -> None:
-        """Update the parameters from their `.grad`."""
-
-    @abstractmethod
-    def leverage(self, name: str) -> Tensor | float:
-        """Return how far the last update, at learning rate 1, moves each element per relative error of the gradient.
-
-        A relative error δ is an error of δ times the gradient's largest magnitude.
-        """
-
-    def _decay(self, name: str) -> float:
-        return 0.0 if self._is_vector(name) else self.config.weight_decay
-
-    def _is_vector(self, name: str) -> bool:
-        """Return whether a parameter is a vector, or the biases of experts, one vector for each."""
-        return self.parameters[name].dim() < 2 or name.endswith(("experts.gate_up_bias", "experts.down_bias"))
-
-    def _largest(self, name: str) -> float:
-        return float(_gradient(self.parameters[name]).abs().max())
-
-
-class _Torch(ReferenceOptimizer):
-    """Reference for AdamW, Adam and SGD: `torch.optim`."""
-
-    def __post_init__(self) -> None:
-        config = self.config
-        decayed = [parameter for name, parameter in self.parameters.items() if not self._is_vector(name)]
-        others = [parameter for name, parameter in self.parameters.items() if self._is_vector(name)]
-        parts = ((decayed, config.weight_decay), (others, 0.0))
-        groups = [{"params": part, "weight_decay": decay} for part, decay in parts if part]
-        self._optimizer: torch.optim.Optimizer
-        if config.name == "sgd":
-            self._optimizer = torch.optim.SGD(groups, momentum=config.momentum, nesterov=config.nesterov)
-        else:
-            make = torch.optim.Adam if config.name == "adam" else torch.optim.AdamW
-            self._optimizer = make(groups, betas=config.betas, eps=config.eps)
-
-    def step(self, lr: float) -> None:
-        for group in self._optimizer.param_groups:
-            group["lr"] = lr
-        self._optimizer.step()
-
-    def leverage(self, name: str) -> Tensor | float:
-        """Bound the movement by an error δ: δ·G / (1 − momentum) for SGD, δ·G / (√v + ε) for Adam (bias-corrected v).
-
-        For gradients that are only rounding noise (a key bias, which softmax ignores), Adam's bound rightly far exceeds
-        δ.
-        """
-        if self.config.name == "sgd":
-            return self._largest(name) / (1 - self.config.momentum)
-        state = self._optimizer.state[self.parameters[name]]
-        variance = state["exp_avg_sq"] / (1 - self.config.betas[1] ** float(state["step"]))
-        return self._largest(name) / (variance.sqrt() + self.config.eps)
-
-
-class _Lion(ReferenceOptimizer):
-    """Reference for Lion: algorithm 2 of arXiv 2302.06675."""
-
-    def __post_init__(self) -> None:
-        self._momentum = {name: torch.zeros_like(parameter) for name, parameter in self.parameters.items()}
-        self._signed: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        beta1, beta2 = self.config.betas
-        for name, parameter in self.parameters.items():
-            gradient, momentum = _gradient(parameter), self._momentum[name]
-            self._signed[name] = beta1 * momentum + (1 - beta1) * gradient
-            parameter.sub_(lr * (self._signed[name].sign() + self._decay(name) * parameter))
-            self._momentum[name] = beta2 * momentum + (1 - beta2) * gradient
-
-    def leverage(self, name: str) -> Tensor | float:
-        """Bound the movement: an error of δ·G flips the sign of any smaller value, and moves the weight by 2."""
-        tiny = torch.finfo(self._signed[name].dtype).tiny
-        return 2 * self._largest(name) / self._signed[name].abs().clamp(min=tiny)
-
-
-class _Muon(ReferenceOptimizer):
-    """Reference for Muon: weights of two or more dims between the first and the last layer; AdamW for the others.
-
-    With multi-token prediction, its blocks in the last layer are between them too.
-    """
-
-    def __post_init__(self) -> None:
-        outside = (f"{self.plan.layers[0]}.", f"{self.plan.layers[-1]}.")
-        further = (f"{self.plan.layers[-1]}.depths.",) if self.plan.terms else ()
-        whole = {name: self.plan.whole_name(name) for name in self.parameters}
-        others = {
-            name: parameter
-            for name, parameter in self.parameters.items()
-            if self._is_vector(name) or (whole[name].startswith(outside) and not whole[name].startswith(further))
-        }
-        self._others = _Torch(others, self.config, self.plan)
-        self._momentum = {name: torch.zeros_like(p) for name, p in self.parameters.items() if name not in others}
-        self._norms: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        mu = self.config.momentum
-        for name, momentum in self._momentum.items():
-            weight = self.parameters[name]
-            gradient = _gradient(weight)
-            momentum.mul_(mu).add_((1 - mu) * gradient)
-            update = mu * momentum + (1 - mu) * gradient if self.config.nesterov else momentum.clone()
-            matrices = update.flatten(0, -3) if update.dim() > 2 else update.unsqueeze(0)
-            norms = [max(float(matrix.norm()), 1e-7) for matrix in matrices]
-            matrices = torch.stack([self._orthogonalised(matrix) for matrix in matrices])
-            weight.mul_(1 - lr * self._decay(name))
-            weight.sub_(lr * self._scale(name) * matrices.view_as(weight))
-            self._norms[name] = torch.tensor(norms, dtype=weight.dtype).view(*weight.shape[:-2], 1, 1)
-        self._others.step(lr)
-
-    def leverage(self, name: str) -> Tensor | float:
-        """Bound the movement: an error of δ·G per element is one of δ·G·√(m·n) in the norm of the matrix.
-
-        Each iteration amplifies small singular values, and errors of the normalized matrix, by at most 3.4445.
-        """
-        if name not in self._momentum:
-            return self._others.leverage(name)
-        *_, rows, columns = self.parameters[name].shape
-        amplified = 3.4445**self.config.newton_schulz_steps * (rows * columns) ** 0.5
-        return self._largest(name) * amplified * self._scale(name) / self._norms[name]
-
-    def _orthogonalised(self, matrix: Tensor) -> Tensor:
-        """Orthogonalize by the quintic iteration of https://kellerjordan.github.io/posts/muon, without bf16."""
-        if matrix.shape[0] > matrix.shape[1]:
-            return self._orthogonalised(matrix.T).T
-        matrix = matrix / max(float(matrix.norm()), 1e-7)
-        for _ in range(self.config.newton_schulz_steps):
-            square = matrix @ matrix.T
-            matrix = 3.4445 * matrix - 4.7750 * square @ matrix + 2.0315 * square @ square @ matrix
-        return matrix
-
-    def _scale(self, name: str) -> float:
-        *_, rows, columns = self.parameters[name].shape
-        original = self.config.lr_scaling == "original"
-        return max(1.0, rows / columns) ** 0.5 if original else 0.2 * max(rows, columns) ** 0.5
-
-
-_OPTIMIZERS: dict[str, type[ReferenceOptimizer]] = {
-    **dict.fromkeys(("adamw", "adam", "sgd"), _Torch),
-    "lion": _Lion,
-    "muon": _Muon,
-}
-"""Reference of each built-in optimizer."""
-
-
-class _WholeGradients(Gradients):
-    def __getitem__(self, leaf: Tensor) -> Tensor:
-        assert leaf.grad is not None
-        return leaf.grad
-
-    def begin(self, arrivals: int | None) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def is_in_norm(self, leaf: Tensor) -> bool:
-        return True
-
-    def scale_(self, factor: float) -> None: ...
-
-    def observe(self, observer: Observer | None) -> None: ...
-
-
-class _Added(ReferenceOptimizer):
-    """Reference for another package's update rule, run a second time on slightly wrong gradients."""
-
-    def __post_init__(self) -> None:
-        self._disturbed = {name: nn.Parameter(each.detach().clone()) for name, each in self.parameters.items()}
-        self._generator = torch.Generator().manual_seed(0)
-        self._leverage: dict[str, Tensor] = {}
-        rule, dtype = update_rule(self.config), next(iter(self.parameters.values())).dtype
-        self._optimizers = [
-            Optimizer(rule, make_weights(each.items(), dtype), _WholeGradients(), self.config, self.plan, axes=())
-            for each in (self.parameters, self._disturbed)
-        ]
-
-    @torch.no_grad()
-    def step(self, lr: float) -> None:
-        before = {name: self._distance(name) for name in self.parameters}
-        for name, disturbed in self._disturbed.items():
-            gradient = _gradient(self.parameters[name])
-            signs = torch.randint(0, 2, gradient.shape, generator=self._generator) * 2 - 1
-            disturbed.grad = gradient + _DISTURBANCE * self._largest(name) * signs
-        for optimizer in self._optimizers:
-            optimizer.step(lr)
-        for name in self.parameters:
-            moved = (self._distance(name) - before[name]).abs()
-            self._leverage[name] = moved / (_DISTURBANCE * lr) if lr else torch.zeros_like(moved)
-
-    def leverage(self, name: str) -> Tensor | float:
-        return self._leverage[name]
-
-    def _distance(self, name: str) -> Tensor:
-        return (self._disturbed[name] - self.parameters[name]).detach()
-
-
-_DISTURBANCE = 1e-3
-"""Relative gradient error whose effect is measured: far above rounding, small enough to act proportionally."""

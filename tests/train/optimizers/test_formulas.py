@@ -7,20 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.updates import HIDDEN, SHAPES, STEPS, train_torch, weights
 from threefold.config import OptimizerConfig
 from threefold.config.optimizer import OPTIMIZERS, hyper_parameters
 from threefold.parallel.parameter import ShardedMatrix
 from threefold.train.optim import Entry, UpdateRule
 from threefold.train.optimizers import newton_schulz
-
-SHAPES = {"matrix": (6, 4), "wide": (3, 8), "table": (5, 4), "bias": (4,)}
-HIDDEN = ("matrix", "wide")
-STEPS = 6
-
-
-def weights(seed: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in SHAPES.items()}
 
 
 def rule_of(parameters: dict[str, Tensor], **settings: Any) -> tuple[UpdateRule, dict[Tensor, Tensor]]:
@@ -43,16 +35,6 @@ def train(parameters: dict[str, Tensor], **settings: Any) -> UpdateRule:
         gradients.update(zip(parameters.values(), weights(100 + step).values(), strict=True))
         rule.step(0.01 * (step + 1))
     return rule
-
-
-def train_torch(parameters: dict[str, Tensor], *optimizers: torch.optim.Optimizer) -> None:
-    for step in range(STEPS):
-        for name, gradient in weights(100 + step).items():
-            parameters[name].grad = gradient
-        for optimizer in optimizers:
-            for group in optimizer.param_groups:
-                group["lr"] = 0.01 * (step + 1)
-            optimizer.step()
 
 
 def groups(parameters: dict[str, Tensor], decay: float) -> list[dict[str, Any]]:

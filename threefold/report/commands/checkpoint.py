@@ -165,6 +165,7 @@ def _print_summary(summary: "CheckpointSummary") -> None:
 
 def _of_config(config: "Config") -> list[tuple[str, str]]:
     from threefold.config.by_step import described
+    from threefold.config.optimizer import described_groups
 
     model, train, optimizer = config.model, config.train, config.optimizer
     heads = f"{model.num_attention_heads} heads" if model.num_attention_heads else ""
@@ -181,6 +182,7 @@ def _of_config(config: "Config") -> list[tuple[str, str]]:
         ("model", f"{model.architecture}: {', '.join(parts)}"),
         ("training", f"{config.precision.dtype}, {train.max_steps:,} steps of {batch}"),
         ("optimizer", f"{optimizer.name}, {schedule}"),
+        *([("groups", described_groups(optimizer.groups))] if optimizer.groups else []),
     ]
 
 
