@@ -84,6 +84,15 @@ def test_from_an_import_to_an_answer(base: Path) -> None:
         *("generate", "tuned", "--chat", "--prompt", "What is 2 + 2?", "--temperature", "0", "--device", "cpu")
     )
     assert answer.stdout == "It is 4.\n"
+    exported = typed("checkpoint", "export", "tuned", "--out", "out")
+    assert exported.returncode == 0, exported.stderr
+    for model in ("tuned", "out"):
+        talk = [sys.executable, "-m", "threefold", "chat", model, "--temperature", "0", "--device", "cpu"]
+        lines = "What is 2 + 2?\nThanks\n/reset\nHello there, how are you?\n"
+        talked = subprocess.run(talk, input=lines, capture_output=True, text=True, timeout=300)
+        assert talked.returncode == 0, talked.stderr
+        first, _, *others = talked.stdout.splitlines()
+        assert (first, others[-1]) == ("It is 4.", "Fine.")
     refused = typed("eval", "tuned", "--data", "chats.jsonl", "--task", "lambada", "--device", "cpu")
     assert refused.returncode == 2
     assert "chats.jsonl:1 is not a text, which --task lambada needs" in refused.stderr

@@ -156,6 +156,13 @@ def generate_text(
     """
     require_text(prompts)
     begun, ends = encode_prompts(model.trained, prompts, request)
+    yield from continue_text(model, begun, request, ends)
+
+
+def continue_text(
+    model: Model, begun: Sequence[list[int]], request: GenerationRequest, ends: frozenset[int]
+) -> Iterator[tuple[int, str | None]]:
+    """Yield as `generate_text`, for prompts that are encoded; `ends` are the ids that end a text."""
     texts = [_Text(model, tokens, request.show_special) for tokens in begun]
     for number, token in generate_tokens(model, begun, request, ends):
         if piece := texts[number].add(token):

@@ -23,7 +23,7 @@ from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.config.model import CUSTOM
-from threefold.data.conversations import template_of
+from threefold.data.conversations import ChatTemplate, template_of
 from threefold.data.encoding import DocumentEncoder
 from threefold.data.tokenizer import SpecialTokens, TextEncoder, TextRule, id_count, loaded
 from threefold.dtypes import DTYPES
@@ -53,6 +53,7 @@ class Trained:
     warnings: tuple[str, ...] = ()
     model: str | None = None  # file of a custom model; None uses the checkpoint's copy
     trust_code: bool = False  # that copy may be executed
+    chat_template: Path | None = None  # instead of the one in the checkpoint
 
     @classmethod
     def find(
@@ -87,8 +88,15 @@ class Trained:
                     f"{self.checkpoint.path} was trained with token {token:,} around texts and the model's embedding "
                     f"has {self.config.model.vocab_size:,} rows; give an intact checkpoint of the run."
                 )
-        template = template_of(None, self.checkpoint.path / TOKENIZER)
-        return DocumentEncoder(TextEncoder(tokenizer, rule), facts.eod, template)
+        return DocumentEncoder(TextEncoder(tokenizer, rule), facts.eod, self._template)
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._template is not None
+
+    @cached_property
+    def _template(self) -> ChatTemplate | None:
+        return template_of(self.chat_template, self.checkpoint.path / TOKENIZER)
 
     def ends(self) -> frozenset[int]:
         """Return the token ids that end a text: the training data's, and those in an imported model's files."""
@@ -131,7 +139,8 @@ class Trained:
                 return trained._load(mesh, dtype)
             except DamagedCheckpoint as damage:
                 damaged[damage.path] = damage.reason
-                trained = from_first(mesh.world, lambda: self.find(run, damaged, self.model, self.trust_code))
+                found = from_first(mesh.world, lambda: self.find(run, damaged, self.model, self.trust_code))
+                trained = replace(found, chat_template=self.chat_template)
 
     def _load(self, mesh: Mesh, dtype: str) -> "Model":
         config = self.config.model
