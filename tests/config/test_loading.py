@@ -24,6 +24,7 @@ optimizer:
 # These may have no value in a resolved config either.
 _OPTIONAL = (
     *("model.preset", "model.file", "model.arguments", "parallel.fallbacks", "optimizer.arguments", "optimizer.groups"),
+    "optimizer.frozen",
     *("train.epochs", "train.max_seconds", "train.spike_factor", "train.rollback_steps", "train.eval_every_epochs"),
     *("train.callbacks", *(f"train.grain_{key}" for key in ("samples", "tensor", "context", "leaf"))),
     *(f"checkpoint.{key}" for key in ("every_seconds", "keep_every", "async_save", "remote")),

@@ -82,7 +82,7 @@ def test_bytes_are_those_of_the_docs(zero: int, dp: int, expected: tuple[int, in
     """The formulas of docs/parallel/data.md, in bytes: masters and whole weights, gradients, optimizer."""
     size = sized(WIDE, parallel={"zero": zero, "dp": dp}, precision={"dtype": "bf16"})
     assert size.parameters == 4_224_512
-    assert size.largest_rank(0)[1:] == expected
+    assert size.largest_rank(0)[1:4] == expected
 
 
 class Held(NamedTuple):
@@ -149,7 +149,7 @@ def test_ranks_hold_what_is_counted(pool: WorkerPool, case: Case) -> None:
         counted = size.rank(at.pp, shard_coordinates(parallel, at))
         assert (found.parameters, found.optimizer) == (counted.parameters, counted.optimizer), rank
         if not parallel.zero:
-            assert tuple(found) == tuple(counted), rank
+            assert found[:4] == counted[:4], rank
         assert counted.bytes <= size.largest_rank(at.pp).bytes
 
 

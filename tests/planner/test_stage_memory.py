@@ -101,6 +101,24 @@ def test_states_are_those_that_training_has() -> None:
         assert found.gradients >= states.gradients
 
 
+FROZEN = ["embed.positions", "blocks.0", "blocks.3.*", "blocks.*.attn.qkv"]
+
+
+@sweep("name", ["alone", "last stage", "sequence parallel", "zero 3", "experts"], quick=(0,), slow=(3, 4))
+def test_frozen_weights_take_what_dry_runs_have(name: str) -> None:
+    """Narrow weights alone. Activations of layers without a backward pass are counted, so that the peak is above."""
+    given, rank, pp_rank = SPREAD[name]
+    patterns = FROZEN[given.get("model", GPT) is not GPT :]
+    resolved = config(**given, optimizer={"frozen": patterns})
+    found, run = stage_memory(resolved, "cpu")[pp_rank], dry_run(resolved, rank)
+    gathered = run.causes["weights"] - run.parameter_bytes
+    assert (found.weights - gathered, found.gradients) == (run.parameter_bytes, run.gradient_bytes)
+    assert 0 <= run.optimizer_bytes - found.optimizer < 1000  # AdamW's number for each weight
+    assert run.peak_bytes * 0.97 < found.needed < run.peak_bytes * 1.2
+    whole = stage_memory(config(**given), "cpu")[pp_rank]
+    assert found.weights + found.gradients + found.optimizer < whole.weights + whole.gradients + whole.optimizer
+
+
 def test_what_saves_memory_does() -> None:
     plain = memory()
     assert memory(train={"recompute": "full"}).peak < memory(train={"recompute": "selective"}).peak <= plain.peak

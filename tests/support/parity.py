@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from threefold.config.by_step import entries_of, value_at
 from threefold.config.resolve import resolve
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch, BatchSlice
-from threefold.models.family import make_model, model_plan
+from threefold.models.source import ConfigSource
 from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import Weight, offset
 from threefold.train.step import Engine
@@ -132,7 +131,7 @@ class Case:
             given["optimizer"]["groups"] = list(map(dict, self.groups))
         for key, value in (*self.update, *self.settings):
             section, name = key.split(".")
-            given[section][name] = value
+            given[section][name] = list(value) if isinstance(value, tuple) else value
         return resolve(Config.model_validate(given), self.vocab)
 
 
@@ -282,8 +281,7 @@ class CaseRows(BatchSource):
 def one_process(case: Case) -> Trace:
     """Train the unsplit model without the engine: torch's optimizer and clipping, and the whole batch in one pass."""
     config = case.config
-    plan = model_plan(config.model, case.sequence)
-    make = partial(make_model, config.model)
+    make, plan = ConfigSource().load(config)
     return Trace.last(reference.one_process(make, plan, config, CaseRows(case), case.steps))
 
 
@@ -291,8 +289,8 @@ def make_engine(case: Case, chunks: ChunkSizes | None = None) -> Engine:
     config = case.config
     layout, exact = Layout.from_config(config.parallel), config.train.exact
     mesh = Mesh(layout, device_of(case.device), shared_memory=case.shared_memory, in_tree=exact)
-    plan = model_plan(config.model, case.sequence)
-    return Engine(partial(make_model, config.model), plan, mesh, config, chunks=chunks)
+    make, plan = ConfigSource().load(config)
+    return Engine(make, plan, mesh, config, chunks=chunks)
 
 
 def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:

@@ -25,7 +25,7 @@ class Made(ModelSource):
 
     own: CustomCase
 
-    def load(self, config: Config) -> tuple[Callable[[], nn.Module], ModelPlan]:
+    def _load(self, config: Config) -> tuple[Callable[[], nn.Module], ModelPlan]:
         return self.own.make, self.own.plan
 
     def loss(self, config: Config) -> Callable[..., Any] | None:

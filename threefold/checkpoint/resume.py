@@ -147,6 +147,7 @@ def find_resumption(run_dir: Path, config: Config, damaged: Damaged | None = Non
     consequences = {
         _BATCH: lambda: f": {_other_batch(checkpoint, choice.config, config)}",
         _MIXTURE: lambda: ": each corpus is read on from where it stands",
+        "optimizer.frozen": lambda: ": the optimizer's state of weights that were frozen begins at zero",
     }
     warnings = [
         f"{key} is {now!r} from here on; up to now it was {before!r}{consequences.get(key, str)()}."

@@ -228,6 +228,7 @@ def _shown(value: Any) -> str:
 _OF_SEVERAL_KINDS = {
     "model.attention_pattern": 'a list of full and sliding, or a period such as "5 sliding : 1 full"',
     "optimizer.betas": "a list of two numbers",
+    "optimizer.frozen": 'a list of patterns of names, such as [embed, "blocks.0"]',
     "optimizer.groups": 'a list of mappings such as {match: "**.bias", weight_decay: 0}',
     "data.key": "the name of a key, such as text",
     "data.split": 'weights of the training, validation and test parts, such as "949,50,1"',

@@ -98,6 +98,10 @@ class OptimizerConfig(Section):
     """Decay of the weight matrices (not biases and norms), decoupled from the gradient except for `adam` and `sgd`."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
     """Limit on the global norm of the gradient; 0 for no limit."""
+    frozen: list[str] = derived()
+    """Patterns of parameters, or of modules with everything inside them, that keep their values, such as `[embed,
+    blocks.0, "blocks.**.bias"]`: `*` is any one part of a name, `**` several. They have no gradients, optimizer state
+    and fp32 copies. Default: none."""
     groups: tuple[dict[str, Any], ...] = derived(strict=False, min_length=1)
     """Weights with settings of their own (docs/training.md), such as `{match: "**.bias", weight_decay: 0}` or
     `{match: "blocks.**", name: muon, lr_scale: 0.5}`: the pattern `match`, `lr_scale` (factor on the learning rate), a

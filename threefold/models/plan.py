@@ -1,13 +1,14 @@
 """Sharding plans: the short form `Plan` for a custom model, completed from the model; and that of a `Decoder`."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import TYPE_CHECKING
 
-from threefold.config import ModelConfig
+from threefold.config import Config, ModelConfig
+from threefold.config.loading import problem
 from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.models.sharding import (
@@ -21,6 +22,7 @@ from threefold.models.sharding import (
     Replicated,
     Split,
     Vocab,
+    covers,
     matches,
 )
 
@@ -258,6 +260,36 @@ def _frozen(parameters: "Mapping[str, nn.Parameter]", ties: Mapping[str, str]) -
                 "both or none."
             )
     return frozen
+
+
+def freeze(plan: ModelPlan, model: "nn.Module", config: Config) -> ModelPlan:
+    """Return the plan with the parameters of `optimizer.frozen` frozen too; `model` is unsharded, on any device.
+
+    Raises:
+        UserError: a pattern matches nothing, no parameter is left to be trained, or only some names of a weight are
+            frozen.
+    """
+    patterns, key = config.optimizer.frozen or (), "optimizer.frozen"
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in patterns:
+        if not all(pattern.split(".")) or any("**" in part and part != "**" for part in pattern.split(".")):
+            rule = f"{pattern!r} must be a name in which a part may be * or **, such as 'blocks.0' or 'blocks.**.bias'"
+            raise problem(config, key, rule)
+        if not any(covers(pattern, name) for name in names):
+            near = nearest(pattern, [name for name, _ in model.named_modules()] + names)
+            raise problem(config, key, f"no parameter or module of the model has a name like {pattern!r}{near}")
+    moved = [name for name, _ in model.named_buffers() if plan.initializes_buffer(name)]  # expert biases
+    chosen = (name for name in (*names, *moved) if any(covers(pattern, name) for pattern in patterns))
+    all_frozen = plan.frozen.union(chosen)
+    for name in names:
+        owner = plan.whole_name(name)
+        if (name in all_frozen) != (owner in all_frozen):
+            one, other = (name, owner) if name in all_frozen else (owner, name)
+            rule = f"{other!r} shares the weight of {one!r} and would be trained; add {other!r}, or leave both out"
+            raise problem(config, key, rule)
+    if all_frozen.issuperset(names):
+        raise problem(config, key, "that leaves no parameter to train; leave one out")
+    return replace(plan, frozen=all_frozen)
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

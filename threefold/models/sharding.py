@@ -379,7 +379,7 @@ class ModelPlan:
         kinds: class of each layer, for stages with equally many layers of one class; may be omitted.
         standalone: pattern of names of buffers, and of parameters in no module of `split` → rule.
         frozen: names of the parameters that are not trained (`requires_grad` is False): they keep their initial values,
-            without gradients and optimizer state.
+            without gradients and optimizer state; and of expert biases that stay.
         terms: term of the loss that the last layer, a `PredictingHead`, computes → its weight; empty for one mean.
         constructed: whether buffers keep the values that the model's constructor gives them, as constants that no
             checkpoint stores. If False, the model must not have buffers.

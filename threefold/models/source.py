@@ -19,7 +19,7 @@ from threefold.config.loading import config_of
 from threefold.config.model import CUSTOM, split_model_file
 from threefold.errors import UserError
 from threefold.models.family import family_of, make_model, model_plan
-from threefold.models.plan import Plan, tying
+from threefold.models.plan import Plan, freeze, tying
 from threefold.models.sharding import ModelPlan
 from threefold.plugins import import_file
 from threefold.random.rng import generators_preserved, seed_generators, stream_key
@@ -138,9 +138,20 @@ AnyPlan = Plan | ModelPlan | Callable[..., Plan | ModelPlan]  # a plan, or a fun
 class ModelSource(ABC):
     """Source of a model. It can be pickled, so that workers load the model themselves."""
 
-    @abstractmethod
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
-        """Return a function that makes the model of a resolved config, and its sharding plan, or raise UserError."""
+        """Return a function that makes the model of a resolved config, and its sharding plan, or raise UserError.
+
+        The plan's `frozen` includes the parameters that `optimizer.frozen` names.
+        """
+        make, plan = self._load(config)
+        if not config.optimizer.frozen:
+            return make, plan
+        with torch.device("meta"):
+            return make, freeze(plan, make(), config)
+
+    @abstractmethod
+    def _load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
+        """Return what `load` does, with the plan as the model has it."""
 
     def describe(self, config: Config) -> str:
         """Return the name of the model for output."""
@@ -163,7 +174,7 @@ class ModelSource(ABC):
 class ConfigSource(ModelSource):
     """Model of a family that the config names."""
 
-    def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
+    def _load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
         return partial(make_model, config.model), model_plan(config.model, config.data.sequence_length)
 
     def describe(self, config: Config) -> str:
@@ -199,7 +210,7 @@ class FileSource(ModelSource):
         """Parse `FILE.py` or `FILE.py:NAME`; raise UserError if there is no such file."""
         return cls(*split_model_file(text, setting))
 
-    def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
+    def _load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
         return self.load_section(config.model)
 
     def load_section(self, config: ModelConfig) -> tuple[MakeModel, ModelPlan]:
@@ -282,7 +293,7 @@ class ObjectSource(ModelSource):
     plan: AnyPlan | None = None
     custom_loss: Callable[..., Any] | None = None
 
-    def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
+    def _load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
         plan = self.plan if self.plan is not None else getattr(self._class, "plan", None)
         if plan is None:
             raise UserError(f"{self} has no plan; pass plan=Plan(…), or give the class the attribute plan.")

@@ -14,12 +14,13 @@ from threefold.comm.mesh import Mesh
 from threefold.models.layers.experts import Routing
 from threefold.models.sharding import ModelPlan, TokenRouting
 from threefold.parallel.pipeline.stage import Stage
+from threefold.parallel.running_statistics import stored_buffers
 
 
 class ExpertBiases:
     """Biases of a rank's experts, whose counts are summed over the world for all layers at once.
 
-    Methods are to be called on all ranks; `sum_counts` is collective over the world.
+    Frozen ones stay. Methods are to be called on all ranks; `sum_counts` is collective over the world.
 
     Attributes:
         counts: tokens of the last step's global batch that chose each expert, int64 [layers, experts], then those of
@@ -37,10 +38,11 @@ class ExpertBiases:
         layers, last = len(plan.layers), f"{plan.layers[-1]}."
         in_last = sum(isinstance(rule, TokenRouting) and name.startswith(last) for name, rule in plan.split.items())
         self._rows = layers + max(0, in_last - 1)
+        kept = {buffer for name, buffer in stored_buffers(stages).items() if name in plan.frozen}
         self._routings: dict[int, Routing] = {}
         for number, name in enumerate(plan.layers):
             modules = held[name].modules() if name in held else ()
-            found = [each for each in modules if isinstance(each, Routing) and each.bias_rate]
+            found = [each for each in modules if isinstance(each, Routing) and each.bias_rate and each.bias not in kept]
             self._routings |= {layers + place - 1 if place else number: each for place, each in enumerate(found)}
         self.counts: Tensor | None = None
 

@@ -34,8 +34,8 @@ def check_source(source: ModelSource, config: Config) -> tuple[int, int]:
             pattern = plan.patterns.naming(name)
             if pattern is not None and isinstance(plan.split[pattern], sharding.AttentionCore):
                 kind.check(module)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    return sum(size for size, _ in sizes), sum(size for size, is_trained in sizes if is_trained)
+    sizes = {plan.whole_name(name): parameter.numel() for name, parameter in model.named_parameters()}
+    return sum(sizes.values()), sum(size for name, size in sizes.items() if name not in plan.frozen)
 
 
 def check_layout(source: ModelSource, config: Config) -> None:

@@ -40,7 +40,7 @@ from threefold.parallel.parameter import (
     replace_parameters,
     set_in,
 )
-from threefold.parallel.pipeline.partition import StageMap, partitioned
+from threefold.parallel.pipeline.partition import StageMap, first_trained_stage, partitioned
 from threefold.parallel.pipeline.schedules import DeferredGradients
 from threefold.parallel.pipeline.stage import Stage, TiedWeights, whole_parameters
 from threefold.parallel.recompute import apply_recompute, compile_layers, unwrapped
@@ -223,6 +223,8 @@ class TrainableModel(ParallelModel):
     """Names in the unsplit model's `state_dict()`, in its order."""
     dropouts: dict[str, Dropout]
     """Dropout layers of a custom model on this rank, by name, whose parts a first batch shows."""
+    first_trained: int
+    """First pipeline stage with a trained weight."""
 
     @property
     def trained(self) -> list[Weight]:
@@ -257,6 +259,7 @@ def apply_parallelism(
     check_tensor_axis(plan, mesh.tp.size)
     call_hook("check_cuts", model, plan, mesh.tp.size, 0 if how.zero is None else how.zero.stage)
     names = tuple(name for name, value in model.state_dict(keep_vars=True).items() if isinstance(value, Tensor))
+    first_trained = first_trained_stage(dict(model.named_parameters()), plan, how.stages) if plan.frozen else 0
     in_float8 = float8_layers(model, plan) if trains and settings.fp8 else []
     # Pipeline parallelism: this rank's stages.
     numbers = how.stages.held_by(mesh.pp.index)
@@ -308,7 +311,7 @@ def apply_parallelism(
     how.arithmetic.attach([unwrapped(each) for stage in stages for each in stage.modules()], gradients)
     weights = make_weights(whole_parameters(stages), settings.master_dtype)
     initialise_(weights, plan, settings.seed, gradients, constructed)
-    return TrainableModel(stages, plan, how, tied, streams, gradients, weights, copies, names, dropouts)
+    return TrainableModel(stages, plan, how, tied, streams, gradients, weights, copies, names, dropouts, first_trained)
 
 
 def _further_uses(stages: Sequence[Stage]) -> Iterator[tuple[Stage, str, nn.Parameter, nn.Parameter]]:
@@ -349,7 +352,8 @@ def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: Constructe
 
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
         # Contiguous, however its constructor made it: optimizer kernels and ZeRO rely on memory order.
-        shard = made = torch.empty(held(parameter).shape, device=device, dtype=dtype)
+        width = dtype if parameter.requires_grad else how.settings.dtype
+        shard = made = torch.empty(held(parameter).shape, device=device, dtype=width)
         if isinstance(parameter, DTensor):  # computed with through its leaf, so never a `SPLIT_TENSOR`
             made = as_stored(shard, parameter.device_mesh, parameter.placements, parameter)
         if how.zero is not None or how.deferred is None or not parameter.requires_grad:
@@ -360,10 +364,10 @@ def _allocate(stages: Sequence[Stage], how: Parallelism, constructed: Constructe
         device, dtype = how.mesh.device, how.settings.dtype
         replace_parameters(model, allocated)
     else:
-        # Sharded before allocation, in the width of the master weights.
+        # Sharded before allocation, trained ones in the width of the master weights.
         device, dtype = torch.device("meta"), how.settings.master_dtype
         replace_parameters(model, allocated)
-        shard_parameters(stages, how.zero, how.mesh, how.settings.dtype)
+        shard_parameters(stages, how.zero, how.mesh, how.settings.dtype, dtype)
 
 
 def _make_gradients(

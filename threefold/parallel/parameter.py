@@ -214,7 +214,8 @@ class ShardedMatrix:
 class Weight:
     """A parameter of a rank, named as in the whole model, stored as `parameter` and computed with as `leaf`.
 
-    `master` is the weight that is updated, of the leaf's shape: the leaf itself unless that is too narrow.
+    `master` is the weight that is updated, of the leaf's shape: the leaf itself unless that is too narrow. A frozen
+    weight has no other.
     """
 
     name: str
@@ -237,7 +238,8 @@ def make_weights(parameters: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -
     weights = []
     for name, parameter in parameters:
         leaf = local(parameter)
-        master = leaf if leaf.dtype == dtype else leaf.detach().to(dtype).requires_grad_(leaf.requires_grad)
+        is_own = leaf.requires_grad and leaf.dtype != dtype
+        master = leaf.detach().to(dtype).requires_grad_() if is_own else leaf
         with_marks(master, parameter)
         weights.append(Weight(name, parameter, leaf, master))
     return weights

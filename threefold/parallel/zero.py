@@ -57,11 +57,13 @@ def make_zero_sharding(mesh: Mesh, stage: int, shards: int) -> ZeroSharding | No
     return ZeroSharding(stage, *axes, *(axes if mesh.ep.size == 1 else mesh.expert_shard_and_replica_axes(shards)))
 
 
-def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dtype: torch.dtype) -> None:
+def shard_parameters(
+    stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dtype: torch.dtype, wide: torch.dtype
+) -> None:
     """Shard the parameters of `stages`, and allocate this rank's shards, their values not yet set.
 
-    The stages are on the meta device, already split over the tensor axis, in the dtype of the update; `dtype` is the
-    computation's.
+    The stages are on the meta device, already split over the tensor axis; their trained parameters are in `wide`, the
+    dtype of the update, frozen ones in `dtype`, the computation's.
     """
 
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
@@ -70,7 +72,7 @@ def shard_parameters(stages: Sequence[Stage], zero: ZeroSharding, mesh: Mesh, dt
         return distributed.fresh_parameter(like(parameter, shard), parameter.requires_grad)
 
     for stage in stages:
-        before, wide = dict(stage.named_parameters()), next(stage.parameters()).dtype
+        before = dict(stage.named_parameters())
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
         # FSDP gets this tensor rank's shard as a plain tensor, so that layers compute with plain tensors.
         replace_parameters(stage, lambda each: nn.Parameter(local(each).detach(), each.requires_grad))

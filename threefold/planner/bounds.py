@@ -152,7 +152,10 @@ class LeastBytes:
 
     def __init__(self, config: Config, device: str, keeps: Keeps, kinds: LayerKinds) -> None:
         self._config, self._device, self._keeps, self._kinds = config, device, keeps, kinds
-        self._weights = model_weights(config.model, config.data.sequence_length)
+        # Kinds of layers do not tell frozen weights apart. With some, all count as frozen, which is a lower bound.
+        self._frozen = bool(config.optimizer.frozen)
+        trained = config.optimizer.model_copy(update={"frozen": None})
+        self._weights = model_weights(config.model_copy(update={"optimizer": trained}))
         self._names = [self._weights.plan.layers[layer] for layer in kinds.first]
         self._states = optimizer_states(config.optimizer, min)
         self._largest = config.train.global_batch_size
@@ -200,7 +203,7 @@ class LeastBytes:
         narrow, wide = self._config.precision.itemsize, self._config.precision.master_itemsize
         layers = self._table(_sharding(mesh, 0)[1])[:-1].sum(axis=1)
         least = np.where(ranks.counts > 0, layers, np.inf).min(axis=1)[:, None]
-        repeated = np.where(micro_batches > 1, least * wide, 0)
+        repeated = np.where((micro_batches > 1) & (not self._frozen), least * wide, 0)
         columns = []
         for settings in options.zero:
             zero = settings["parallel.zero"]
@@ -243,7 +246,11 @@ class LeastBytes:
             held: Any = local.sum(axis=1)
             copies = held * narrow if narrow < wide else 0
             size = RankSize(held, held * wide + copies, held * wide, local @ np.array(self._states) * wide)
-            size = standing_states(size, cast(int, whole.sum(axis=1)), parallel, precision, self._keeps, grow)
+            gathered: Any = whole.sum(axis=1)
+            if self._frozen:
+                size = RankSize(held, held * narrow, 0, 0, held)
+            frozen = gathered if self._frozen else 0
+            size = standing_states(size, gathered, parallel, precision, self._keeps, grow, frozen)
             columns.append(size.weights + size.gradients + size.optimizer)
         return np.stack(columns, axis=-1)
 

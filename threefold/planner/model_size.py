@@ -9,12 +9,12 @@ from typing import Any, Final, NamedTuple
 
 from threefold.comm.layout import Coordinates, Layout, shard_bounds
 from threefold.config import Config, OptimizerConfig
-from threefold.config.model import CUSTOM, ModelConfig
+from threefold.config.model import CUSTOM
 from threefold.config.optimizer import BUILT_IN
 from threefold.config.schema import ParallelConfig
 from threefold.errors import UserError
 from threefold.models.groups import group_of
-from threefold.models.sharding import OverExperts, Split
+from threefold.models.sharding import OverExperts, Split, covers
 from threefold.parallel.pipeline.partition import chosen_layers, stage_map
 from threefold.planner.block import BlockShape, ModelDescription, WeightShape, block_shapes, describe_model
 from threefold.planner.systems import Attention, Kernels
@@ -95,12 +95,13 @@ class StageSize(NamedTuple):
 
 class RankSize(NamedTuple):
     """Memory of one rank, without activations: its parameters, frozen ones included, and the bytes of these with their
-    compute copies, of gradients, and of optimizer state."""
+    compute copies, of gradients, and of optimizer state; and the number of its frozen parameters."""
 
     parameters: int
     weights: int
     gradients: int
     optimizer: int
+    frozen: int = 0
 
     @property
     def bytes(self) -> int:
@@ -116,7 +117,7 @@ class ModelSize:
 
     def __init__(self, config: Config) -> None:
         self._config = config
-        self.weights = model_weights(config.model, config.data.sequence_length)
+        self.weights = model_weights(config)
         self.map = stage_map(self.weights.plan, config)
         whole = self.weights.held(self.weights.layers, ShardCoordinates())
         self.parameters = whole.all
@@ -142,9 +143,10 @@ class ModelSize:
         local = self.weights.held(layers, place)
         held, trained = local.all, local.trained
         states = self._states(layers, place) * wide
+        masters = trained * wide + local.frozen * narrow
         if not zero:
-            copies = held * narrow if narrow < wide else 0
-            return RankSize(held, held * wide + copies, trained * wide, states)
+            copies = trained * narrow if narrow < wide else 0
+            return RankSize(held, masters + copies, trained * wide, states, local.frozen)
         whole = self.weights.held(layers, place.unshared)
         gathered = (self._most_together(pp_rank, place) if zero == ZERO_WEIGHTS else whole.all) * narrow
         reduced = self._most_together(pp_rank, place, trained=True) * narrow
@@ -154,7 +156,7 @@ class ModelSize:
             gradients = max(trained * wide, whole.trained * wide + reduced)
         else:
             gradients = max(trained, whole.trained) * wide
-        return RankSize(held, held * wide + gathered, gradients, states)
+        return RankSize(held, masters + gathered, gradients, states, local.frozen)
 
     def _states(self, layers: Sequence[str], place: ShardCoordinates) -> int:
         """Return the elements of optimizer state of some layers on the rank at `place`."""
@@ -166,7 +168,7 @@ class ModelSize:
         kept = {part.match: optimizer_states(part.config) for part in parts}
         total = 0
         for weight in {weight for name in layers for weight in self.weights.layers[name]}:
-            if weight.name not in plan.frozen:
+            if not self.weights.is_frozen(weight.name):
                 hidden, others = kept[group_of(parts, weight.name).match]
                 states = hidden if plan.is_hidden_matrix(weight.name, len(weight.shape)) else others
                 total += states * prod(local_shape(weight.shape, weight.split, weight.last_name, place))
@@ -250,11 +252,12 @@ class ModelWeights:
     """Weights of a model, layer by layer.
 
     Layers of the same number in `kinds` have weights of equal shapes and splits; `shared` has the weights of each layer
-    that another layer uses too (tied embeddings).
+    that another layer uses too (tied embeddings). `frozen` are the patterns of `optimizer.frozen`.
     """
 
-    def __init__(self, description: ModelDescription) -> None:
+    def __init__(self, description: ModelDescription, frozen: tuple[str, ...] = ()) -> None:
         self.description, self.plan, self.layers = description, description.plan, description.weights
+        self._frozen = frozen
         uses = Counter(weight.name for weights in self.layers.values() for weight in set(weights))
         self.shared: dict[str, tuple[WeightShape, ...]] = {}
         self.kinds: dict[str, int] = {}
@@ -263,9 +266,7 @@ class ModelWeights:
         for name, weights in self.layers.items():
             self.shared[name] = tuple(weight for weight in weights if uses[weight.name] > 1)
             unshared = tuple(dict.fromkeys(weight for weight in weights if uses[weight.name] == 1))
-            facts = (
-                (one.name.removeprefix(name), one.split, one.shape, one.name in self.plan.frozen) for one in unshared
-            )
+            facts = ((one.name.removeprefix(name), one.split, one.shape, self.is_frozen(one.name)) for one in unshared)
             kind = numbers.setdefault((*facts, name in self.plan.layers[1:-1]), len(numbers))
             self.kinds[name] = kind
             if kind == len(self._of_kind):
@@ -296,11 +297,14 @@ class ModelWeights:
         """Return the layers that `train.recompute` and `train.recompute_every` recompute."""
         return frozenset(chosen_layers(self.plan.layers, self.plan.recompute, mode, every))
 
+    def is_frozen(self, name: str) -> bool:
+        return name in self.plan.frozen or any(covers(pattern, name) for pattern in self._frozen)
+
     def _sum(self, weights: Iterable[WeightShape], place: ShardCoordinates) -> HeldElements:
         hidden = others = experts = frozen = 0
         for weight in weights:
             elements = prod(local_shape(weight.shape, weight.split, weight.last_name, place))
-            if weight.name in self.plan.frozen:
+            if self.is_frozen(weight.name):
                 frozen += elements
             elif self.plan.is_hidden_matrix(weight.name, len(weight.shape)):
                 hidden += elements
@@ -310,9 +314,10 @@ class ModelWeights:
         return HeldElements(hidden, others, experts, frozen)
 
 
-def model_weights(config: ModelConfig, sequence_length: int) -> ModelWeights:
-    """Return the weights of a model, cached unless it is a custom one."""
-    return _of_description(describe_model(config, sequence_length))
+def model_weights(config: Config) -> ModelWeights:
+    """Return the weights of a resolved config's model, cached unless it is a custom one."""
+    frozen = tuple(config.optimizer.frozen or ())
+    return _of_description(describe_model(config.model, config.data.sequence_length), frozen)
 
 
 _of_description = lru_cache(maxsize=16)(ModelWeights)

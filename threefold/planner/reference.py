@@ -66,6 +66,8 @@ def _value(field: FieldInfo) -> str:
         return "text, or list of whole numbers"
     if get_origin(kind) is dict:
         return "names and values" if get_args(kind)[1] is Any else "paths and numbers > 0"
+    if get_origin(kind) is list:
+        return "list of names"
     if get_origin(kind) is tuple:
         return "list of names or mappings" if Ellipsis in get_args(kind) else "list of two numbers"
     limits = []

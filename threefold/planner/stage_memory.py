@@ -174,9 +174,9 @@ class LayoutMemory:
     def peak(self, pp_rank: int) -> StageMemory:
         """Return the memory of the largest rank at a pp coordinate."""
         config, size, place = self._config, self._size, self._size.largest_place(pp_rank)
-        whole = size.weights.held(size.layers_of_rank(pp_rank), place.unshared).all
+        held = size.weights.held(size.layers_of_rank(pp_rank), place.unshared)
         sections, grow = (config.parallel, config.precision), self._gradients_grow
-        states = standing_states(size.rank(pp_rank, place), whole, *sections, self._keeps, grow)
+        states = standing_states(size.rank(pp_rank, place), held.all, *sections, self._keeps, grow, held.frozen)
         levels = 0
         if config.train.exact:  # keeps a gradient sum for each level of its tree besides the growing one
             levels = (config.train.grain_samples // config.parallel.dp).bit_length() - 1
@@ -186,7 +186,7 @@ class LayoutMemory:
         return StageMemory(
             pp_rank,
             int(states.weights + moment.weights),
-            int(states.gradients + levels * whole * self._wide + moment.gradients),
+            int(states.gradients + levels * held.trained * self._wide + moment.gradients),
             int(states.optimizer),
             int(moment.activations),
             int(moment.working),
@@ -212,7 +212,8 @@ class LayoutMemory:
             for moment in self._of_action(stages[place], kind):
                 yield moment.plus(activations=most)
         if self._zero == 1:  # at the end of a step the first group of gradients is reduce-scattered
-            groups = self._size.gathered_together(pp_rank, self._size.largest_place(pp_rank).unshared)
+            whole = self._size.largest_place(pp_rank).unshared
+            groups = self._size.gathered_together(pp_rank, whole, trained=True)
             largest = max(map(sum, groups))
             new = sum(map(sum, groups)) * self._wide if self._gradients_grow else 0
             yield Moment(buffers=largest * self._wide, weights=-largest * self._narrow, gradients=new)
@@ -302,22 +303,25 @@ def standing_states(
     precision: PrecisionConfig,
     keeps: Keeps,
     gradients_grow: bool,
+    frozen: int = 0,
 ) -> RankSize:
     """Return a rank's memory from the first micro-batch to the update, without ZeRO's per-layer gathers, from the peak
-    of its states in a step and the elements of its whole weights; no gradients exist before the backward pass if they
-    grow."""
+    of its states in a step and the elements of its whole weights, `frozen` of them frozen; no gradients exist before
+    the backward pass if they grow."""
     wide = precision.master_itemsize
     narrow = precision.itemsize if precision.itemsize < wide else 0
+    trained = found.parameters - found.frozen
     added = precision.itemsize if precision.dtype in keeps.system.narrow_gradients else wide
     if not parallel.zero:
         if keeps.system.sharded_optimizer:
             replicas = parallel.dp * parallel.cp
-            weights = found.parameters * narrow + found.parameters * wide // replicas
+            weights = found.frozen * precision.itemsize + trained * narrow + trained * wide // replicas
             found = found._replace(weights=weights, optimizer=found.optimizer // replicas)
-        return found._replace(gradients=found.parameters * added)
+        return found._replace(gradients=trained * added)
     gathered = whole * precision.itemsize if parallel.zero < 3 else 0
-    gradients = 0 if gradients_grow else (whole if parallel.zero == 1 else found.parameters) * added
-    return RankSize(found.parameters, found.parameters * wide + gathered, gradients, found.optimizer)
+    gradients = 0 if gradients_grow else (whole - frozen if parallel.zero == 1 else trained) * added
+    weights = trained * wide + found.frozen * precision.itemsize + gathered
+    return found._replace(weights=weights, gradients=gradients)
 
 
 _ROUNDS: Final = 4

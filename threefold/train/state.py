@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
-from threefold.checkpoint.folder import SelectedCheckpoint, from_first, newest
+from threefold.checkpoint.folder import SelectedCheckpoint, from_first, newest, stored_config
 from threefold.checkpoint.manifest import AnomalyFacts, Checkpoint
 from threefold.checkpoint.resume import Resume, consumed_by, continues, find_resumption, find_warm_start
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
@@ -17,6 +17,7 @@ from threefold.config import Config
 from threefold.config.model import CUSTOM
 from threefold.data.order import ConsumedSamples, read_by_step
 from threefold.doors import call_hook
+from threefold.models.sharding import covers
 from threefold.parallel.running_statistics import stored_buffers
 from threefold.random.rng import STREAMS, is_of_process, stored_as
 from threefold.train.callbacks.base import RunContext
@@ -141,13 +142,16 @@ def model_tensors(engine: GradientStep) -> dict[str, Tensor]:
     return weights | {MODEL + name: buffer for name, buffer in stored_buffers(engine.stages).items()}
 
 
-def engine_tensors(engine: Engine) -> dict[str, Tensor]:
+def engine_tensors(engine: Engine, thawed: Sequence[str] = ()) -> dict[str, Tensor]:
     """Return weights, buffers and optimizer state by their names in the unsplit model, sharing memory.
 
-    Tied embeddings on two stages have the same name and value on both, so they are stored once.
+    Tied embeddings on two stages have the same name and value on both, so they are stored once. The state of weights
+    that patterns of `thawed` include is left out.
     """
     tensors, rule = model_tensors(engine), engine.optimizer.rule
     for entry in engine.optimizer.entries:
+        if any(covers(pattern, entry.name) for pattern in thawed):
+            continue
         for state, value in rule.state(entry).items():
             whole = value if rule.is_replicated(entry, state, value) else entry.stored(value)
             tensors[f"{OPTIMIZER}{entry.name}.{state}"] = whole
@@ -179,7 +183,7 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
             engine's state is undefined then.
         UserError: on every rank, if the checkpoint cannot be read.
     """
-    load_tensors(engine_tensors(engine), checkpoint.path, engine.mesh.world)
+    load_tensors(engine_tensors(engine, _thawed(engine, checkpoint)), checkpoint.path, engine.mesh.world)
     written = checkpoint.facts.fingerprint
     found = None if written is None else engine.fingerprint(checkpoint.step)
     if found not in (None, written):
@@ -199,6 +203,14 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
         engine.streams.reseed("after", checkpoint.step)
     if of_process:
         engine.generators.reseed(engine.settings.seed, "after", checkpoint.step)
+
+
+def _thawed(engine: Engine, checkpoint: Checkpoint) -> Sequence[str]:
+    """Return the patterns that a checkpoint froze if it lacks the optimizer state of a weight that is trained now."""
+    known = {name.removeprefix(OPTIMIZER).rpartition(".")[0] for name in stored_tensors(checkpoint.path)}
+    if known.issuperset(entry.name for entry in engine.optimizer.entries):
+        return ()
+    return stored_config(checkpoint.path).optimizer.frozen or ()
 
 
 def restore_loss_scale(engine: Engine, value: float | None, good_steps: int) -> None:

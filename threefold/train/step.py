@@ -274,7 +274,8 @@ class GradientStep(GradientUpdate):
                 f"micro_batches is {count} but the schedule {schedule.name} {schedule.micro_batch_rule(pp, count)}; "
                 f"use {next(larger for larger in range(count, 4 * pp * count + 1) if schedule.accepts(pp, larger))}."
             )
-        return PipelineRunner(model.stages, self.parallelism, schedule, activation, model.gradients.add_)
+        how = self.parallelism, schedule, activation
+        return PipelineRunner(model.stages, *how, model.gradients.add_, model.first_trained)
 
     def _check_first(self, batch: Any, loss: LossFunction | None, local: LocalBatch | CustomBatch) -> None:
         """Check a user's model with the shapes of its first batch, and place its dropout layers."""

@@ -22,6 +22,7 @@ from threefold.data.formats.custom_data import is_custom_data, is_nested
 from threefold.data.formats.registry import holds_tokens
 from threefold.errors import UserError
 from threefold.exact.rules import GRAIN, takes_context_pieces
+from threefold.models.sharding import matches
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
 """Target sizes of shrinking, unless a layout needs more."""
@@ -90,6 +91,8 @@ def shrink(config: Config, specs: Sequence[LayoutSpec], batch_alone: bool = Fals
     sizes["num_layers"] = layers = min(model.num_layers, max(_LAYERS, *map(stages, specs)))
     if model.attention_pattern:
         sizes["attention_pattern"] = _kinds_of_attention(model, layers)
+    if config.optimizer.frozen:
+        settings["optimizer"]["frozen"] = _frozen_blocks(config.optimizer.frozen, model.num_layers, layers)
     used = type(model).model_fields.keys() - {name for name, _ in model.unused()}
     settings["model"].update({name: size for name, size in sizes.items() if name in used})
     settings["data"]["sequence_length"] = sequence
@@ -142,6 +145,31 @@ def _kinds_of_attention(model: ModelConfig, layers: int) -> list[str]:
     kinds = every[:layers]
     others = [kind for kind in every[layers:] if kind not in kinds]
     return [*kinds[:-1], others[0]] if others else kinds
+
+
+def _frozen_blocks(patterns: Sequence[str], before: int, layers: int) -> list[str]:
+    """Return patterns of frozen parameters for `layers` blocks, each of which stands for one of the blocks before.
+
+    If there are enough, each choice of frozen parts that a block had before has a block.
+    """
+
+    def frozen_in(number: int) -> tuple[str, ...]:
+        found = (pattern.split(".") for pattern in patterns if matches(str(number), _number_in(pattern) or "-"))
+        return tuple(dict.fromkeys(".".join(parts[2:]) for parts in found))
+
+    kinds = {frozen_in(number): number for number in reversed(range(before))}
+    spread = [number * (before - 1) // max(1, layers - 1) for number in range(layers)]
+    stand_ins = sorted([*dict.fromkeys([*kinds.values(), *spread, *range(before)])][:layers])
+    found = [pattern for pattern in patterns if _number_in(pattern) is None]
+    for number, stand_in in enumerate(stand_ins):
+        found += [f"blocks.{number}.{part}".rstrip(".") for part in frozen_in(stand_in)]
+    return found
+
+
+def _number_in(pattern: str) -> str | None:
+    """Return the part of a pattern that names some blocks by their numbers; None if it has none."""
+    first, *rest = pattern.split(".")
+    return rest[0] if first == "blocks" and rest and rest[0] not in ("*", "**") else None
 
 
 def _router_groups(model: ModelConfig, experts: int) -> dict[str, int]:

@@ -103,6 +103,8 @@ class OneProcess:
         self.model = construct(make_model, config.train.seed)
         convert_floats_(self.model, DTYPES[config.precision.dtype])
         parameters = dict(self._parameters())
+        for name in plan.frozen.intersection(parameters):
+            parameters[name].requires_grad_(False)
         for name, parameter in parameters.items():
             initial, shape = plan.initial(name), tuple(parameter.shape)
             with torch.no_grad():  # the constructor has set all others
@@ -113,7 +115,11 @@ class OneProcess:
                     parameter.fill_(initial.value)
                 elif isinstance(initial, Drawn):
                     parameter.copy_(drawn(initial.fill, name, shape, config.train.seed))
-        self._routings = [each for each in self.model.modules() if isinstance(each, Routing) and each.bias_rate]
+        self._routings = [
+            each
+            for name, each in self.model.named_modules()
+            if isinstance(each, Routing) and each.bias_rate and f"{name}.bias" not in plan.frozen
+        ]
         self._chosen: dict[nn.Module, Tensor] = {}
         for routing in self._routings:
             routing.register_forward_hook(self._count)

@@ -1,7 +1,7 @@
 """Layers of each pipeline stage, and the ranks that hold the stages, computed without tensors."""
 
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import lru_cache
@@ -302,6 +302,12 @@ def shared_between(plan: ModelPlan, stages: StageMap) -> dict[str, tuple[int, ..
 def covers(owner: str, name: str) -> bool:
     """Return whether the parameter `name` is called `owner`, or is in the module of that name."""
     return name == owner or name.startswith(owner + ".")
+
+
+def first_trained_stage(parameters: Iterable[str], plan: ModelPlan, stages: StageMap) -> int:
+    """Return the first stage with a parameter that is not frozen; no gradient of activations goes below it."""
+    trained = (name for name in parameters if plan.whole_name(name) not in plan.frozen)
+    return min((_stage_of(name, plan, stages) for name in trained), default=0)
 
 
 def _stage_of(name: str, plan: ModelPlan, stages: StageMap) -> int:

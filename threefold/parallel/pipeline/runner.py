@@ -101,6 +101,7 @@ class PipelineRunner(Runner):
     The shape [b, S, H] of a micro-batch's activations between stages is declared (`activation`), or found once per
     batch shape by `prepare`, so that steps exchange no metadata. Torch's objects are made once per number of
     micro-batches, and per batch shape if it is not declared. `add_gradient` adds a deferred gradient to a leaf's.
+    Declared activations of the stages before `first_trained` need no gradients.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class PipelineRunner(Runner):
         schedule: Schedule,
         activation: tuple[int, int, int] | None,
         add_gradient: Callable[[Tensor, Tensor], None],
+        first_trained: int = 0,
     ) -> None:
         self._stages, self._placement, self._schedule = stages, parallelism.stages, schedule
         self._mesh, self._deferred, self._arithmetic = parallelism.mesh, parallelism.deferred, parallelism.arithmetic
@@ -132,7 +134,11 @@ class PipelineRunner(Runner):
         if activation is not None:
             shape = torch.empty(activation, dtype=parallelism.settings.dtype, device="meta", requires_grad=True)
             numbers = self._placement.held_by(self._mesh.pp.index)
-            self._declared = {stage: (shape,) for number in numbers for stage in (number - 1, number)}
+            self._declared = {
+                stage: (shape if stage >= first_trained else shape.detach(),)
+                for number in numbers
+                for stage in (number - 1, number)
+            }
             self._use(self._passes(self._settings.micro_batches, (0, activation[1] * self._shares)))
 
     def arrivals(self, samples: int) -> int | None:
@@ -156,7 +162,10 @@ class PipelineRunner(Runner):
         length = shapes[1]  # [rows, S] of tokens
         if (count, length) not in self._found:
             held = length // self._shares
-            cut = {stage: (sent.detach()[:, :held].requires_grad_(),) for stage, (sent,) in self._declared.items()}
+            cut = {
+                stage: (sent.detach()[:, :held].requires_grad_(sent.requires_grad),)
+                for stage, (sent,) in self._declared.items()
+            }
             self._found[count, length] = self._make(cut, count)
         return self._found[count, length]
 
