@@ -7,7 +7,6 @@ import pytest
 
 from threefold.errors import UserError
 from threefold.planner.block import block_shapes, describe_model
-from threefold.planner.cost import block_seconds, cost_block
 from threefold.planner.doctor import (
     NCCL,
     Collective,
@@ -24,6 +23,7 @@ from threefold.planner.doctor import (
     tiny_config,
 )
 from threefold.planner.hardware import as_yaml, build, read_entries
+from threefold.planner.layer_cost import block_seconds, cost_block
 from threefold.planner.systems import SYSTEMS
 
 MACHINE = Machine(

@@ -17,16 +17,18 @@ from threefold.config import Config, resolve
 from threefold.host import _bytes_of, group_limits, memory
 from threefold.launch.checks import resolve_run
 from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.models.layers.prediction import look_ahead
 from threefold.parallel.leaf import local
 from threefold.planner.activations import (
     _under_way,
     activation_bytes,
     block_bytes,
+    further_bytes,
     head_bytes,
     largest_micro_batch,
     step_bytes,
 )
-from threefold.planner.block import block_shapes, describe_model
+from threefold.planner.block import block_shapes, describe_model, further_blocks
 from threefold.planner.model_size import ModelSize, built_in_attention, rank_block
 from threefold.random.dropout import sample_keys
 from threefold.verify.worker_pool import WorkerPool
@@ -34,6 +36,12 @@ from threefold.verify.worker_pool import WorkerPool
 LLAMA: tuple[tuple[str, Any], ...] = (("architecture", "llama"), ("num_key_value_heads", 6), ("head_dim", 4))
 NORMED = (*LLAMA, ("qk_norm", True), ("qkv_bias", True))
 CAPPED = (*LLAMA, ("attention_softcap", 2.0), ("attention_sinks", True))
+LATENT: tuple[tuple[str, Any], ...] = (
+    *(("architecture", "deepseek"), ("query_rank", 14), ("key_value_rank", 18)),
+    *(("plain_head_dim", 5), ("rope_head_dim", 4), ("value_head_dim", 7)),
+)
+UNNARROWED = (*LATENT, ("query_rank", 0), ("value_head_dim", 9))
+FURTHER = (*NORMED, ("mtp_layers", 2))
 EXPERTS = (*LLAMA, ("num_experts", 4), ("expert_ffn_hidden_size", 18), ("dense_layers", 1))
 SHARED = (*EXPERTS, ("shared_expert_ffn_hidden_size", 12), ("shared_expert_gate", True))
 BASE = Case(layers=2, sequence=18, batch=2, accumulation=1, tie=False, head_dim=4)
@@ -52,12 +60,15 @@ def kept(case: Case) -> tuple[int, int]:
     documents = torch.zeros(batch, case.sequence, dtype=torch.int64) if case.documents else None
     samples = NOTHING if keys is None and documents is None else SampleInfo(keys, documents)
     labels = torch.zeros(batch, case.sequence // case.cp, dtype=torch.int64)
+    head: tuple[Any, ...] = (labels,)
+    if depths := case.config.model.mtp_layers:
+        head = labels, look_ahead(samples, labels, labels, depths)
     parameters = [local(parameter) for parameter in stage.parameters()]
     found = []
-    for layer, argument in ((f"blocks.{case.layers - 1}", samples), ("head", labels)):
+    for layer, arguments in ((f"blocks.{case.layers - 1}", (samples,)), ("head", head)):
         start = x * 1  # a leaf is not an activation
         with recording_saved(parameters) as saved:
-            out = stage.get_submodule(layer)(start, argument)
+            out = stage.get_submodule(layer)(start, *arguments)
         found.append(saved.nbytes)
         out.sum().backward()  # every rank, as there are collectives
     return found[0], found[1]
@@ -83,6 +94,16 @@ ALONE = {
     "llama, sinks": replace(ROPE, model=(*LLAMA, ("attention_sinks", True))),
     "llama, bf16, softcap": replace(ROPE, model=CAPPED, dtype="bf16"),
     "llama, dropout, softcap": replace(ROPE, model=CAPPED, dropout=0.1),
+    "latent": replace(ROPE, model=LATENT),
+    "latent, queries of the input, fp64": replace(ROPE, model=UNNARROWED, dtype="fp64"),
+    "latent, bf16": replace(ROPE, model=LATENT, dtype="bf16"),
+    "latent, bf16, long": replace(ROPE, model=UNNARROWED, dtype="bf16", sequence=600),
+    "latent, dropout": replace(ROPE, model=LATENT, dropout=0.1),
+    "latent, documents": replace(ROPE, model=LATENT, documents=True),
+    "latent, further": replace(ROPE, model=(*LATENT, ("mtp_layers", 2))),
+    "further": replace(ROPE, model=FURTHER),
+    "further, fp64": replace(ROPE, model=FURTHER, dtype="fp64"),
+    "further, bf16": replace(ROPE, model=FURTHER, dtype="bf16", dropout=0.1),
     "experts": replace(ROPE, model=EXPERTS),
     "experts and a shared one": replace(ROPE, model=SHARED),
     "experts, bf16": replace(ROPE, model=SHARED, dtype="bf16"),
@@ -101,18 +122,27 @@ SPREAD = {
     "llama, cp": replace(ROPE, model=LLAMA, cp=2, sequence=20),
     "gpt, cp, dropout, documents": replace(BASE, cp=2, sequence=20, dropout=0.1, documents=True),
     "llama, cp, documents": replace(ROPE, model=LLAMA, cp=2, sequence=20, documents=True),
+    "latent, tp, sequence parallel": replace(ROPE, model=LATENT, tp=2, settings=SP),
+    "latent, tp": replace(ROPE, model=UNNARROWED, tp=3),
+    "latent, cp": replace(ROPE, model=LATENT, cp=2, sequence=20, documents=True),
+    "latent, ring": replace(ROPE, model=LATENT, cp=2, sequence=20, settings=(("parallel.cp_method", "ring"),)),
+    "further, documents": replace(ROPE, model=FURTHER, documents=True),
+    "further, tp": replace(ROPE, model=FURTHER, tp=2),
+    "further, tp, sequence parallel": replace(ROPE, model=FURTHER, tp=2, settings=SP),
+    "further, cp": replace(ROPE, model=FURTHER, cp=2, sequence=20),
     "experts, tp": replace(ROPE, model=SHARED, tp=2),
     "experts, tp, sequence parallel": replace(ROPE, model=SHARED, tp=2, settings=SP),
     "experts, ep": replace(ROPE, model=SHARED, dp=2, settings=(("parallel.ep", 2),), batch=4),
 }
 
 
-@sweep("name", [*ALONE, *SPREAD], quick=(0, 4, 7, 11, 13, 18, 22, 28, 34), slow=slice(0, None, 3))
+@sweep("name", [*ALONE, *SPREAD], quick=(0, 4, 7, 11, 13, 18, 19, 26, 32, 38, 44, 47), slow=slice(0, None, 3))
 def test_what_is_kept_is_never_more_than_the_formula_says(pool: WorkerPool, name: str) -> None:
     case = {**ALONE, **SPREAD}[name]
-    described = block_shapes(describe_model(case.config.model, case.sequence))[-1]
+    model = describe_model(case.config.model, case.sequence)
+    described, further = block_shapes(model)[-1], len(further_blocks(model))
     sizes = rank_block(case.config, described, attention=built_in_attention(case.config, described, "cpu"))
-    block, head = block_bytes(sizes), head_bytes(sizes, case.vocab, 0)
+    block, head = block_bytes(sizes), head_bytes(sizes, case.vocab) + further * further_bytes(sizes, case.vocab)
     for found in pool.run(case.world_size, kept, case):
         assert found[0] <= block
         assert found[1] <= head

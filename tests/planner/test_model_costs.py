@@ -20,6 +20,16 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
     "gpt": ("h100", 64, {"model": {"preset": "gpt3-13b"}, "data": {"path": "x", "sequence_length": 2048}}),
     "experts": ("a100-80", 16, {"model": {"preset": "mixtral-8x7b"}, "data": {"path": "x", "sequence_length": 4096}}),
     "llama": ("h200", 16, {"model": {"preset": "llama-3.1-8b"}, "data": {"path": "x", "sequence_length": 8192}}),
+    "latent": (
+        "h200",
+        16,
+        {"model": {"preset": "deepseek-v2-lite", "mtp_layers": 1}, "data": {"path": "x", "sequence_length": 4096}},
+    ),
+    "further": (
+        "h200",
+        16,
+        {"model": {"preset": "llama-3.1-8b", "mtp_layers": 1}, "data": {"path": "x", "sequence_length": 4096}},
+    ),
 }
 
 
@@ -32,7 +42,7 @@ def request_of(name: str, batch: int = 48, system: str | None = None, **fixed: s
     return read_request(given, gpus, find_hardware(hardware), "throughput", fix, None, system)
 
 
-@pytest.mark.parametrize(("name", "system"), [("gpt", None), ("experts", None), ("llama", None), ("llama", "nemo")])
+@pytest.mark.parametrize(("name", "system"), [*((name, None) for name in MODELS), ("llama", "nemo")])
 def test_no_layout_takes_less_than_its_bounds(name: str, system: str | None) -> None:
     request = request_of(name, system=system)
     costs, space, draw = (

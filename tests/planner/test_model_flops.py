@@ -4,9 +4,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from threefold.config import ModelConfig
-from threefold.planner.block import UnknownBlock, block_shapes, describe_model, model_flops_per_token
+from threefold.models.family import make_model
+from threefold.planner.block import Latents, block_shapes, describe_model, further_blocks, model_flops_per_token
 
 
 def filled(sequence_length: int, **settings: object) -> ModelConfig:
@@ -70,12 +73,40 @@ def test_latent_attention() -> None:
     assert model_flops_per_token(narrow, 32) == rest + 6 * 2 * 14 * (64 + 4 * 18)
 
 
-@pytest.mark.parametrize(("narrow", "named"), [(0, "attn.kv_down"), (14, "attn.q_down.weight and attn.kv_down")])
-def test_the_planner_refuses_latent_attention_by_name(narrow: int, named: str) -> None:
-    config = filled(32, architecture="deepseek", num_layers=1, vocab_size=100, query_rank=narrow)
-    with pytest.raises(UnknownBlock) as caught:
-        block_shapes(describe_model(config, 32))
-    assert f"blocks.0 has {named}.weight besides" in str(caught.value)
+LATENT = {"architecture": "deepseek", "plain_head_dim": 12, "rope_head_dim": 6, "value_head_dim": 18}
+"""Values as wide as keys, which attention on the meta device takes."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"architecture": "llama", "mtp_layers": 1},
+        {"architecture": "llama", "mtp_layers": 3, "tie_embeddings": True},
+        LATENT,
+        {**LATENT, "query_rank": 7, "mtp_layers": 2},
+    ],
+    ids=["further", "further, tied", "latent", "latent, further"],
+)
+def test_operations_are_those_of_torchs_counter(settings: dict[str, object]) -> None:
+    config = filled(33, num_layers=3, hidden_size=36, num_attention_heads=3, vocab_size=101, **settings)
+    with torch.device("meta"):
+        model, tokens = make_model(config), torch.zeros(2, 33, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter:
+        model(tokens, tokens).backward()
+    assert counter.get_total_flops() == tokens.numel() * model_flops_per_token(config, 33)
+
+
+@pytest.mark.parametrize("narrow", [0, 14, 64])
+def test_latents_are_known_from_the_shapes_of_weights(narrow: int) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "plain_head_dim": 12, "rope_head_dim": 6, "mtp_layers": 2}
+    sizes |= {"value_head_dim": 10, "key_value_rank": 58, "query_rank": narrow}  # 58 + 6 are the width of the model
+    config = filled(32, architecture="deepseek", num_layers=2, vocab_size=100, **sizes)
+    described = describe_model(config, 32)
+    first, last = block_shapes(described)
+    assert first == last
+    assert further_blocks(described) == (last, last)
+    assert (last.heads, last.key_heads, last.head_dim, last.value_dim, last.norms) == (4, 4, 18, 10, 2)
+    assert last.latents == Latents(queries=narrow, keys=58, rotary=6, value=10)
 
 
 def test_a_model_of_ones_own_tells_none() -> None:

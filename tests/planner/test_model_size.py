@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from tests.support.parity import Case, make_engine
+from tests.support.parity import DEEPSEEK, Case, make_engine
 from tests.support.sweep import sweep
 from threefold.comm.layout import Layout
 from threefold.config import Config
@@ -138,8 +138,21 @@ MIXTURE = Case(model=MOE, positions="rope", sequence=12, tie=False)
             settings=(("parallel.zero", 2), ("parallel.zero_shards", 4), ("parallel.ep", 2)),
         ),
         replace(MIXTURE, tp=4, model=(*MOE, ("num_key_value_heads", 2), ("expert_ffn_hidden_size", 20))),
+        replace(DEEPSEEK, tp=2, pp=2, model=(*DEEPSEEK.model, ("mtp_layers", 1))),
+        replace(MIXTURE, dp=2, pp=2, model=(*MOE, ("mtp_layers", 2)), settings=(("parallel.zero", 3),)),
     ],
-    ids=["bf16", "zbv-tp4", "ep2-tp2-pp2", "zero1-tp2", "zero3-ep2-tp2", "hybrid", "hybrid-ep2", "shared heads"],
+    ids=[
+        "bf16",
+        "zbv-tp4",
+        "ep2-tp2-pp2",
+        "zero1-tp2",
+        "zero3-ep2-tp2",
+        "hybrid",
+        "hybrid-ep2",
+        "shared heads",
+        "latent, further",
+        "further",
+    ],
     quick=(0, 4),
 )
 def test_ranks_hold_what_is_counted(pool: WorkerPool, case: Case) -> None:

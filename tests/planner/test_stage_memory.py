@@ -20,6 +20,9 @@ from threefold.planner.stage_memory import RESERVE, StageMemory, flights_of, sta
 GPT = {"num_layers": 8, "hidden_size": 64, "num_attention_heads": 8, "vocab_size": 512}
 LLAMA = {**GPT, "architecture": "llama", "num_key_value_heads": 4}
 MIXTURE = {**LLAMA, "num_experts": 4, "expert_ffn_hidden_size": 96}
+LATENT = {**GPT, "architecture": "deepseek", "query_rank": 24, "key_value_rank": 32, "rope_head_dim": 4}
+EXPERTS = {**LATENT, "num_experts": 4, "expert_ffn_hidden_size": 96, "dense_layers": 1}
+FURTHER = {**LLAMA, "mtp_layers": 2}
 
 
 def config(model: dict[str, Any] | None = None, dtype: str = "bf16", count: int = 4, **sections: Any) -> Config:
@@ -49,10 +52,28 @@ SPREAD: dict[str, tuple[dict[str, Any], int, int]] = {
     ),
     "zero 3": ({"parallel": {"dp": 4, "zero": 3}, "model": LLAMA}, 0, 0),
     "experts": ({"parallel": {"dp": 2, "ep": 2}, "model": MIXTURE}, 0, 0),
+    "latent": ({"model": LATENT}, 0, 0),
+    "latent, sequence parallel": (
+        {
+            "parallel": {"tp": 2, "sequence_parallel": True},
+            "model": LATENT,
+            "train": {"recompute": "selective"},
+            "dtype": "fp32",
+        },
+        0,
+        0,
+    ),
+    "latent, gathered": ({"parallel": {"cp": 2}, "model": LATENT, "dtype": "fp32"}, 0, 0),
+    "latent, zero 3": ({"parallel": {"dp": 4, "zero": 3}, "model": LATENT}, 0, 0),
+    "further": ({"model": FURTHER}, 0, 0),
+    "further, last stage": ({"model": FURTHER, "parallel": {"pp": 2}}, 1, 1),
+    "further, zbv": ({"model": FURTHER, "parallel": {"pp": 2, "schedule": "zbv"}}, 0, 0),
+    "further, zero 3": ({"model": FURTHER, "parallel": {"dp": 2, "pp": 2, "zero": 3}, "dtype": "fp32"}, 1, 1),
+    "further, experts": ({"model": {**EXPERTS, "mtp_layers": 1}, "parallel": {"pp": 2, "tp": 2}}, 2, 1),
 }
 
 
-@sweep("name", list(SPREAD))
+@sweep("name", list(SPREAD), slow=(*range(7), 8, 11, 14))
 def test_peaks_are_those_of_dry_runs(name: str) -> None:
     """Of small layers, whose smallest tensors count for more than in large ones: `benchmarks.planner` has these."""
     given, rank, pp_rank = SPREAD[name]

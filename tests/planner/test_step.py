@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from tests.planner.ideal import GPT, LLAMA, RATE, config, ideal
+from tests.planner.step_traffic import step_traffic, wire_bytes
 from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.schedules import SCHEDULES
 from threefold.models.family import model_plan
 from threefold.planner.cost import (
-    BUSIEST,
     all_to_all_seconds,
     axis_group,
     bandwidth,
@@ -24,6 +24,7 @@ from threefold.planner.cost import (
     send_seconds,
     update_seconds,
 )
+from threefold.planner.dry_run import dry_run
 from threefold.planner.estimate import (
     StepTime,
     exposed_bubble,
@@ -33,12 +34,17 @@ from threefold.planner.estimate import (
     waiting_share,
 )
 from threefold.planner.hardware import Link, find_hardware
-from threefold.planner.model_size import Group
+from threefold.planner.layer_cost import BUSIEST, block_seconds, cost_block
+from threefold.planner.model_size import Group, described_blocks
 from threefold.planner.schedule import Rounds, StageTimes, simulate
 from threefold.planner.systems import SYSTEMS
 
 CORE, BUILT_IN = SYSTEMS["megatron-core"], SYSTEMS["own"]
 MIXTURE = {**LLAMA, "num_experts": 4, "experts_per_token": 2, "expert_ffn_hidden_size": 512}
+
+
+LATENT = {**GPT, "architecture": "deepseek", "query_rank": 192, "key_value_rank": 128, "ffn_hidden_size": 1024}
+LATENT |= {"plain_head_dim": 64, "rope_head_dim": 32, "value_head_dim": 64}
 
 
 def _of(given: Config, **changes: Any) -> StepTime:
@@ -56,24 +62,28 @@ def _of(given: Config, **changes: Any) -> StepTime:
         ({**LLAMA, "sliding_window": 64}, {}),
         (MIXTURE, {}),
         (MIXTURE, {"dp": 4, "ep": 2, "tp": 2}),
+        (LATENT, {}),
+        (LATENT, {"dp": 2, "tp": 2, "sequence_parallel": True}),
+        ({**LATENT, "mtp_layers": 2}, {}),
+        ({**LLAMA, "mtp_layers": 1}, {"tp": 2, "sequence_parallel": True}),
     ],
 )
 def test_products_are_those_of_the_models_own_table(model: dict[str, Any], layout: dict[str, Any]) -> None:
     given = config(model, **layout)
     tokens = 32 * 256
     plan = model_plan(given.model, 256)
-    heads = given.model.num_attention_heads * given.model.head_dim
-    window = min(given.model.sliding_window or 256, 256)
+    own, window = given.model, min(given.model.sliding_window or 256, 256)
+    value = getattr(own, "value_head_dim", own.head_dim)
+    heads = own.num_attention_heads * (own.head_dim + value) / 2
     core = 4 * heads * window * (1 - window / 512)  # operations of two products, of the positions that are seen
-    linear = sum(cost - heads * window for cost in plan.costs[1:5]) + plan.costs[5]
-    if given.model.num_experts:  # the rank with the busiest experts is waited for
+    blocks = 4 + own.mtp_layers
+    linear = sum(plan.costs[1:]) - blocks * heads * window
+    if own.num_experts:  # the rank with the busiest experts is waited for
         linear += 4 * (BUSIEST - 1) * 3 * 512 * 512 * 2
     ranks = layout.get("dp", 1) * layout.get("tp", 1) * layout.get("cp", 1)
-    found = _of(given).compute
-    assert found.matrix == pytest.approx(
-        6 * linear * tokens / ranks / RATE, rel=1e-2 if given.model.num_experts else 1e-3
-    )
-    assert found.attention == pytest.approx(4 * 3.5 * core * tokens / ranks / RATE, rel=1e-6)
+    found, again = _of(given).compute, (3 * own.head_dim + 2 * value) / (own.head_dim + value)
+    assert found.matrix == pytest.approx(6 * linear * tokens / ranks / RATE, rel=1e-2 if own.num_experts else 1e-3)
+    assert found.attention == pytest.approx(blocks * (1 + again) * core * tokens / ranks / RATE, rel=1e-6)
 
 
 @pytest.mark.parametrize(("recompute", "every", "treated"), [("full", 1, 4), ("full", 2, 2), ("selective", 1, 4)])
@@ -111,7 +121,6 @@ def test_each_link_is_felt_by_its_axis_alone() -> None:
 
 
 def test_bytes_of_tensor_collectives_are_those_that_are_counted() -> None:
-    from tests.planner.step_traffic import step_traffic, wire_bytes
     from threefold.comm.layout import Coordinates
     from threefold.parallel.pipeline.partition import stage_map
 
@@ -120,6 +129,29 @@ def test_bytes_of_tensor_collectives_are_those_that_are_counted() -> None:
     counted = sum(wire_bytes(operation, volume.nbytes, 2) for operation, volume in volumes.items())
     found = step_time(given, ideal(inside=Link(1e9, 0.0)), BUILT_IN)
     assert found.compute.tensor == pytest.approx(counted / 1e9, rel=0.02)  # but for norms held whole, and the maximum
+
+
+@pytest.mark.parametrize("model", [LATENT, {**LLAMA, "mtp_layers": 1}], ids=["latent", "further"])
+def test_bytes_of_tensor_collectives_are_those_of_a_dry_run(model: dict[str, Any]) -> None:
+    given = config({**model, "num_layers": 1}, {"global_batch_size": 2}, tp=2)
+    counted = sum(wire_bytes(op, nbytes, 2) for (axis, op), nbytes in _traffic(given).items() if axis == "tp")
+    found = step_time(given, ideal(inside=Link(1e9, 0.0)), replace(BUILT_IN, overlap_tensor_backward=False))
+    assert found.compute.tensor == pytest.approx(counted / 1e9, rel=0.02)
+
+
+def test_latents_are_gathered_and_not_keys_and_values() -> None:
+    given = config({**LATENT, "num_layers": 1}, {"global_batch_size": 1}, cp=2)
+    [block], slow = described_blocks(given), ideal(inside=Link(1e9, 0.0))
+    found = block_seconds(cost_block(given, block, 8, BUILT_IN), slow, replace(BUILT_IN, overlap_context=False))
+    gathered = wire_bytes("all_gather", _traffic(given)["cp", "all_gather"], 2)
+    assert found.forward.context * 1e9 == pytest.approx(gathered)
+    ring = config({**LATENT, "num_layers": 1}, {"global_batch_size": 1}, cp=2, cp_method="ring")
+    of_ring = block_seconds(cost_block(ring, block, 8, BUILT_IN), slow, replace(BUILT_IN, overlap_context=False))
+    assert of_ring.forward.context / found.forward.context == pytest.approx(8 * (64 + 32 + 64) / (128 + 32))
+
+
+def _traffic(given: Config) -> dict[tuple[str, str], int]:
+    return {(each.axis, each.operation): each.nbytes for each in dry_run(given).collectives}
 
 
 def test_overlap_hides_but_never_adds() -> None:

@@ -19,7 +19,7 @@ from threefold.config import Config, resolve
 from threefold.config.resolve import default_largest, on_device
 from threefold.config.rules import default_micro_batches
 from threefold.constants import LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
-from threefold.planner.block import BlockShape, Mixture, block_shapes
+from threefold.planner.block import BlockShape, Latents, Mixture, block_shapes, further_blocks
 from threefold.planner.model_size import ModelSize, ModelWeights, RankBlock, built_in_attention, rank_block
 from threefold.planner.systems import Keeps
 
@@ -43,7 +43,7 @@ def block_bytes(sizes: RankBlock, recompute: str = "none") -> int:
     if recompute == "selective" and kernels.replays_operations:
         # The block's input, and the outputs of attention and of every second matrix product.
         sums = sizes.samples * sizes.heads // sizes.tp * sizes.length // sizes.cp * sizes.wide
-        return 2 * outer + 2 * sizes.queries + sums + sizes.keys + inner
+        return 2 * outer + sizes.queries + sizes.outputs + sums + sizes.keys + inner
     core = _core_bytes(sizes, recompute == "selective")
     masks = 2 * outer // sizes.itemsize * (kernels.mask_bytes or sizes.itemsize) if sizes.hidden_dropout else 0
     if sizes.experts is not None:
@@ -56,8 +56,8 @@ def block_bytes(sizes: RankBlock, recompute: str = "none") -> int:
     inputs = min(sizes.norms, 2) * _norm_bytes(sizes) + max(2 - sizes.norms, 0) * outer
     inputs += max(sizes.norms - 2, 0) * (_norm_bytes(sizes) - outer)
     inputs += sizes.norms * sizes.hidden * sizes.wide if sizes.norm_offset else 0
-    # queries: the attention output, kept for its projection
-    return inputs + core + sizes.queries + feed_forward + masks
+    # outputs: of attention, kept for their projection
+    return inputs + core + sizes.outputs + feed_forward + masks
 
 
 def _norm_bytes(sizes: RankBlock) -> int:
@@ -78,10 +78,13 @@ def _rms_bytes(sizes: RankBlock, rows: int, nbytes: int) -> int:
 def _core_bytes(sizes: RankBlock, replayed: bool) -> int:
     """Return the bytes that QK-norm, rotary embeddings and the attention core keep, if `replayed` only the core's
     inputs; its output is not included, since its projection keeps it."""
-    cp, length, queries, kernels = sizes.cp, sizes.length, sizes.queries, sizes.kernels
-    before = 2 * queries if sizes.output_gate else 0  # the opened gates, and the output before them
-    inputs = queries + 2 * sizes.keys  # of the core, and the tensors that they are views of
-    if sizes.rotary and not kernels.fused_rotary:
+    cp, length, queries, kernels, latents = sizes.cp, sizes.length, sizes.queries, sizes.kernels, sizes.latents
+    before = 2 * sizes.outputs if sizes.output_gate else 0  # the opened gates, and the output before them
+    inputs = queries + sizes.keys + sizes.values  # of the core, and the tensors that they are views of
+    if latents is not None:
+        before += _latent_bytes(sizes, latents)
+        inputs += sizes.keys * (sizes.head_dim - latents.rotary) // sizes.head_dim
+    elif sizes.rotary and not kernels.fused_rotary:
         before += length // cp * sizes.head_dim * sizes.wide  # the table of angles
         inputs += queries + sizes.keys
     if sizes.qk_norm:
@@ -98,7 +101,8 @@ def _core_bytes(sizes: RankBlock, replayed: bool) -> int:
     pairs = keys * chunk if cp > 1 else length**2  # query-key pairs
     heads = sizes.samples * sizes.heads // sizes.tp
     # Context parallelism keeps the gathered keys and values and the separate outputs of the two chunks.
-    gathered = 2 * cp * sizes.keys + queries if cp > 1 else 0
+    others = (cp if latents is None or sizes.ring else 0) * (sizes.keys + sizes.values)
+    gathered = others + sizes.outputs if cp > 1 else 0
     bounds = _POSITION * sizes.samples * length if sizes.documents else 0
     if sizes.attention == "fused":
         sums = heads * length // cp * sizes.wide  # log-sum-exp of each query
@@ -110,10 +114,24 @@ def _core_bytes(sizes: RankBlock, replayed: bool) -> int:
     if kernels.fused_softmax:
         each = sizes.itemsize if sizes.attention == "plain" else 2 * sizes.itemsize + kernels.mask_bytes
         return before + inputs + heads * pairs * each
-    dense = queries + 2 * queries * keys * cp // length  # contiguous copies for the matrix products
+    dense = queries + (queries + sizes.outputs) * keys * cp // length  # contiguous copies for the matrix products
     weights = heads * pairs * sizes.itemsize
     # Dropout keeps the weights before and after it and its mask; `pairs` is the causal mask.
     return before + dense + (weights if sizes.attention == "plain" else 3 * weights + pairs)
+
+
+def _latent_bytes(sizes: RankBlock, latents: Latents) -> int:
+    """Return the bytes that latent attention keeps of latents, their norms and the angles of rotation."""
+    rows, item, kernels = sizes.local_tokens, sizes.itemsize, sizes.kernels
+    found = sizes.key_tokens * latents.shared * item + _rms_bytes(sizes, rows, rows * latents.keys * item)
+    if kernels.fused_norm or item == sizes.wide:  # the norm's input is a view of the rotating part too
+        found += rows * latents.rotary * item
+    if latents.queries:
+        narrow = rows * latents.queries * item
+        found += _rms_bytes(sizes, rows, narrow) + narrow
+    if not kernels.fused_rotary:
+        found += (sizes.tokens + rows) // sizes.samples * latents.rotary * sizes.wide
+    return found
 
 
 def _experts_bytes(sizes: RankBlock, experts: Mixture) -> int:
@@ -149,6 +167,17 @@ def head_bytes(sizes: RankBlock, vocab: int, chunk_size: int = 0) -> int:
     return norm + labels + tokens * (columns * sizes.itemsize + (3 if split else 2) * wide)
 
 
+def further_bytes(sizes: RankBlock, vocab: int, chunk_size: int = 0, recompute: str = "none") -> int:
+    """Return the bytes that multi-token prediction keeps for each further token, whose block has these sizes."""
+    outer, kernels = sizes.outer, sizes.kernels
+    looked_up = sizes.tokens * (8 + 1 if sizes.tp > 1 else 2 * 8)  # on one rank, a view of tokens and labels
+    norms = 2 * (_norm_bytes(sizes) - outer)  # of the embeddings and the features, without their outputs
+    if kernels.fused_norm or sizes.itemsize == sizes.wide:
+        norms -= outer  # the features are the input of a loss too
+    joined = 2 * outer
+    return looked_up + norms + joined + block_bytes(sizes, recompute) + head_bytes(sizes, vocab, chunk_size)
+
+
 @dataclass(frozen=True)
 class LayerBytes:
     """Bytes of one layer for one micro-batch.
@@ -156,7 +185,8 @@ class LayerBytes:
     `kept` are those from the forward to the backward pass, `forward` and `backward` those in addition at the peak of
     each pass (before frees and without weight gradients), and `ending` those in addition to what earlier layers keep
     when the last weight gradients are computed. `largest` counts the elements of the weight whose gradient exists at
-    the moment of `backward`. `deferred` are kept from the backward pass for inputs to the one for weights.
+    the moment of `backward`. `deferred` are kept from the backward pass for inputs to the one for weights. `table`
+    counts the elements of a weight with several uses in the layer, whose gradient is there until all have theirs.
     """
 
     kept: int
@@ -165,6 +195,7 @@ class LayerBytes:
     ending: int
     largest: int
     deferred: int = 0
+    table: int = 0
 
 
 @lru_cache(maxsize=65536)
@@ -184,10 +215,10 @@ def block_layer(sizes: RankBlock, recompute: str) -> LayerBytes:
         backward = max(backward, again - 2 * inner + 2 * outer)
     # The products for queries, keys and values need their gradients, the layer's input and norm, and two input
     # gradients.
-    queries = sizes.queries * (2 if sizes.output_gate else 1) + 2 * sizes.keys
+    queries = sizes.queries * (2 if sizes.output_gate else 1) + sizes.keys + sizes.values
     ending = 2 * queries + 3 * outer + sizes.gathered
     # inputs of the linear layers and gradients of their outputs
-    deferred = 4 * sizes.whole + sizes.queries + queries + (3 if sizes.gated else 2) * inner
+    deferred = 4 * sizes.whole + sizes.outputs + queries + (3 if sizes.gated else 2) * inner
     return LayerBytes(kept, 0, backward, ending, largest, deferred)
 
 
@@ -238,6 +269,25 @@ def head_layer(sizes: RankBlock, vocab: int, chunk_size: int, capped: bool = Fal
     return LayerBytes(kept, forward + gathered, backward + gathered, ending, 0, logits * item + whole)
 
 
+def predicting_layer(
+    head: LayerBytes, sizes: RankBlock, vocab: int, chunk_size: int, mode: str, depths: int
+) -> LayerBytes:
+    """Return the memory of a head with some further tokens, from that without them and the sizes of their blocks."""
+    outer, table, block = sizes.outer, -(-vocab // sizes.tp) * sizes.hidden, block_layer(sizes, mode)
+    # The backward pass begins with the last loss; when it comes to the last block, this loss's tensors are free.
+    first, second = (head.backward, head.largest), (block.backward - head.kept + outer, block.largest + table)
+    backward, largest = max(first, second, key=lambda moment: moment[0] + sizes.itemsize * moment[1])
+    return LayerBytes(
+        head.kept + depths * further_bytes(sizes, vocab, chunk_size, mode),
+        head.forward,
+        backward,
+        head.ending,
+        largest,
+        head.deferred + depths * (head.deferred + block.deferred + 3 * outer),
+        table,
+    )
+
+
 def _columns_at_once(tokens: int, columns: int, chunk_size: int, by_columns: bool) -> int:
     """Return how many columns of the logits the loss processes at a time (`Kernels.loss_by_columns`)."""
     unchunked = max(1, LOGITS_OF_A_CHUNK // tokens) if by_columns else columns
@@ -274,6 +324,7 @@ class LayerMemory:
         self._layers, self._replayed, blocks = weights.plan.layers, replayed, block_shapes(weights.description)
         self._blocks = dict(zip(self._layers[1:-1], blocks, strict=True))
         self._of_blocks: dict[tuple[BlockShape, bool], LayerBytes] = {}
+        self._further = further_blocks(weights.description)
         self._first = block = self._sizes(blocks[0])
         self.output = block.outer
         self._chunk_size = config.train.loss_chunk_size if keeps.system.chunked_loss else 0
@@ -289,12 +340,18 @@ class LayerMemory:
         if name == self._layers[-1]:
             if self._keeps.system.whole_logits:
                 block = replace(block, tp=1, sequence_parallel=False)
-            return head_layer(block, model.vocab_size, self._chunk_size, model.logit_softcap > 0)
+            logits = model.vocab_size, self._chunk_size
+            head = head_layer(block, *logits, model.logit_softcap > 0)
+            if not self._further:
+                return head
+            return predicting_layer(head, self._sizes(self._further[0]), *logits, self._mode(name), len(self._further))
         key = self._blocks[name], name in self._replayed
         if key not in self._of_blocks:
-            mode = self._config.train.recompute if name in self._replayed else "none"
-            self._of_blocks[key] = block_layer(self._sizes(self._blocks[name]), mode)
+            self._of_blocks[key] = block_layer(self._sizes(self._blocks[name]), self._mode(name))
         return self._of_blocks[key]
+
+    def _mode(self, name: str) -> str:
+        return self._config.train.recompute if name in self._replayed else "none"
 
     def _sizes(self, block: BlockShape) -> RankBlock:
         attention = self._keeps.attention(built_in_attention(self._config, block, self._device))
@@ -342,6 +399,11 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
             moment = max(moment, block_bytes(block))  # its gradients, or its recomputed activations
         elif name == layers[-1]:
             kept += block.outer + head_bytes(block, model.vocab_size, train.loss_chunk_size)
+            mode = train.recompute if name in replayed else "none"
+            for described in further_blocks(weights.description):
+                block = rank_block(config, described, attention=built_in_attention(config, described, device))
+                kept += further_bytes(block, model.vocab_size, train.loss_chunk_size, mode)
+                moment = max(moment, block_bytes(block))
             columns = -(-model.vocab_size // parallel.tp)
             at_once = _columns_at_once(block.tokens, columns, train.loss_chunk_size, device == "cuda")
             moment = max(moment, (3 if model.logit_softcap else 2) * block.tokens * at_once * block.wide)

@@ -140,6 +140,22 @@ class Mixture:
     shared: int = 0
 
 
+@dataclass(frozen=True)
+class Latents:
+    """Latent attention: widths of the latents of queries (0 for none) and of keys and values, of the part of a head's
+    queries and keys that rotates, and of a head's values."""
+
+    queries: int
+    keys: int
+    rotary: int
+    value: int
+
+    @property
+    def shared(self) -> int:
+        """Numbers per token that the keys and values of all heads come from."""
+        return self.keys + self.rotary
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
     """Transformer block of the whole model."""
@@ -163,7 +179,13 @@ class BlockShape:
     attention_dropout: bool = False
     window: int = 0  # in positions; 0 for none
     tiled: bool = False  # attention that only tiles compute, with a soft cap or sinks
+    latents: Latents | None = None  # each head has keys of its own then
     experts: Mixture | None = None
+
+    @property
+    def value_dim(self) -> int:
+        """Width of a head's values."""
+        return self.latents.value if self.latents else self.head_dim
 
 
 class UnknownBlock(UserError):
@@ -173,21 +195,25 @@ class UnknownBlock(UserError):
 @lru_cache(maxsize=16)
 def block_shapes(described: ModelDescription) -> tuple[BlockShape, ...]:
     """Return the layers between the first and the last; raise `UnknownBlock` for one without formulas."""
-    if depths := described.config.mtp_layers:
-        raise UnknownBlock(
-            f"model.mtp_layers is {depths} but the planner has no formulas for blocks in the head; use threefold "
-            "dry-run, which runs the model, or mtp_layers 0."
-        )
     return tuple(_described(described, layer, number) for number, layer in enumerate(described.plan.layers[1:-1]))
+
+
+def further_blocks(described: ModelDescription) -> tuple[BlockShape, ...]:
+    """Return the blocks of multi-token prediction in the last layer, each like the last block."""
+    return block_shapes(described)[-1:] * described.config.mtp_layers
 
 
 def _described(described: ModelDescription, layer: str, number: int) -> BlockShape:
     config, rules = described.config, described.rules(layer)
     roles: dict[str, list[WeightShape]] = defaultdict(list)
+    has_latents = any(isinstance(rule, sharding.AcrossHeads) for rule in rules)
+    around = {_module(_module(weight.name)) for weight in described.weights[layer] if "key" in weight.parts}
     for weight in described.weights[layer]:
-        roles[_role(weight)].append(weight)
+        inside = _module(_module(weight.name)) in around and isinstance(weight.split, sharding.Replicated)
+        roles["latents" if has_latents and inside else _role(weight)].append(weight)
     cores = [rule for rule in rules if isinstance(rule, sharding.AttentionCore)]
     _require_known(config.architecture, layer, roles, len(cores))
+    latents = _latents(roles) if has_latents else None
     projection, down = roles["output of attention"][0], roles["down"]
     heads = {part: size for weight in roles["projection"] for part, size in weight.parts.items()}
     [keys] = {weight.split.units("weight")["tp"].count for weight in roles["projection"] if "key" in weight.parts}
@@ -195,18 +221,18 @@ def _described(described: ModelDescription, layer: str, number: int) -> BlockSha
     if roles["experts"]:
         first, second = roles["experts"]
         mixture = Mixture(first.shape[0], config.experts_per_token, second.shape[2], inner)
-    modules = {weight.name.rpartition(".")[0] for weight in roles["bias"]}
-    norms = [weight.name.rpartition(".")[0] for weight in roles["norm"]]
+    modules = {_module(weight.name) for weight in roles["bias"]}
+    norms = [_module(weight.name) for weight in roles["norm"]]
     products = [*roles["projection"], projection, *roles["up"], *down, *roles["experts"]]
     return BlockShape(
         hidden=projection.shape[0],
         heads=cores[0].heads,
         key_heads=keys,
-        head_dim=heads["key"],
+        head_dim=heads["query"] if latents else heads["key"],
         ffn=config.ffn_hidden_size if mixture else inner,
         gated="gate" in (roles["experts"] or roles["up"])[0].parts,
         rms=not any(name in modules or _is_layer_norm(described, name) for name in norms),
-        biased=all(weight.name.rpartition(".")[0] in modules for weight in products),
+        biased=all(_module(weight.name) in modules for weight in products),
         norms=len(norms),
         rotary=any(isinstance(rule, sharding.OverContext) for rule in rules),
         qk_norm=bool(roles["norm of heads"]),
@@ -218,8 +244,23 @@ def _described(described: ModelDescription, layer: str, number: int) -> BlockSha
         attention_dropout=config.attention_dropout > 0,
         window=config.window(number),
         tiled=config.attention_softcap > 0 or bool(roles["sinks"]),
+        latents=latents,
         experts=mixture,
     )
+
+
+def _module(name: str) -> str:
+    """Return the name of the module around a parameter or module."""
+    return name.rpartition(".")[0]
+
+
+def _latents(roles: dict[str, list[WeightShape]]) -> Latents:
+    """Return the widths of latent attention from those of the projections to the latents and to the heads."""
+    [query] = [weight for weight in roles["projection"] if "query" in weight.parts]
+    [keys] = [weight for weight in roles["projection"] if "key" in weight.parts]
+    narrowing = [weight for weight in roles["latents"] if len(weight.shape) == 2]
+    rotary = query.parts["query"] - keys.parts["key"]
+    return Latents(query.shape[1] if len(narrowing) == 2 else 0, keys.shape[1], rotary, keys.parts["value"])
 
 
 def _is_layer_norm(described: ModelDescription, name: str) -> bool:
@@ -240,6 +281,8 @@ def _require_known(architecture: str, layer: str, roles: dict[str, list[WeightSh
     parts = {part for weight in roles["projection"] for part in weight.parts}
     if cores != 1 or not roles["output of attention"] or parts - {"query gate"} != {"query", "key", "value"}:
         lack = "no attention of which the sharding plan names the queries, keys and values"
+    elif roles["latents"] and (len(roles["projection"]), len(roles["latents"])) not in ((2, 2), (2, 4)):
+        lack = "no latent of keys and values, and at most one of queries, each with a norm"
     elif odd:
         lack = f"{' and '.join(weight.name.removeprefix(f'{layer}.') for weight in odd)} besides or for one of them"
     elif experts not in (0, 2) or not experts + networks or len(roles["down"]) != networks:

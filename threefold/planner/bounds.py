@@ -18,7 +18,7 @@ from threefold.config.section import divisors
 from threefold.errors import UserError
 from threefold.files import format_bytes
 from threefold.parallel.pipeline.partition import StageMap, partitioned
-from threefold.planner import cost
+from threefold.planner import cost, layer_cost
 from threefold.planner.activations import LayerMemory
 from threefold.planner.block import ModelDescription, block_shapes, describe_model
 from threefold.planner.estimate import (
@@ -453,7 +453,7 @@ class LeastSeconds:
         sizes, per_node, system, model = self._sizes, hardware.gpus_per_node, self._system, config.model
         described = block_shapes(describe_model(model, config.data.sequence_length))
         blocks = {
-            kind: replace(cost.cost_block(config, described[layer], per_node, system), samples=cast(int, sizes))
+            kind: replace(layer_cost.cost_block(config, described[layer], per_node, system), samples=cast(int, sizes))
             for kind, layer in self._kinds.blocks
         }
         first = next(iter(blocks.values()))
@@ -463,17 +463,20 @@ class LeastSeconds:
             device, pp = config.train.device, config.parallel.pp
             chunks = [logits_chunk(size * length, columns, device, pp) for size in sizes.tolist()]
         found = np.empty((3, self._kinds.count, len(sizes)))
-        found[:, 0] = _totals(cost.embedding_passes(first, hardware), sizes)
+        found[:, 0] = _totals(layer_cost.embedding_passes(first, hardware), sizes)
         for kind, block in blocks.items():
-            found[:, kind] = _totals(cost.block_passes(block, hardware, system, config.train.recompute), sizes)
+            found[:, kind] = _totals(layer_cost.block_passes(block, hardware, system, config.train.recompute), sizes)
         for chunked in (True, False):  # a head branches on this first
             some = np.array([(chunk > 0) == chunked for chunk in chunks], dtype=bool)
             if some.any():
-                block = replace(first, samples=sizes[some])
-                head = cost.head_passes(block, model.vocab_size, int(chunked), hardware, system)
+                block, logits = replace(first, samples=sizes[some]), (model.vocab_size, int(chunked))
+                head = layer_cost.head_passes(block, *logits, hardware, system)
+                last = replace(blocks[self._kinds.of_layer[-2]], samples=sizes[some])
+                of_depths = model.mtp_layers, config.train.recompute, *logits
+                head = head.plus(layer_cost.further_passes(last, *of_depths, hardware, system))
                 found[:, self._kinds.head, some] = _totals(head, sizes[some])
         return found
 
 
-def _totals(passes: cost.Passes, sizes: Sizes) -> Array:
+def _totals(passes: layer_cost.Passes, sizes: Sizes) -> Array:
     return np.array([np.broadcast_to(part.total, sizes.shape) for part in passes])

@@ -32,8 +32,8 @@ from threefold.host import cpu_quota, keep_freed_memory, memory, usable_cores
 from threefold.models.family import make_model, model_plan
 from threefold.ops.kernels import linear
 from threefold.planner.block import block_shapes, describe_model
-from threefold.planner.cost import block_seconds, cost_block
 from threefold.planner.hardware import THIS_MACHINE, Achievable, Hardware, Link, cpu_name
+from threefold.planner.layer_cost import block_seconds, cost_block
 from threefold.planner.model_size import ZERO_WEIGHTS
 from threefold.planner.systems import SYSTEMS
 from threefold.train.step import Engine

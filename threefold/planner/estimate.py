@@ -12,10 +12,11 @@ from threefold.config.schedules import is_custom_schedule
 from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
 from threefold.parallel.pipeline.partition import stage_map
-from threefold.planner import cost
-from threefold.planner.block import block_shapes, describe_model, model_flops_per_token
-from threefold.planner.cost import Number, Passes, Pipeline, Seconds
+from threefold.planner import cost, layer_cost
+from threefold.planner.block import block_shapes, describe_model, further_blocks, model_flops_per_token
+from threefold.planner.cost import Number, Pipeline
 from threefold.planner.hardware import Hardware
+from threefold.planner.layer_cost import Passes, Seconds
 from threefold.planner.model_size import described_blocks, optimizer_states
 from threefold.planner.stage_memory import RESERVE, StageMemory, as_executed, stage_memory
 from threefold.planner.systems import SYSTEMS, System, find_system
@@ -28,13 +29,20 @@ def layer_elements(config: Config) -> list[float]:
     table = model.vocab_size * model.hidden_size / parallel.tp
     found = [table]
     for block in described_blocks(config):
-        attention = block.hidden * block.head_dim * 2 * (block.heads + block.key_heads)
+        attention, whole = block.hidden * block.head_dim * 2 * (block.heads + block.key_heads), 0
+        if latents := block.latents:
+            keys = latents.keys * (block.head_dim - latents.rotary + latents.value)
+            of_head = block.head_dim * (latents.queries or block.hidden) + keys + latents.value * block.hidden
+            attention, whole = block.heads * of_head, block.hidden * (latents.queries + latents.shared)
         inner: float = block.ffn
         if block.experts is not None:
             inner = block.experts.count / parallel.ep * block.experts.inner + block.experts.shared
-        found.append((attention + (3 if block.gated else 2) * block.hidden * inner) / parallel.tp)
-    shared = model.tie_embeddings and parallel.pp == 1
-    return [*found, 0.0 if shared else table]
+        found.append((attention + (3 if block.gated else 2) * block.hidden * inner) / parallel.tp + whole)
+    head = 0.0 if model.tie_embeddings and parallel.pp == 1 else table
+    if depths := model.mtp_layers:
+        head += depths * (found[-1] + 2 * model.hidden_size**2)
+        head += 0.0 if model.tie_embeddings or parallel.pp == 1 else table  # that of the embeddings
+    return [*found, head]
 
 
 _CAUSES: Final = (
@@ -82,7 +90,7 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
     """Estimate the time of a step on hardware; a CPU is given as its ranks share it."""
     model, parallel, train = config.model, config.parallel, config.train
     elements, of_stages = layer_elements(config), stage_passes(config, hardware, system)
-    ranks, held = [cost.NOTHING] * parallel.pp, [0.0] * parallel.pp
+    ranks, held = [layer_cost.NOTHING] * parallel.pp, [0.0] * parallel.pp
     stages = stage_map(describe_model(model, config.data.sequence_length).plan, config)
     for stage, place in enumerate(stages.ranks):
         ranks[place] = ranks[place].plus(of_stages[stage])
@@ -143,16 +151,20 @@ def stage_passes(config: Config, hardware: Hardware, system: System) -> list[Pas
     """Estimate the passes of each pipeline stage, its layers' together, for one micro-batch."""
     model, train = config.model, config.train
     described = described_blocks(config)
-    sizes = {block: cost.cost_block(config, block, hardware.gpus_per_node, system) for block in set(described)}
+    sizes = {block: layer_cost.cost_block(config, block, hardware.gpus_per_node, system) for block in set(described)}
     outer = sizes[described[0]]
-    passes = [cost.embedding_passes(outer, hardware)]
+    passes = [layer_cost.embedding_passes(outer, hardware)]
     for layer, block in enumerate(described):
         treated = train.recompute if layer % train.recompute_every == 0 else "none"
-        passes.append(cost.block_seconds(sizes[block], hardware, system, treated))
-    passes.append(cost.head_passes(outer, model.vocab_size, train.loss_chunk_size, hardware, system))
+        passes.append(layer_cost.block_seconds(sizes[block], hardware, system, treated))
+    logits = model.vocab_size, train.loss_chunk_size
+    treated = train.recompute if len(described) % train.recompute_every == 0 else "none"
+    of_depths = model.mtp_layers, treated, *logits
+    further = layer_cost.further_passes(sizes[described[-1]], *of_depths, hardware, system)
+    passes.append(layer_cost.head_passes(outer, *logits, hardware, system).plus(further))
     stages = stage_map(describe_model(model, config.data.sequence_length).plan, config)
     bounds = (stages.layers(stage) for stage in range(len(stages.ranks)))
-    return [cost.NOTHING.plus(*passes[first:end]) for first, end in bounds]
+    return [layer_cost.NOTHING.plus(*passes[first:end]) for first, end in bounds]
 
 
 def sent_bytes(config: Config, system: System) -> int:
@@ -228,15 +240,21 @@ class Estimate:
     def hardware_flops(self) -> float:
         """Operations of a step that are executed: the model's, plus those that recompute repeats."""
         train, model, length = self.config.train, self.config.model, self.config.data.sequence_length
-        treated = -(-model.num_layers // train.recompute_every) / model.num_layers
         described, again = describe_model(model, length), 0.0
+        blocks, further = block_shapes(described), further_blocks(described)
+        chosen = -(-len(blocks) // train.recompute_every)
+        if len(blocks) % train.recompute_every == 0:  # the turn of the last layer
+            chosen += len(further)
+        treated = chosen / (len(blocks) + len(further))
         if train.recompute == "selective":
             seen = (
-                block.heads * block.head_dim * min(block.window or length, length) for block in block_shapes(described)
+                block.heads * (block.head_dim + block.value_dim) * min(block.window or length, length)
+                for block in (*blocks, *further)
             )
-            again = 2 * 2 * sum(seen) * treated
+            again = 2 * sum(seen) * treated
         elif train.recompute != "none":
-            again = (described.flops_per_token / 3 - 2 * model.hidden_size * model.vocab_size) * treated
+            head = (1 + len(further)) * model.vocab_size + len(further) * 2 * model.hidden_size
+            again = (described.flops_per_token / 3 - 2 * model.hidden_size * head) * treated
         return self.model_flops + again * self.tokens_per_step
 
     @property

@@ -419,9 +419,36 @@ class RankBlock(BlockShape):
         return self.tokens * self.head_dim * self.heads // self.tp * self.itemsize
 
     @property
+    def key_tokens(self) -> int:
+        """Tokens whose keys and values the rank computes; context parallelism gathers latents before that."""
+        return self.tokens * (1 if self.latents is None or self.ring else self.cp)
+
+    @property
     def keys(self) -> int:
-        """Bytes of the rank's keys, before GQA expands them; its values take as many."""
-        return self.tokens * self.head_dim * self.itemsize * self.local_key_heads
+        """Bytes of the rank's keys, before GQA expands them."""
+        return self.key_tokens * self.head_dim * self.itemsize * self.local_key_heads
+
+    @property
+    def values(self) -> int:
+        return self.key_tokens * self.value_dim * self.itemsize * self.local_key_heads
+
+    @property
+    def outputs(self) -> int:
+        """Bytes of attention's output on the rank, before the projection of it."""
+        return self.tokens * self.value_dim * self.heads // self.tp * self.itemsize
+
+    @property
+    def products_of_attention(self) -> list[tuple[int, int, int]]:
+        """Rows, columns and depth of each product of attention with a weight on the rank."""
+        latents, hidden, value = self.latents, self.hidden, self.local_heads * self.value_dim
+        query, out = self.local_heads * self.head_dim, (self.tokens, hidden, value)
+        if latents is None:
+            keys = 2 * self.local_key_heads * self.head_dim
+            return [(self.tokens, query * (2 if self.output_gate else 1) + keys, hidden), out]
+        keys = self.local_heads * (self.head_dim - latents.rotary) + value
+        narrow = [(self.local_tokens, latents.queries, hidden)] if latents.queries else []
+        shared = (self.local_tokens, latents.shared, hidden), (self.key_tokens, keys, latents.keys)
+        return [*narrow, (self.tokens, query, latents.queries or hidden), *shared, out]
 
     def group(self, axis: str) -> Group:
         """Return the ranks of the axis `tp`, `cp` or `ep`."""

@@ -277,7 +277,7 @@ class LayoutMemory:
             freed += run.count * each
             reduced += run.count * run.elements
             scattered = run.elements or scattered
-            tied = layer.largest or (run.count and stage.tied) if run.is_head else tied
+            tied = layer.table or layer.largest or (run.count and stage.tied) if run.is_head else tied
 
     def _of_layer(self, run: Run, start: Moment, elements: int, scattered: float, deferring: bool) -> Iterator[Moment]:
         """Yield the moments of one layer's backward pass, from its start, its weights' elements with tied ones, and the
@@ -286,7 +286,8 @@ class LayoutMemory:
         largest = 0 if deferring and not run.is_embedding else self._computed * layer.largest
         yield start.plus(gradients=largest, **{"logits" if run.is_head else "working": layer.backward})
         if run.is_head and not deferring:  # the weight's gradient, once the probabilities are freed
-            yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=self._computed * elements)
+            computed = self._computed * (2 * layer.table or elements)
+            yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=computed)
         if self._zero:
             ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=self._computed * elements)
             yield ended
