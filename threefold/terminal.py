@@ -35,6 +35,7 @@ ModelFile = Annotated[
         "--model", metavar="FILE.py[:NAME]", help="Python file with a model of your own.", rich_help_panel=CUSTOM_MODEL
     ),
 ]
+Average = Annotated[bool, Option("--average", help="Use the moving average of the weights (optimizer.ema_decay).")]
 TrustCode = Annotated[
     bool,
     Option(

@@ -8,9 +8,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.support import ready
+from tests.train.support import Run, train_rank
 from threefold.checkpoint.folder import newest
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.huggingface.export_hf import Export, export_model
+from threefold.inference.model import Trained
+from threefold.output import SILENT
+from threefold.verify.worker_pool import WorkerPool
 
 LOCAL = ["-m", "threefold"]
 PROMPTS = ("The statement", "If", "Classes are")
@@ -114,3 +122,28 @@ def test_mistakes_are_one_sentence(threefold, run: Path, arguments: list[str], s
 def test_a_folder_without_checkpoints(threefold, tmp_path: Path) -> None:
     for command in (["generate", tmp_path, "--prompt", "a"], ["eval", tmp_path, "--data", "a.jsonl"]):
         assert "has no complete checkpoint" in threefold(*command).error
+
+
+def test_averaged_weights(threefold, pool: WorkerPool, small_run: Run, run: Path, tmp_path: Path) -> None:
+    """Loaded in any layout and exported, and refused by name where there are none."""
+    averaging = small_run.but(steps=3, set=(("optimizer.ema_decay", 0.9), ("model.vocab_size", None)))
+    pool.run(1, train_rank, averaging, tmp_path / "run")
+    path = newest(tmp_path / "run").path
+    index = stored_tensors(path)
+    held = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in index.items()}
+    load_tensors(held, path, alone=True)
+    for average, prefix in ((False, "model."), (True, "average.")):
+        loaded = Trained.find(tmp_path / "run", average=average).load()
+        for name, weight in loaded.stage.named_parameters():
+            assert weight.equal(held[prefix + name])
+        out = tmp_path / prefix
+        export_model(Export(tmp_path / "run", out, average=average), SILENT)
+        exported = load_file(out / "model.safetensors")
+        assert exported["transformer.wte.weight"].equal(held[prefix + "embed.tokens.weight"])
+    options = ("generate", tmp_path / "run", "--average", "--prompt", "The", "--max-new-tokens", "4")
+    alone = threefold(*options)
+    assert (alone.status, alone.error) == (0, "")
+    for command in (("generate", run, "--prompt", "a"), ("checkpoint", "export", run, "--out", tmp_path / "hf")):
+        ended = threefold(*command, "--average")
+        assert ended.status == 2
+        assert "has none; leave --average out, or train with optimizer.ema_decay 0.999" in ended.error

@@ -22,6 +22,7 @@ from threefold.train.step import Engine
 from threefold.verify import reference
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import (
+    AVERAGE,
     GRADIENT,
     INITIAL,
     LOSS,
@@ -230,7 +231,8 @@ class Trace(reference.Trace):
     @classmethod
     def last(cls, trace: reference.Trace) -> "Trace":
         """Return a trace of one process with the weights after its last step only."""
-        return cls(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1:])
+        found = cls(trace.initial, trace.losses, trace.norms, trace.gradients, trace.weights[-1:])
+        return replace(found, averages=trace.averages[-1:])
 
 
 def global_batch(case: Case, step: int) -> tuple[Tensor, Tensor]:
@@ -294,12 +296,16 @@ def make_engine(case: Case, chunks: ChunkSizes | None = None) -> Engine:
 
 
 def whole_tensors(engine: Engine, attribute: str) -> dict[str, Tensor]:
-    """Gather an attribute of each weight (`master`, or `gradient` of trained ones) as whole tensors.
+    """Gather an attribute of each weight (`master`; of trained ones `gradient` or `average`) as whole tensors.
 
     Uses one exchange among the ranks that share it.
     """
-    entries: Sequence[Weight] = engine.optimizer.entries if attribute == "gradient" else engine.model.weights
-    mine = {entry.name: (offset(entry.parameter), getattr(entry, attribute).detach().cpu()) for entry in entries}
+    entries: Sequence[Weight] = engine.model.weights if attribute == "master" else engine.optimizer.entries
+    if attribute == "average":
+        values = {entry.name: average for entry, average in engine.optimizer.averages()}
+    else:
+        values = {entry.name: getattr(entry, attribute) for entry in entries}
+    mine = {entry.name: (offset(entry.parameter), values[entry.name].detach().cpu()) for entry in entries}
     parts = engine.mesh.tp.gather_objects(mine)
     for axis in (engine.mesh.ep, *([] if (zero := engine.parallelism.zero) is None else [zero.shards])):
         parts = [part for parts in axis.gather_objects(parts) for part in parts]
@@ -334,10 +340,12 @@ def trained(
         trace.norms.append(result.grad_norm)
         after(step)
     trace.weights.append(whole_tensors(engine, "master"))
+    if engine.optimizer.average is not None:
+        trace.averages.append(whole_tensors(engine, "average"))
     return trace
 
 
-_SHORT = {INITIAL: "initial", LOSS: "loss", GRADIENT: "grad", NORM: "norm", WEIGHT: "final"}
+_SHORT = {INITIAL: "initial", LOSS: "loss", GRADIENT: "grad", NORM: "norm", WEIGHT: "final", AVERAGE: "average"}
 
 
 def _whole(name: str, tensor: Tensor) -> Held:
@@ -345,7 +353,7 @@ def _whole(name: str, tensor: Tensor) -> Held:
 
 
 def _where(error: Error) -> str:
-    step = "" if error.what in (INITIAL, WEIGHT) else f"step {error.step - 1} "
+    step = "" if error.what in (INITIAL, WEIGHT, AVERAGE) else f"step {error.step - 1} "
     return f"rank {error.rank} {step}{_SHORT[error.what]} {error.parameter}".strip()
 
 
@@ -363,6 +371,7 @@ def departures(expected: Trace, ranks: list[Trace], case: Case) -> list[str]:
         # The gradient of key biases is rounding alone (softmax ignores a constant), which Adam scales up to a step.
         if case.dtype == "fp64" or case.optimizer == "sgd":
             comparison.weights(-1, trace.final)
+            comparison.averages(-1, trace.averages[-1] if trace.averages else {})
         errors += comparison.errors
     errors.sort(key=lambda error: error.relative, reverse=True)
     found = [f"{_where(error)}: relative error {error.relative:.3g}" for error in errors if not error.relative <= limit]

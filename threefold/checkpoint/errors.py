@@ -27,3 +27,4 @@ def whole(value: Any) -> int:
 CHANGED: Final = "does not have the checksum that it was written with"
 MODEL: Final = "model."
 OPTIMIZER: Final = "optimizer."
+AVERAGE: Final = "average."

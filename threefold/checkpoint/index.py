@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from threefold.checkpoint.errors import CHANGED, MODEL, DamagedCheckpoint, whole
+from threefold.checkpoint.errors import AVERAGE, CHANGED, MODEL, DamagedCheckpoint, whole
 from threefold.checksums import FileRecord, is_intact, seal_text
 from threefold.config import ModelConfig
 from threefold.errors import UserError
@@ -128,6 +128,25 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
         if any(chunk.bytes != prod(chunk.sizes) * tensor.itemsize for chunk in tensor.chunks):
             raise DamagedCheckpoint(folder, f"its {INDEX} has another length for a part of {shown(name)}")
     return tensors
+
+
+def weight_names(folder: Path, average: bool = False) -> dict[str, str]:
+    """Return the names in the index of a checkpoint's weights and buffers, by their names in the model.
+
+    With `average`, a weight that has a moving average is read from that; others are as they are, such as frozen ones.
+    Raises a `UserError` if the checkpoint has no averages.
+    """
+    stored = read_index(folder)
+    names = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
+    if not average:
+        return names
+    averages = {name.removeprefix(AVERAGE): name for name in stored if name.startswith(AVERAGE)}
+    if not averages:
+        raise UserError(
+            f"--average asks for averaged weights but {folder} has none; leave --average out, or train with "
+            "optimizer.ema_decay 0.999."
+        )
+    return names | averages
 
 
 def read_fingerprint(folder: Path) -> str | None:

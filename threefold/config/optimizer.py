@@ -102,6 +102,16 @@ class OptimizerConfig(Section):
     """Patterns of parameters, or of modules with everything inside them, that keep their values, such as `[embed,
     blocks.0, "blocks.**.bias"]`: `*` is any one part of a name, `**` several. They have no gradients, optimizer state
     and fp32 copies. Default: none."""
+    ema_decay: float = derived(gt=0, lt=1)
+    """Decay of an exponential moving average of the weights (EMA), such as 0.999, which evaluations measure too, and
+    `--average` reads from checkpoints. Default: none, there is no average."""
+    ema_start: int = derived(ge=0, le=MOST_STEPS)
+    """For `ema_decay`: step up to which the average equals the weights. Default: 0."""
+    ema_every: int = derived(ge=1, le=MOST_STEPS)
+    """For `ema_decay`: steps between updates of the average. Default: 1."""
+    ema_warmup: bool = derived()
+    """For `ema_decay`: whether the n-th update of the average has the decay (1 + n) / (10 + n) while that is smaller,
+    so that the first weights are soon forgotten. Default: true."""
     groups: tuple[dict[str, Any], ...] = derived(strict=False, min_length=1)
     """Weights with settings of their own (docs/training.md), such as `{match: "**.bias", weight_decay: 0}` or
     `{match: "blocks.**", name: muon, lr_scale: 0.5}`: the pattern `match`, `lr_scale` (factor on the learning rate), a
@@ -162,6 +172,10 @@ class OptimizerGroup(NamedTuple):
     config: OptimizerConfig
     lr_scale: float = 1.0
     all_decay: bool = False  # whether biases and norms decay, too
+
+
+EMA: Final = {"ema_start": 0, "ema_every": 1, "ema_warmup": True}
+"""Settings of the moving average, with their defaults where `ema_decay` is given."""
 
 
 def hyper_parameters(name: str) -> Mapping[str, Any]:

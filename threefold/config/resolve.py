@@ -5,7 +5,7 @@ from typing import Any
 
 from threefold.config.by_step import parts_by_step, steps_to_sum
 from threefold.config.loading import config_of, problem
-from threefold.config.optimizer import hyper_parameters
+from threefold.config.optimizer import EMA, hyper_parameters
 from threefold.config.rules import batch_sizes, check
 from threefold.config.schema import Config, ParallelConfig
 from threefold.config.section import MOST_STEPS
@@ -153,4 +153,5 @@ def _derived(config: Config, vocab_size: int, steps: int) -> dict[str, Any]:
         "optimizer.decay_steps": decay_steps,
         "optimizer.stable_steps": stable,
         **{f"optimizer.{key}": value for key, value in hyper_parameters(optimizer.name).items() if value is not None},
+        **({f"optimizer.{key}": value for key, value in EMA.items()} if optimizer.ema_decay else {}),
     }

@@ -9,7 +9,7 @@ from typing import Final
 from threefold.config.by_step import entries_of, parts_by_step, sum_before, value_at
 from threefold.config.loading import problem
 from threefold.config.model import CUSTOM, FAMILIES
-from threefold.config.optimizer import BUILT_IN, HYPER_PARAMETERS, OPTIMIZERS, OptimizerConfig, hyper_parameters
+from threefold.config.optimizer import BUILT_IN, EMA, HYPER_PARAMETERS, OPTIMIZERS, OptimizerConfig, hyper_parameters
 from threefold.config.schema import Config, section_types
 from threefold.config.section import divisors, nearest_divisor, nearest_multiple
 from threefold.doors import added, imported, require_installed
@@ -396,6 +396,10 @@ def _optimizer_rules(config: Config) -> Broken:
                 yield f"optimizer.{key}", rule
             elif not any(key == other for other, _ in _hyper_parameters_rules(optimizer)):
                 yield "optimizer.groups", f"of the {key} in group {number}, {rule}"
+    for key in () if optimizer.ema_decay else EMA:
+        if getattr(optimizer, key) is not None:
+            rule = "optimizer.ema_decay is not given, so there is no average of weights; leave it out or give ema_decay"
+            yield f"optimizer.{key}", f"{rule} 0.999"
     if optimizer.warmup_steps > optimizer.decay_steps:
         rule = f"must be at most optimizer.decay_steps {optimizer.decay_steps}; use {optimizer.decay_steps}"
         yield "optimizer.warmup_steps", rule

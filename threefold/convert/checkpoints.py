@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
-from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
+from threefold.checkpoint.errors import AVERAGE, MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import CONFIG, path_of, require_outside_checkpoints
 from threefold.checkpoint.index import (
     INDEX,
@@ -227,9 +227,9 @@ def _write_run(
 
 
 def _write_safetensors(source: TensorSource, folder: Path, shard_bytes: int) -> list[str]:
-    """Write model and optimizer (state as `NAME.STATE`), each as a file or several with an index; return the names."""
+    """Write model, optimizer (state as `NAME.STATE`) and averages, as a file or several with an index; return names."""
     names = []
-    for prefix, stem in ((MODEL, "model"), (OPTIMIZER, "optimizer")):
+    for prefix, stem in ((MODEL, "model"), (OPTIMIZER, "optimizer"), (AVERAGE, "average")):
         planned = {name: tensor for name, tensor in source.planned.items() if name.startswith(prefix)}
         for name, tensor in planned.items():
             if tensor.dtype not in CODES:
@@ -246,11 +246,14 @@ def _write_safetensors(source: TensorSource, folder: Path, shard_bytes: int) -> 
 
 
 def _write_torch(source: TensorSource, folder: Path) -> list[str]:
-    """Write model.pt, a state dict, and optimizer.pt, states by weight, which load with `weights_only=True`."""
-    scratch, names = folder / "scratch", ["model.pt"]
-    weights = source.mapped([name for name in source.planned if name.startswith(MODEL)], scratch)
-    torch.save({name.removeprefix(MODEL): tensor for name, tensor in weights.items()}, folder / "model.pt")
-    del weights
+    """Write model.pt and average.pt, state dicts, and optimizer.pt, states by weight, for `weights_only=True`."""
+    scratch, names = folder / "scratch", list[str]()
+    for prefix, file in ((MODEL, "model.pt"), (AVERAGE, "average.pt")):
+        if chosen := [name for name in source.planned if name.startswith(prefix)]:
+            weights = source.mapped(chosen, scratch)
+            torch.save({name.removeprefix(prefix): tensor for name, tensor in weights.items()}, folder / file)
+            del weights
+            names.append(file)
     if states := [name for name in source.planned if name.startswith(OPTIMIZER)]:
         optimizer: dict[str, dict[str, Tensor]] = {}
         for name, tensor in source.mapped(states, scratch).items():

@@ -7,7 +7,17 @@ import typer
 from typer import Argument, Option
 
 from threefold.files import first_of, format_bytes
-from threefold.terminal import Bars, ModelFile, Overwrite, TrustCode, byte_size, model_file, print_table, print_warnings
+from threefold.terminal import (
+    Average,
+    Bars,
+    ModelFile,
+    Overwrite,
+    TrustCode,
+    byte_size,
+    model_file,
+    print_table,
+    print_warnings,
+)
 
 
 def import_(
@@ -65,6 +75,7 @@ def export(
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = Option(
         None, help="Data type of the weights.", show_default="the run's precision.dtype, or an imported model's own"
     ),
+    average: Average = False,
     model: ModelFile = None,
     trust_code: TrustCode = False,
     shard_size: str = Option("5GB", metavar="SIZE", help="Largest file size, such as 500MB."),
@@ -84,7 +95,7 @@ def export(
     from threefold.huggingface.export_hf import Export, export_model  # imports torch
 
     with Bars() as bars:
-        made = export_model(Export(run, out, size, dtype, overwrite, file, trust_code), bars)
+        made = export_model(Export(run, out, size, dtype, overwrite, file, trust_code, average), bars)
     print_warnings(made.warnings)
     blocks, left_out = made.config.model.blocks, ", ".join(made.left_out)
     facts = {

@@ -10,9 +10,9 @@ from typing import Final
 import torch
 
 from threefold.checkpoint.code import with_code
-from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import MODEL_FILE, SelectedCheckpoint, code_text, model_files
-from threefold.checkpoint.index import StoredTensor, name_of
+from threefold.checkpoint.index import StoredTensor, name_of, weight_names
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import Config, ModelConfig
 from threefold.config.model import CUSTOM
@@ -43,6 +43,7 @@ class Export:
     overwrite: bool = False
     model: str | None = None  # with `trust_code`, as in `with_code`
     trust_code: bool = False
+    average: bool = False  # as in `weight_names`
 
 
 @dataclass(frozen=True)
@@ -80,11 +81,8 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
     imported = imported_config(checkpoint.path)
     custom = config.model.architecture == CUSTOM
     kind = None if custom else choose_type(config.model, imported.get("model_type"))
-    stored = {
-        name.removeprefix(MODEL): facts
-        for name, facts in stored_tensors(checkpoint.path).items()
-        if name.startswith(MODEL)
-    }
+    read, facts = weight_names(checkpoint.path, request.average), stored_tensors(checkpoint.path)
+    stored = {name: facts[key] for name, key in read.items()}
     names = list(stored) if kind is None else sorted(stored, key=_place)
     weights: dict[str, list[WeightMap]] = {name: [] for name in names}
     for weight in () if kind is None else kind.weights(config.model, {name: stored[name][0] for name in names}):
@@ -119,7 +117,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
             sizes = {name: StoredTensor(stored[name][0], name_of(dtypes[name])) for name in weights}
             for group in in_groups(sizes, 64 << 20):  # small tensors are read together
                 ours = {name: torch.empty(size.shape, dtype=size.dtype) for name, size in group.items()}
-                load_tensors({MODEL + name: tensor for name, tensor in ours.items()}, checkpoint.path, alone=True)
+                load_tensors({read[name]: tensor for name, tensor in ours.items()}, checkpoint.path, alone=True)
                 for name, tensor in ours.items():
                     parts = [{name: tensor}] if kind is None else [split(slab, tensor) for slab in weights[name]]
                     for tensors in parts:

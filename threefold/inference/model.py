@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
 from threefold.checkpoint.folder import PREFIX, TOKENIZER, Damaged, from_first
-from threefold.checkpoint.index import require_match
+from threefold.checkpoint.index import require_match, weight_names
 from threefold.checkpoint.manifest import Checkpoint
 from threefold.checkpoint.tensors import load_tensors
 from threefold.comm.axis import local_part
@@ -54,15 +54,24 @@ class Trained:
     model: str | None = None  # file of a custom model; None uses the checkpoint's copy
     trust_code: bool = False  # that copy may be executed
     chat_template: Path | None = None  # instead of the one in the checkpoint
+    average: bool = False  # whether the moving average of the weights takes their place
 
     @classmethod
     def find(
-        cls, run: Path, damaged: Damaged | None = None, model: str | None = None, trust_code: bool = False
+        cls,
+        run: Path,
+        damaged: Damaged | None = None,
+        model: str | None = None,
+        trust_code: bool = False,
+        average: bool = False,
     ) -> Self:
-        """Find the newest good checkpoint of a run, but for the `damaged` ones; the rest is as in `with_code`."""
+        """Find the newest good checkpoint of a run, but for the `damaged` ones; `average` is as in `weight_names`, and
+        the rest as in `with_code`."""
         choice = find_checkpoint(run, damaged)
         config = with_code(choice.config, choice.checkpoint.path, model, trust_code)
-        return cls(choice.checkpoint, config, choice.warnings, model, trust_code)
+        if average:
+            weight_names(choice.checkpoint.path, average)  # raises if there is none
+        return cls(choice.checkpoint, config, choice.warnings, model, trust_code, average=average)
 
     def check(self, layout: Layout) -> None:
         plan = model_plan(self.config.model, self.config.data.sequence_length)
@@ -134,12 +143,13 @@ class Trained:
         """
         mesh = mesh or Mesh.alone()
         trained, damaged, run = self, {}, self.checkpoint.run_dir
+        given = self.model, self.trust_code, self.average
         while True:
             try:
                 return trained._load(mesh, dtype)
             except DamagedCheckpoint as damage:
                 damaged[damage.path] = damage.reason
-                found = from_first(mesh.world, lambda: self.find(run, damaged, self.model, self.trust_code))
+                found = from_first(mesh.world, lambda: self.find(run, damaged, *given))
                 trained = replace(found, chat_template=self.chat_template)
 
     def _load(self, mesh: Mesh, dtype: str) -> "Model":
@@ -151,8 +161,9 @@ class Trained:
         # The seed determines buffers that a constructor draws.
         how = Parallelism(mesh, stages, TrainingSettings(seed=self.config.train.seed, dtype=DTYPES[dtype]))
         (stage,) = apply_parallelism(lambda: make_model(config), plan, how, trains=False).stages
-        weights: dict[str, Tensor] = {MODEL + name: parameter for name, parameter in whole_parameters([stage])}
-        weights |= {MODEL + name: buffer for name, buffer in stored_buffers([stage]).items()}
+        weights: dict[str, Tensor] = {**dict(whole_parameters([stage])), **stored_buffers([stage])}
+        stored = weight_names(self.checkpoint.path, self.average)
+        weights = {stored.get(name, MODEL + name): weight for name, weight in weights.items()}
         load_tensors(weights, self.checkpoint.path, alone=mesh.is_alone)
         return Model(self, stage.eval().requires_grad_(False), mesh, DTYPES[dtype])
 

@@ -32,11 +32,12 @@ class InferenceRun:
         device: Literal["auto", "cpu", "cuda"],
         model: str | None = None,
         trust_code: bool = False,
+        average: bool = False,
     ) -> Self:
         """Check everything before a rank starts; the device "auto" uses GPUs if there is one per rank."""
         from threefold.inference.model import Trained  # imports torch, as loading does
 
-        trained = Trained.find(run_dir, model=model, trust_code=trust_code)
+        trained = Trained.find(run_dir, model=model, trust_code=trust_code, average=average)
         trained.check(layout)
         trained.tokenizer()
         launched = find_launched_rank()

@@ -36,6 +36,7 @@ from threefold.planner.model_size import (
     ZERO_WEIGHTS,
     RankSize,
     ShardCoordinates,
+    average_states,
     model_weights,
     optimizer_states,
     shard_coordinates,
@@ -157,7 +158,7 @@ class LeastBytes:
         trained = config.optimizer.model_copy(update={"frozen": None})
         self._weights = model_weights(config.model_copy(update={"optimizer": trained}))
         self._names = [self._weights.plan.layers[layer] for layer in kinds.first]
-        self._states = optimizer_states(config.optimizer, min)
+        self._states = tuple(each + average_states(config) for each in optimizer_states(config.optimizer, min))
         self._largest = config.train.global_batch_size
         self._held: dict[ShardCoordinates, Array] = {}
         self._layers: dict[object, Array] = {}

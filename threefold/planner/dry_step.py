@@ -290,10 +290,11 @@ class Measured:
 def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None) -> Measured:
     """Run the first training step of an engine with a replica's rows of a global batch. Collective over the world."""
     weights, trained = engine.model.weights, engine.model.trained
+    states = [state for _, _, state in engine.optimizer.states()]
     with StorageTracker(observer) as tracker, engine.mesh.recorder.recording() as events:
         held = {
             WEIGHTS: tracker.claim(WEIGHTS, (each for weight in weights for each in (weight.leaf, weight.master))),
-            OPTIMIZER: tracker.claim(OPTIMIZER, (state for _, _, state in engine.optimizer.states())),
+            OPTIMIZER: tracker.claim(OPTIMIZER, (*states, *(average for _, average in engine.optimizer.averages()))),
             GRADIENTS: 0,
         }
         if engine.parallelism.zero is None:  # else the step makes them

@@ -17,7 +17,7 @@ from threefold.planner.block import block_shapes, describe_model, further_blocks
 from threefold.planner.cost import Number, Pipeline
 from threefold.planner.hardware import Hardware
 from threefold.planner.layer_cost import Passes, Seconds
-from threefold.planner.model_size import described_blocks, optimizer_states
+from threefold.planner.model_size import average_states, described_blocks, optimizer_states
 from threefold.planner.stage_memory import RESERVE, StageMemory, as_executed, stage_memory
 from threefold.planner.systems import SYSTEMS, System, find_system
 
@@ -136,7 +136,7 @@ def update_time(config: Config, hardware: Hardware, system: System, zero: int, e
     """Return the seconds of the update of a rank with some weights; see `gradient_time`."""
     precision, parallel = config.precision, config.parallel
     ranks = parallel.dp * parallel.cp if zero or system.sharded_optimizer else 1
-    states = max(optimizer_states(config.optimizer))
+    states = max(optimizer_states(config.optimizer)) + average_states(config)
     return cost.update_seconds(hardware, elements / ranks, states, precision.itemsize, precision.master_weights)
 
 

@@ -142,7 +142,7 @@ class ModelSize:
         layers = self.layers_of_rank(pp_rank)
         local = self.weights.held(layers, place)
         held, trained = local.all, local.trained
-        states = self._states(layers, place) * wide
+        states = (self._states(layers, place) + trained * average_states(self._config)) * wide
         masters = trained * wide + local.frozen * narrow
         if not zero:
             copies = trained * narrow if narrow < wide else 0
@@ -227,6 +227,13 @@ def optimizer_states(config: OptimizerConfig, of_groups: Callable[[Iterable[int]
 
         states = update_rule(config).states_per_element
     return states(config, True), states(config, False)
+
+
+def average_states(config: Config) -> int:
+    """Return the number of state tensors of a weight's shape that the moving average of the weights counts as: two for
+    the fp32 average of bf16 masters."""
+    wide = config.precision.master_itemsize
+    return max(4, wide) // wide if config.optimizer.ema_decay else 0
 
 
 class HeldElements(NamedTuple):
@@ -508,7 +515,7 @@ def bytes_of_states(config: Config, layout: Layout, first: int, count: int, cust
     if config.model.architecture == CUSTOM:
         if count < layout.world_size:
             return 0
-        each = 2 + min(optimizer_states(config.optimizer, min))
+        each = 2 + min(optimizer_states(config.optimizer, min)) + average_states(config)
         copies = 1 if config.parallel.zero else layout.dp
         whole, trained = custom_parameters
         frozen = (whole - trained) * DTYPES[config.precision.dtype].itemsize

@@ -33,8 +33,8 @@ class EarlyStopping(Callback):
     A resumed run continues to count: it reads the measurements up to its start from RUN/metrics.jsonl.
 
     Args:
-        monitor: `valid_loss`, measured by each evaluation; `valid_loss/NAME` for a corpus of a mixture; or `loss` or
-            `grad_norm`, measured in each step.
+        monitor: `valid_loss`, measured by each evaluation; `valid_loss/NAME` for a corpus of a mixture;
+            `valid_loss_average` for averaged weights; or `loss` or `grad_norm`, measured in each step.
         patience: number of measurements without improvement after which the run stops.
         min_delta: smallest change that counts as an improvement.
         mode: `min` if lower is better, `max` if higher is.
@@ -57,8 +57,9 @@ class EarlyStopping(Callback):
         min_delta: float = 0.0,
         mode: Literal["min", "max"] = "min",
     ) -> None:
-        if monitor not in ("valid_loss", *_OF_STEPS) and not monitor.startswith("valid_loss/"):
-            raise _refused("monitor", monitor, one_of(monitor, ["valid_loss", *_OF_STEPS]))
+        known = ["valid_loss", "valid_loss_average", *_OF_STEPS]
+        if monitor not in known and not monitor.startswith("valid_loss/"):
+            raise _refused("monitor", monitor, one_of(monitor, known))
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
             raise _refused("patience", patience, "a whole number of at least 1; use 3")
         if isinstance(min_delta, bool) or not isinstance(min_delta, int | float) or not 0 <= min_delta < inf:
@@ -122,7 +123,8 @@ def _refused(argument: str, value: object, rule: str) -> UserError:
 class Table(RunFile):
     """CSV file with a header; a resumed run keeps rows by the whole number in column `key`.
 
-    Columns `term/NAME` and `valid_term/NAME` are added when a row has them, and are empty in the rows so far.
+    Columns `term/NAME`, `valid_term/NAME` and `valid_loss_average` are added when a row has them, and are empty in the
+    rows so far.
     """
 
     def __init__(self, path: str | Path, columns: Sequence[str], key: str) -> None:
@@ -138,7 +140,7 @@ class Table(RunFile):
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append a row; columns that it lacks are empty."""
-        terms = (column for column in row if column.startswith(("term/", "valid_term/")))
+        terms = (column for column in row if column.startswith(("term/", "valid_term/", "valid_loss_average")))
         if new := tuple(column for column in terms if column not in self.columns):
             rows = self._rows()
             self.columns += new
@@ -180,8 +182,8 @@ _OF_STEP = ("loss", "grad_norm", "lr", "tokens_per_second", "epoch", "loss_scale
 class CSVLog(Table):
     """Write one row per step, and one per evaluation, whose other columns are empty.
 
-    A loss of several terms adds columns `term/NAME` and `valid_term/NAME`. A resumed run drops the rows after its start
-    and appends. A failure to write is reported once.
+    A loss of several terms adds columns `term/NAME` and `valid_term/NAME`, averaged weights `valid_loss_average`. A
+    resumed run drops the rows after its start and appends. A failure to write is reported once.
 
     Args:
         path: path of the file; a relative one is in the run's folder.

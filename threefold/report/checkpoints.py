@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Final, Literal
 
-from threefold.checkpoint.errors import CHANGED, MODEL, OPTIMIZER, DamagedCheckpoint
+from threefold.checkpoint.errors import AVERAGE, CHANGED, MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import (
     DIVERGED,
     FOLDER,
@@ -216,6 +216,7 @@ class CheckpointSummary:
     tensors: Mapping[str, StoredTensor]  # weights first, in the order of the layers
     weights: TensorGroup
     states: Mapping[str, TensorGroup]  # of each optimizer state, such as exp_avg
+    averages: TensorGroup  # moving averages of the weights
     others: TensorGroup  # such as random streams
     files: Mapping[str, int]  # sizes by name
     warnings: tuple[str, ...] = ()  # a sentence about newer checkpoints that were skipped
@@ -284,7 +285,8 @@ def summarize_checkpoint(path: Path, warnings: tuple[str, ...] = ()) -> Checkpoi
         tensors,
         group_of(weights),
         {name: group_of(found) for name, found in states.items()},
-        group_of(others),
+        group_of({name: tensor for name, tensor in others.items() if name.startswith(AVERAGE)}),
+        group_of({name: tensor for name, tensor in others.items() if not name.startswith(AVERAGE)}),
         {name: manifest.files[name].bytes for name in sorted(manifest.files)},
         warnings,
     )

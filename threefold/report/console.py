@@ -55,6 +55,8 @@ class RunningLines:
         self._valid = f"val {record.loss:.4f}"
         of_parts = [f"of {name} {loss:.4f}" for name, loss in record.corpus_losses.items()]
         of_parts += [f"{name} {mean:.4f}" for name, mean in record.terms.items()]
+        if record.average_loss is not None:
+            of_parts.insert(0, f"of the averaged weights {record.average_loss:.4f}")
         return self.of(record.step, f"validation loss {record.loss:.4f}", *of_parts, f"{record.seconds:.1f} s")
 
     def of(self, step: int, *parts: str) -> str:
@@ -224,6 +226,8 @@ class Summary(Callback):
         rows += [(f"  {name}", f"{mean:.4f}") for name, mean in self._last.terms.items()]
         if self._valid is not None:
             rows.append(("validation loss", f"{self._valid.loss:.4f} at step {self._valid.step}"))
+            if self._valid.average_loss is not None:
+                rows.append(("  of the averaged weights", f"{self._valid.average_loss:.4f}"))
             rows += [(f"  of {name}", f"{loss:.4f}") for name, loss in self._valid.corpus_losses.items()]
             rows += [(f"  {name}", f"{mean:.4f}") for name, mean in self._valid.terms.items()]
         unit, used = self._last.unit, self._rates.last

@@ -303,7 +303,12 @@ def _validation(run: RunRecord) -> str:
     lowest = min(each for each in losses.get("low", losses["mean"]) if each is not None)
     last = number(run.evaluation, "valid_loss")
     now, least = "not finite" if last is None else f"{last:.4f}", f"{lowest:.4f}"
-    return f"{now} at step {run.evaluation['step']:,}" + (f", lowest {least}" if least != now else "")
+    averaged = number(run.evaluation, "valid_loss_average")
+    return (
+        f"{now} at step {run.evaluation['step']:,}"
+        + (f", lowest {least}" if least != now else "")
+        + (f"; {averaged:.4f} of the averaged weights" if averaged is not None else "")
+    )
 
 
 def _goodput(run: RunRecord) -> str:

@@ -109,6 +109,8 @@ class MetricsFile(RunFile):
             values["valid_losses"] = _numbers(record.corpus_losses)
         if record.terms:
             values["valid_terms"] = _numbers(record.terms)
+        if record.average_loss is not None:
+            values["valid_loss_average"] = _number(record.average_loss)
         self.file.write(json.dumps(values))
 
     def after_log(self, record: StepRecord | EvaluationRecord) -> None:

@@ -494,7 +494,9 @@ function shareOf(run, part) {
 
 function losses(run) {
   const evaluations = run.evaluations, steps = evaluations.last;
-  return [{ values: run.curves.values.loss, name: "training" }, { values: evaluations.values.valid_loss, name: "validation", dots: true, steps }];
+  const found = [{ values: run.curves.values.loss, name: "training" }, { values: evaluations.values.valid_loss, name: "validation", dots: true, steps }];
+  const averaged = evaluations.values.valid_loss_average;
+  return averaged ? [...found, { values: averaged, name: "validation of averaged weights", dots: true, steps }] : found;
 }
 
 // Differences from the losses of the first run, of runs that should have the same ones.

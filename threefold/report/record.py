@@ -38,7 +38,8 @@ class RunRecord:
     Attributes:
         curves: values of the steps: those of metrics.jsonl, `phase/NAME`, `term/NAME` and `SUMS`; `tokens_so_far` and
             `elapsed`, the seconds since the start of the run over all its attempts, are places of a step on other axes.
-        evaluations: values of the evaluations: `valid_loss`, `valid_loss/NAME` and `valid_term/NAME`.
+        evaluations: values of the evaluations: `valid_loss`, `valid_loss_average`, `valid_loss/NAME` and
+            `valid_term/NAME`.
         logged, valid_logged: values that callbacks logged with steps, and with evaluations.
         recent: lines of the newest steps, oldest first.
         evaluation: line of the newest evaluation; None before the first.
@@ -147,6 +148,8 @@ class RunRecord:
         else:
             self.evaluation = line
             values = {"valid_loss": line["valid_loss"]}
+            if "valid_loss_average" in line:
+                values["valid_loss_average"] = number(line, "valid_loss_average")
             values |= _members(line, "valid_losses", "valid_loss/") | _members(line, "valid_terms", "valid_term/")
             self.evaluations.add(line["step"], values)
 

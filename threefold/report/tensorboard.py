@@ -29,6 +29,7 @@ _TAGS: Final = {  # tag in TensorBoard of a value, or of all values whose names 
     "grad_norm": "gradient_norm",
     "lr": "learning_rate",
     "valid_loss": "loss/validation",
+    "valid_loss_average": "loss/validation of averaged weights",
     "term/": "terms/",
     "valid_loss/": "loss/validation of ",
     "valid_term/": "terms/validation of ",
@@ -54,8 +55,10 @@ def step_values(record: StepRecord) -> dict[str, float]:
 
 
 def evaluation_values(record: EvaluationRecord) -> dict[str, float]:
-    """Return `valid_loss`, `valid_loss/NAME` of each corpus of a mixture, and `valid_term/NAME` of several terms."""
+    """Return `valid_loss`, also of each corpus (`valid_loss/NAME`) and of averaged weights, and `valid_term/NAME`."""
     values = {"valid_loss": record.loss}
+    if record.average_loss is not None:
+        values["valid_loss_average"] = record.average_loss
     values |= {f"valid_loss/{name}": loss for name, loss in record.corpus_losses.items()}
     return values | {f"valid_term/{name}": mean for name, mean in record.terms.items()}
 

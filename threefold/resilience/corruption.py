@@ -255,6 +255,8 @@ def watched_tensors(model: TrainableModel, optimizer: Optimizer, sums_alike: boo
         entry = entries.get(weight.name)
         if entry is None:  # frozen
             continue
+        if optimizer.average is not None:
+            add(f"average of {weight.name}", f"{place} average", sharing, optimizer.average.tensors[weight.name])
         for state, value in rule.state(entry).items():
             label = f"{state} of {weight.name}"
             if rule.is_replicated(entry, state, value):

@@ -8,6 +8,7 @@ before the step instead, 0 for the first; here it is called `done`.
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from math import isfinite, nan
 from typing import Any, Final, NamedTuple
 
@@ -368,7 +369,8 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
     """Return the mean loss over the first `batches` global batches of the validation part, the same on every rank.
 
     The batches are divided among the corpora of a mixture by their weights, and the loss is the weighted mean of the
-    corpora's losses. Gradients and random state are unchanged. Collective over the world.
+    corpora's losses. If the run averages its weights, the averages are evaluated after them. Gradients and random state
+    are unchanged. Collective over the world.
 
     Returns:
         the record; None if the run must end before all batches were seen (`engine.stop`).
@@ -376,7 +378,18 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
     Raises:
         UserError: all labels of the batches are masked.
     """
-    started, heartbeat = time.perf_counter(), engine.mesh.heartbeat
+    started = time.perf_counter()
+    record, average = _evaluated(engine, loader, batches, step), None
+    if record is not None and engine.optimizer.average is not None:
+        with engine.optimizer.averaged():
+            if (average := _evaluated(engine, loader, batches, step)) is None:
+                return None
+    averaged = None if average is None else average.loss
+    return record and replace(record, seconds=time.perf_counter() - started, average_loss=averaged)
+
+
+def _evaluated(engine: Engine, loader: Loader, batches: int, step: int) -> EvaluationRecord | None:
+    heartbeat = engine.mesh.heartbeat
     loss, tokens, by_corpus, terms = 0.0, 0, {}, dict[str, float]()
     for part, count in loader.eval_parts(batches):
         sums = LossSums()
@@ -400,8 +413,7 @@ def evaluate(engine: Engine, loader: Loader, batches: int, step: int) -> Evaluat
         by_corpus[part.name] = sums.loss
         for name, mean in several(sums.terms).items():
             terms[name] = terms.get(name, 0.0) + part.weight * mean
-    seconds = time.perf_counter() - started
-    return EvaluationRecord(step, loss, tokens, seconds, by_corpus if loader.is_mixture else {}, terms)
+    return EvaluationRecord(step, loss, tokens, 0.0, by_corpus if loader.is_mixture else {}, terms)
 
 
 def unknown_calls_line(names: Sequence[str]) -> str:

@@ -5,7 +5,8 @@ learning-rate schedule is one function, below or in another package. `config.opt
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from math import cos, pi
@@ -22,6 +23,7 @@ from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.parameter import ShardedMatrix, Weight, publish_
 from threefold.torch_private.tensors import fused_adam_
+from threefold.train.average import WeightAverage
 
 
 @dataclass(frozen=True)
@@ -121,6 +123,7 @@ class Optimizer:
 
     Attributes:
         entries: the trained weights.
+        average: moving average of the weights; None without `ema_decay`.
         restorations: number of calls of `restored`.
     """
 
@@ -144,28 +147,52 @@ class Optimizer:
             self.entries.append(Entry(*fields, gradients, whole, hidden, arithmetic, plan.is_stack(weight.name)))
         self._narrow = [weight for weight in trained if weight.master is not weight.leaf]
         self.rule = rule(self.entries, config)
+        self.average = WeightAverage(self.entries, config) if config.ema_decay else None
         self.restorations = 0
 
     @torch.no_grad()
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, update: int = 0) -> None:
+        """Make an update; its number, 1 for the first, decides how the average of the weights takes it in."""
         self.rule.step(lr)
+        if self.average is not None:
+            self.average.update(update)
         if self._narrow:
             publish_(self._narrow, self._gradients)
         else:
             self._gradients.weights_changed()
 
     @torch.no_grad()
-    def restored(self) -> None:
-        """Take over the masters and the tensors of `states` after a checkpoint has filled them."""
+    def restored(self, averages: Collection[str] | None = None) -> None:
+        """Take over the masters and the tensors of `states` after a checkpoint has filled them.
+
+        The averages of weights that are not in `averages` (None for all) start from the weights.
+        """
         self.rule.restored()
+        if self.average is not None and averages is not None:
+            self.average.reset(averages)
         publish_(self._weights, self._gradients)
         self.restorations += 1
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Compute with the averages of the weights within the block."""
+        assert self.average is not None
+        try:
+            with self.average.in_masters():
+                publish_(self._weights, self._gradients)
+                yield
+        finally:
+            publish_(self._weights, self._gradients)
 
     def states(self) -> Iterator[tuple[str, str, Tensor]]:
         """Yield the optimizer state: parameter name, state name, local tensor (scalars are equal on every rank)."""
         for entry in self.entries:
             for state, value in self.rule.state(entry).items():
                 yield entry.name, state, value
+
+    def averages(self) -> Iterator[tuple[Entry, Tensor]]:
+        """Yield the average of each weight; nothing without one."""
+        return ((entry, self.average.tensors[entry.name]) for entry in self.entries if self.average is not None)
 
 
 class AdamW(UpdateRule):

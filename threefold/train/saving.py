@@ -312,6 +312,7 @@ class Checkpoints:
         """Return whether weights and optimizer state are finite on every rank."""
         tensors = [weight.master.detach() for weight in self.engine.model.weights]
         tensors += [value for _, _, value in self.engine.optimizer.states()]
+        tensors += [average for _, average in self.engine.optimizer.averages()]
         filled = [tensor for tensor in tensors if tensor.numel()]
         largest = torch.stack([norm.double().to(self.engine.mesh.device) for norm in foreach_norm(filled, torch.inf)])
         bad = (~largest.isfinite()).sum()

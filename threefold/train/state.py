@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from threefold.checkpoint.errors import MODEL, OPTIMIZER, DamagedCheckpoint
+from threefold.checkpoint.errors import AVERAGE, MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import SelectedCheckpoint, from_first, newest, stored_config
 from threefold.checkpoint.manifest import AnomalyFacts, Checkpoint
 from threefold.checkpoint.resume import Resume, consumed_by, continues, find_resumption, find_warm_start
@@ -143,7 +143,7 @@ def model_tensors(engine: GradientStep) -> dict[str, Tensor]:
 
 
 def engine_tensors(engine: Engine, thawed: Sequence[str] = ()) -> dict[str, Tensor]:
-    """Return weights, buffers and optimizer state by their names in the unsplit model, sharing memory.
+    """Return weights, buffers, optimizer state and averages by their names in the unsplit model, sharing memory.
 
     Tied embeddings on two stages have the same name and value on both, so they are stored once. The state of weights
     that patterns of `thawed` include is left out.
@@ -155,7 +155,7 @@ def engine_tensors(engine: Engine, thawed: Sequence[str] = ()) -> dict[str, Tens
         for state, value in rule.state(entry).items():
             whole = value if rule.is_replicated(entry, state, value) else entry.stored(value)
             tensors[f"{OPTIMIZER}{entry.name}.{state}"] = whole
-    return tensors
+    return tensors | {AVERAGE + entry.name: entry.stored(average) for entry, average in engine.optimizer.averages()}
 
 
 def checkpoint_tensors(engine: Engine) -> dict[str, Tensor]:
@@ -183,15 +183,17 @@ def restore_engine(engine: Engine, checkpoint: Checkpoint) -> None:
             engine's state is undefined then.
         UserError: on every rank, if the checkpoint cannot be read.
     """
-    load_tensors(engine_tensors(engine, _thawed(engine, checkpoint)), checkpoint.path, engine.mesh.world)
+    stored, tensors = stored_tensors(checkpoint.path), engine_tensors(engine, _thawed(engine, checkpoint))
+    found = {name: tensor for name, tensor in tensors.items() if name in stored or not name.startswith(AVERAGE)}
+    load_tensors(found, checkpoint.path, engine.mesh.world)
     written = checkpoint.facts.fingerprint
-    found = None if written is None else engine.fingerprint(checkpoint.step)
-    if found not in (None, written):
-        reason = f"its weights have the fingerprint {found} in this layout, and {written} when it was written"
+    now = None if written is None else engine.fingerprint(checkpoint.step)
+    if now not in (None, written):
+        reason = f"its weights have the fingerprint {now} in this layout, and {written} when it was written"
         raise DamagedCheckpoint(checkpoint.path, reason)
-    engine.optimizer.restored()
+    engine.optimizer.restored([name.removeprefix(AVERAGE) for name in found if name.startswith(AVERAGE)])
     restore_loss_scale(engine, checkpoint.facts.loss_scale, checkpoint.facts.good_steps)
-    names = {name for name in stored_tensors(checkpoint.path) if name.startswith(STREAMS)}
+    names = {name for name in stored if name.startswith(STREAMS)}
     if any(name.startswith(stored_as(engine.mesh.layout.shape)) for name in names):
         mine = {name: state for name, state in random_states(engine).items() if name in names}
         load_tensors(mine, checkpoint.path, engine.mesh.world)
@@ -236,4 +238,4 @@ def restore_random_states(engine: Engine, states: Mapping[str, Tensor]) -> None:
 def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
     """Warm-start from another run's weights, each rank reading its shards; raises like `restore_engine`."""
     load_tensors(model_tensors(engine), checkpoint.path, engine.mesh.world)
-    engine.optimizer.restored()
+    engine.optimizer.restored(())

@@ -422,7 +422,7 @@ class Engine(GradientStep):
         ending = self.end(
             norm,
             config.clip_grad_norm,
-            lambda: self.optimizer.step(lr),
+            lambda: self.optimizer.step(lr, step + 1),
             loss,
             refuses,
         )

@@ -19,6 +19,7 @@ SMALL = 1e-3
 
 INITIAL, LOSS, GRADIENT, NORM, WEIGHT = "initial weight", "loss", "gradient", "gradient norm", "weight"
 BUFFER, EVALUATION, CLIPPED, SCALE = "buffer", "evaluation loss", "clipped gradient", "loss scale"
+AVERAGE = "averaged weight"
 EVALUATED, CONSUMED, UPDATES, EXPORTED = "evaluated tokens", "samples consumed", "count of updates", "exported weight"
 """Kinds of compared quantities, beside those of `Trace.reported`."""
 
@@ -154,10 +155,18 @@ class Comparison:
 
         Errors are relative to the tensor's largest magnitude plus the effect of a gradient error (`Trace.leverage`).
         """
-        for held, got, whole, scale in self._pairs(weights, self.expected.weights[step]):
+        self._weights(WEIGHT, step, weights, self.expected.weights[step])
+
+    def averages(self, step: int, averages: Mapping[str, Tensor]) -> None:
+        """Compare the moving averages of the weights after a step (from 0), as the weights."""
+        if averages or self.expected.averages:
+            self._weights(AVERAGE, step, averages, self.expected.averages[step])
+
+    def _weights(self, what: str, step: int, got: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
+        for held, part, whole, scale in self._pairs(got, expected):
             leverage = self.expected.leverage.get(held.name)
             allowance = scale if leverage is None else held.of(leverage) + scale
-            self._add(WEIGHT, held.name, step + 1, largest((got - held.of(whole)) / allowance))
+            self._add(what, held.name, step + 1, largest((part - held.of(whole)) / allowance))
 
     def buffers(self, step: int, buffers: Mapping[str, Tensor]) -> None:
         """Compare the persistent buffers after a step (from 0), which every rank holds whole."""

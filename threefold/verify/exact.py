@@ -24,16 +24,16 @@ from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import offset
 from threefold.train.step import Engine
 from threefold.verify.batches import BatchSource
-from threefold.verify.compare import GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Held
+from threefold.verify.compare import AVERAGE, GRADIENT, INITIAL, LOSS, NORM, WEIGHT, Held
 from threefold.verify.layouts import compose
 from threefold.verify.products import ProductsTried, try_products
-from threefold.verify.rank_worker import CHUNKS, make_engine, master_weights, tiny_mesh
+from threefold.verify.rank_worker import CHUNKS, averages_of, make_engine, master_weights, tiny_mesh
 from threefold.verify.reference import CLIP_SHARE, Trace
 from threefold.verify.verifier import DEPARTS, EQUAL, FAILED, Verdict, Verification, told, user_errors, workers
 from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 FINGERPRINT: Final = "fingerprint"
-ORDER: Final = (INITIAL, GRADIENT, LOSS, NORM, WEIGHT, FINGERPRINT)
+ORDER: Final = (INITIAL, GRADIENT, LOSS, NORM, WEIGHT, AVERAGE, FINGERPRINT)
 """Kinds of compared quantities, in the order in which a step computes them."""
 
 
@@ -214,6 +214,7 @@ def write_exact_trace(
         trace.norms.append(norm)
         trace.gradients.append(gradients)
         trace.weights.append(_copies(master_weights(engine)))
+        trace.averages.append(_copies(averages_of(engine)))
         hashes.append(fingerprint)
     trace.save(Path(folder))
     return hashes, list(trace.initial), engine.arithmetic.take_notes()
@@ -251,6 +252,7 @@ def run_exact_rank(
             compared.number(LOSS, step, loss, expected.losses[step - 1])
             compared.number(NORM, step, norm, expected.norms[step - 1])
             compared.tensors(WEIGHT, step, master_weights(engine), expected.weights[step - 1])
+            compared.tensors(AVERAGE, step, averages_of(engine), expected.averages[step - 1])
             compared.number(FINGERPRINT, step, fingerprint, hashes[step])
             found.append(fingerprint)
         return found, compared.differences

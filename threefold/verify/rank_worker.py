@@ -113,6 +113,11 @@ def master_weights(engine: Engine) -> dict[str, Tensor]:
     return {weight.name: weight.master.detach() for weight in engine.model.weights}
 
 
+def averages_of(engine: Engine) -> dict[str, Tensor]:
+    """Return this rank's part of the moving average of each trained weight; nothing without one."""
+    return {entry.name: average for entry, average in engine.optimizer.averages()}
+
+
 class _Training:
     """Training on this rank in the config's layout, in tiny chunks, compared with a trace step by step.
 
@@ -215,9 +220,10 @@ class _Training:
             self.comparison.exported(_SAVED, weights)
 
     def _compare_state(self, place: int) -> None:
-        """Compare weights, counts of updates in the optimizer state, where it has them, and the loss scale, if any."""
+        """Compare weights and averages, counts of updates in the optimizer state if it has them, and any loss scale."""
         comparison, optimizer = self.comparison, self.engine.optimizer
         comparison.weights(place, master_weights(self.engine))
+        comparison.averages(place, averages_of(self.engine))
         if self.config.optimizer.is_built_in:
             states = {entry.name: optimizer.rule.state(entry) for entry in optimizer.entries}
             comparison.updates(place, {name: each["step"] for name, each in states.items() if "step" in each})

@@ -49,6 +49,7 @@ class Trace:
         losses, norms: loss and unclipped gradient norm of each step.
         gradients: gradients of the trained parameters in each step, before the clip and the update.
         weights, buffers: weights and persistent buffers after each step.
+        averages: moving averages of the trained weights after each step; empty without one.
         reported: numbers that a run logs of each step, by kind (`SAMPLES`, …).
         updates: number of updates made after each step.
         leverage: total movement of each weight, over all steps, per relative error in the gradients.
@@ -69,6 +70,7 @@ class Trace:
     buffers: list[dict[str, Tensor]] = field(default_factory=list)
     reported: list[dict[str, float]] = field(default_factory=list)
     updates: list[int] = field(default_factory=list)
+    averages: list[dict[str, Tensor]] = field(default_factory=list)
 
     def save(self, folder: Path) -> None:
         torch.save(self.__dict__, folder / FILE)
@@ -126,6 +128,7 @@ class OneProcess:
         self.trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
         self.optimizer = reference_optimizer(self.trained, config.optimizer, plan)
         leverage = {name: torch.zeros_like(parameter) for name, parameter in parameters.items()}
+        self.averages = {name: parameter.detach().clone() for name, parameter in self.trained.items()}
         limit = 0.0 if clip_fraction else config.optimizer.clip_grad_norm
         self.trace = Trace(initial=self._weights(), leverage=leverage, limit=limit)
 
@@ -155,6 +158,8 @@ class OneProcess:
             trace.coefficients.append(1.0)
             self._put_back(before)
         trace.weights.append(self._weights())
+        if self.config.optimizer.ema_decay is not None:
+            trace.averages.append({name: average.clone() for name, average in self.averages.items()})
         persistent = (
             (f"{prefix}.{name}" if prefix else name, buffer)
             for prefix, module in self.model.named_modules()
@@ -209,6 +214,22 @@ class OneProcess:
             routing.bias += routing.bias_rate * (counts.mean() - counts).sign().to(routing.bias.dtype)
         for name in trained:
             trace.leverage[name] += lr * self.optimizer.leverage(name)
+        if self.config.optimizer.ema_decay is not None:
+            self._average(step + 1)
+
+    @torch.no_grad()
+    def _average(self, update: int) -> None:
+        settings = self.config.optimizer
+        after, decay = update - settings.ema_start, settings.ema_decay
+        if after > 0 and after % settings.ema_every:
+            return
+        if after <= 0:
+            decay = 0.0
+        elif settings.ema_warmup:
+            count = after / settings.ema_every
+            decay = min(decay, (1 + count) / (10 + count))
+        for name, parameter in self.trained.items():
+            self.averages[name] = decay * self.averages[name] + (1 - decay) * parameter
 
 
 def one_process(

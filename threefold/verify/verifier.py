@@ -33,7 +33,8 @@ FAILED: Final = "error"
 UNSPLIT: Final = "unsplit"
 _FIRST = (
     *(compare.INITIAL, compare.CONSUMED, SAMPLES, TOKENS, compare.EVALUATION, compare.EVALUATED, compare.GRADIENT),
-    *(compare.LOSS, compare.NORM, compare.CLIPPED, RATE, compare.UPDATES, compare.WEIGHT, compare.BUFFER),
+    *(compare.LOSS, compare.NORM, compare.CLIPPED, RATE, compare.UPDATES, compare.WEIGHT),
+    *(compare.AVERAGE, compare.BUFFER),
     *(compare.SCALE, READ, compare.EXPORTED),
 )
 _ORDER = ("", *CHECKS)

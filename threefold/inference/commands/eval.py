@@ -42,6 +42,7 @@ def command(
     dp: int = Option(
         1, min=1, help="Data-parallel replicas; each evaluates part of the windows.", rich_help_panel=options.LAYOUT
     ),
+    average: terminal.Average = False,
     custom_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
     tp: options.TensorRanks = 1,
@@ -80,7 +81,7 @@ def command(
         if json_file.is_file() and not _is_earlier_output(json_file):
             raise UserError(f"{named} exists already and is not an output of this command; name another file.")
     require_texts(data)
-    inference = InferenceRun.prepare(run, layout, dtype, device, file, trust_code)  # imports torch
+    inference = InferenceRun.prepare(run, layout, dtype, device, file, trust_code, average)  # imports torch
     from threefold.inference.eval_tasks import LastWord, Perplexity
 
     trained = inference.trained.config
@@ -94,6 +95,7 @@ def command(
         work = chosen.prepare(inference.trained.documents(special_tokens), texts, steps.advance)
     about = {
         "run": str(run),
+        **({"average": True} if average else {}),
         "step": inference.trained.checkpoint.step,  # unless loading finds it damaged
         "data": str(data),
         "task": task,

@@ -45,6 +45,7 @@ def command(
     keep: bool = Option(
         False, "--keep", help="Also append the texts to RUN/samples.jsonl, which threefold report shows."
     ),
+    average: terminal.Average = False,
     custom_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
     tp: options.TensorRanks = 1,
@@ -78,7 +79,7 @@ def command(
     request = GenerationRequest(
         max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size, special_tokens, show_special
     )
-    inference = InferenceRun.prepare(run, layout, dtype, device, file, trust_code)
+    inference = InferenceRun.prepare(run, layout, dtype, device, file, trust_code, average)
     given = given or [options.read_standard_input().rstrip("\n")]
     require_text(given)
     before = () if system is None else ({"role": "system", "content": system},)

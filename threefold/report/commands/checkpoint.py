@@ -148,6 +148,7 @@ def _print_summary(summary: "CheckpointSummary") -> None:
         ("weights", _group(summary.weights)),
         *((("fingerprint", f"{fingerprint}, of the weights, the same in every layout"),) if fingerprint else ()),
         *((f"optimizer {name}", _group(group)) for name, group in summary.states.items()),
+        *((("averaged weights", _group(summary.averages)),) if summary.averages.tensors else ()),
         *((("other tensors", _group(summary.others)),) if summary.others.tensors else ()),
     ]
     if not any(name.startswith(OPTIMIZER) for name in summary.tensors):

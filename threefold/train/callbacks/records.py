@@ -211,6 +211,7 @@ class EvaluationRecord(Logged):
         seconds: duration of the evaluation.
         corpus_losses: for a mixture, the mean of each corpus by name.
         terms: for a loss of several terms, the mean of each by name; for a mixture, weighted like the loss.
+        average_loss: loss of the moving average of the weights; None without one.
     """
 
     step: int
@@ -219,4 +220,5 @@ class EvaluationRecord(Logged):
     seconds: float
     corpus_losses: Mapping[str, float] = field(default_factory=dict)
     terms: Mapping[str, float] = field(default_factory=dict)
+    average_loss: float | None = None
     logged: dict[str, float] = field(default_factory=dict)
