@@ -26,7 +26,7 @@ _OPTIONAL = (
     *("model.preset", "model.file", "model.arguments", "parallel.fallbacks", "optimizer.arguments", "optimizer.groups"),
     "optimizer.frozen",
     *("train.epochs", "train.max_seconds", "train.spike_factor", "train.rollback_steps", "train.eval_every_epochs"),
-    *("train.callbacks", *(f"train.grain_{key}" for key in ("samples", "tensor", "context", "leaf"))),
+    *("log.layers", "train.callbacks", *(f"train.grain_{key}" for key in ("samples", "tensor", "context", "leaf"))),
     *(f"optimizer.ema_{key}" for key in ("decay", "start", "every", "warmup")),
     *(f"checkpoint.{key}" for key in ("every_seconds", "keep_every", "async_save", "remote")),
     *(

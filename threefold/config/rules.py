@@ -252,6 +252,7 @@ def _require(rule: Callable[[Config], Broken], config: Config) -> None:
 
 OF_ROOMS: Final = {
     "exact": "train.exact train.grain_leaf train.grain_samples train.grain_tensor train.grain_context",
+    "report": "log.layers",
     "resilience": (
         "train.watch_every train.spike_factor train.on_nan train.max_restarts parallel.fallbacks data.skip_steps "
         "checkpoint.async_save checkpoint.remote checkpoint.memory_every"
@@ -377,6 +378,9 @@ def _recompute_rules(config: Config) -> Broken:
         yield "train.recompute_every", rule
     if layers is not None and train.recompute_every > layers:
         yield "train.recompute_every", f"model.num_layers is {layers}; use at most {layers}"
+    if config.log.layers and train.compile:
+        rule = "train.compile is true, and compiled layers show no activations; use 0 or train.compile false"
+        yield "log.layers", rule
 
 
 def _checkpoints_rules(config: Config) -> Broken:

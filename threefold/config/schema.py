@@ -292,6 +292,13 @@ class LogConfig(Section):
     """Steps between lines of the step log; RUN/metrics.jsonl has every step."""
     format: Literal["short", "fleet"] = "short"
     """Printed lines: `short` ones for people, or `fleet` ones as in RUN/train.log, with every measured value."""
+    layers: int = Field(default=0, ge=0, le=MOST_STEPS)
+    """Steps between norms of each layer (gradients, updates, activations, dead units), 0 for none. In such a step a
+    rank holds a second copy of its weights."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings that have a value; without norms of layers, as in runs that did not know them."""
+        return {name: value for name, value in super().settings().items() if name != "layers" or value}
 
 
 class _YamlDumper(yaml.SafeDumper):

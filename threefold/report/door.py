@@ -27,6 +27,7 @@ FIRST_CALLBACKS: Final = {
     "tensorboard": "threefold.report.tensorboard:TensorBoard",
 }
 CALLBACKS: Final = {
+    "layers": "threefold.report.layers:LayerNorms",
     "loss_curve": "threefold.report.loss_curve:LossCurve",
     "report": "threefold.report.document:RunReport",
     "summary": "threefold.report.console:Summary",

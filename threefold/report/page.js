@@ -518,18 +518,64 @@ function parts() {
   return [...found.values()].map(([title, lines]) => chart(title, "", lines, { size: "half third" }));
 }
 
+// Norms of layers (`log.layers`): for each kind and run a picture with a row for each layer and a column for each step.
+const LAYERS = {
+  gradient: ["Gradient of each layer", "norm, before clipping"], update: ["Update of each layer", "norm of the change / norm of the weights"],
+  activation: ["Output of each layer", "root mean square"], dead: ["Dead units of each layer", "fraction of the feed-forward network's"],
+};
+
+function layers() {
+  return visible().flatMap(([run, index]) => Object.entries(LAYERS).map(([kind, [title, unit]]) => {
+    const begins = `layers/${kind}/`, names = Object.keys(run.logged.values).filter((name) => name.startsWith(begins));
+    if (!names.length) return null;
+    const { first, last } = run.logged, count = Math.min(first.length, 120), log = kind !== "dead";
+    const from = (column) => Math.floor((column * first.length) / count);
+    const cell = (name, column) => {
+      const held = run.logged.values[name].mean.slice(from(column), from(column + 1)).filter((each) => each !== null);
+      return held.length ? held.reduce((sum, each) => sum + each, 0) / held.length : null;
+    };
+    const rows = names.map((name) => [name.slice(begins.length), [...Array(count).keys()].map((column) => cell(name, column))]);
+    const usable = (each) => each !== null && (!log || each > 0), scale = log ? Math.log10 : (each) => each;
+    const all = rows.flatMap(([, cells]) => cells).filter(usable);
+    const low = log ? scale(Math.min(...all)) : 0, high = log ? scale(Math.max(...all)) : 1;
+    const height = Math.min(16, Math.max(4, 300 / rows.length)), left = 78, width = 420, each = (width - left) / count;
+    const svg = make("svg", { viewBox: `0 0 ${width} ${rows.length * height + 16}`, role: "img", "aria-label": `${title} over step` });
+    rows.forEach(([name, cells], row) => {
+      if (height >= 9 || row % Math.ceil(9 / height) === 0) svg.append(make("text", { x: left - 4, y: (row + 0.5) * height + 3.5, "text-anchor": "end" }, name));
+      cells.forEach((found, column) => {
+        const share = usable(found) ? (high > low ? (scale(found) - low) / (high - low) : 0.5) : null;
+        const steps = first[from(column)] === last[from(column + 1) - 1] ? `step ${grouped(first[from(column)])}` : `steps ${grouped(first[from(column)])} to ${grouped(last[from(column + 1) - 1])}`;
+        svg.append(make("rect", { x: left + column * each, y: row * height, width: each + 0.3, height: height - 0.6, fill: share === null ? "var(--rest)" : color(index), "fill-opacity": share === null ? 1 : 0.08 + 0.92 * share },
+          make("title", {}, `${name}, ${steps}: ${found === null ? "–" : exactly(found)}`)));
+      });
+    });
+    const bottom = rows.length * height + 12;
+    svg.append(make("text", { x: left, y: bottom }, `step ${grouped(first[0])}`), make("text", { x: width, y: bottom, "text-anchor": "end" }, grouped(last[last.length - 1])));
+    const ends = log ? all.length ? `${exactly(Math.min(...all))} (pale) to ${exactly(Math.max(...all))}` : "all 0" : "0 (pale) to 1";
+    return make("section", { class: "half" }, make("h2", {}, make("span", {}, title, " ", make("small", {}, `${report.runs.length > 1 ? `${run.name}, ` : ""}${unit}: ${ends}`))), svg);
+  }));
+}
+
 // What callbacks logged (`record.log`): a chart for each name, and one for all names with the same beginning.
 function logged() {
   const groups = new Map();
   for (const run of report.runs) for (const kind of ["logged", "valid_logged"]) for (const name of Object.keys(run[kind].values)) {
+    if (LAYERS[name.split("/")[1]] && name.startsWith("layers/")) continue;
     const cut = name.lastIndexOf("/"), group = cut < 0 ? name : name.slice(0, cut);
     if (!groups.has(group)) groups.set(group, new Map());
     groups.get(group).set(`${kind} ${name}`, [kind, name, cut < 0 ? "" : name.slice(cut + 1)]);
   }
-  return [...groups].map(([group, members]) => chart(group, "", (run) => [...members.values()].map(([kind, name, line], number) => ({
-    values: run[kind].values[name], steps: run[kind].last, name: line, color: report.runs.length === 1 && members.size > 1 ? color(number) : undefined,
-    dots: kind === "valid_logged",
-  })), { size: "half third" }));
+  // Without the points that other names alone have, which would interrupt the line.
+  const held = (points, values) => (values ? points.filter((_, index) => values.mean[index] !== null) : []);
+  const line = (run, [kind, name, rest], number, count) => {
+    const values = run[kind].values[name], kept = values && Object.fromEntries(Object.entries(values).map(([of, points]) => [of, held(points, values)]));
+    const own = report.runs.length === 1 && count > 1 ? color(number) : undefined;
+    return { values: kept, steps: held(run[kind].last, values), name: count > 1 ? rest : "", color: own, dots: kind === "valid_logged" };
+  };
+  return [...groups].map(([group, members]) => {
+    const found = [...members.values()], title = found.length > 1 ? group : found[0][1];
+    return chart(title, "", (run) => found.map((each, number) => line(run, each, number, found.length)), { size: "half third" });
+  });
 }
 
 function render() {
@@ -567,7 +613,7 @@ function render() {
     ...logged(),
   ].filter(Boolean);
   // The phases fill the row that the small charts leave open.
-  const bottom = [phases(["", "two-thirds", "half third"][small.length % 3]), goodput(), differences(), checkpoints(), events(), samples(), ...settings()];
+  const bottom = [...layers(), phases(["", "two-thirds", "half third"][small.length % 3]), goodput(), differences(), checkpoints(), events(), samples(), ...settings()];
   document.querySelector("main").replaceChildren(...[...top, ...small, ...bottom].filter(Boolean));
   for (const each of charts) each.draw();
 }

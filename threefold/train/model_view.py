@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -37,21 +37,24 @@ class ActivationWatches:
 
     def __init__(self, stages: Sequence[nn.Module], make_model: Callable[[], nn.Module], rank: int) -> None:
         self._stages, self._make_model, self._rank = stages, make_model, rank
-        self._names: list[str] = []
         self._watches: list[ActivationWatch] = []
         self._error: UserError | None = None
 
     def add(self, pattern: str, watcher: Watcher, of_inputs: bool) -> ActivationWatch:
         """Begin to call a function; raise a `UserError` if no module of the whole model matches."""
-        self._names = self._names or [name for name, _ in skeleton(self._make_model, 0).named_modules() if name]
-        if not any(matches(name, pattern) for name in self._names):
+        if not any(matches(name, pattern) for name in self.names):
             raise UserError(
                 f"run.activations has the pattern {shown(pattern)}, which no module of the model matches; the nearest "
-                f"name is {one_of(pattern, self._names).rpartition(' ')[2]}."
+                f"name is {one_of(pattern, list(self.names)).rpartition(' ')[2]}."
             )
         watch = ActivationWatch(pattern, watcher, of_inputs, self._remove)
         self._watches.append(watch)
         return watch
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of all modules of the whole model."""
+        return tuple(name for name, _ in skeleton(self._make_model, 0).named_modules() if name)
 
     @contextmanager
     def during(self, step: int) -> Iterator[None]:
@@ -109,8 +112,12 @@ class ModelView:
     Args:
         update: gradients and weights of the engine.
         names: names in the whole model's `state_dict()`, in its order.
+        layers: names of the whole model's layers, in order.
         is_compiled: whether layers are compiled, so that no hook can be called in them.
         is_alone: whether the callback is on the first of several ranks alone, so that it may call no collective.
+
+    Attributes:
+        layers: names of the whole model's layers, in order.
     """
 
     def __init__(
@@ -118,16 +125,26 @@ class ModelView:
         update: GradientUpdate,
         watches: ActivationWatches,
         names: tuple[str, ...],
+        layers: tuple[str, ...],
         is_compiled: bool = False,
         is_alone: bool = False,
     ) -> None:
-        self._update, self._watches, self._names = update, watches, names
+        self._update, self._watches, self._names, self.layers = update, watches, names, layers
         self._is_compiled, self._is_alone = is_compiled, is_alone
 
     def on_ranks(self, ranks: str) -> "ModelView":
         """Return the view of a callback with these `ranks`."""
         is_alone = ranks == "first" and self._update.mesh.layout.world_size > 1
-        return ModelView(self._update, self._watches, self._names, self._is_compiled, is_alone)
+        return ModelView(self._update, self._watches, self._names, self.layers, self._is_compiled, is_alone)
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of all modules of the whole model."""
+        return self._watches.names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a whole parameter, of which this rank has a shard."""
+        return next(tuple(weight.parameter.shape) for weight in self._update.weights if weight.name == name)
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's shards of the parameters with their names in the whole model.

@@ -171,7 +171,7 @@ class GradientStep(GradientUpdate):
     @property
     def view(self) -> ModelView:
         """Return the model as callbacks see it."""
-        return ModelView(self, self.watches, self.model.names, self.settings.compile)
+        return ModelView(self, self.watches, self.model.names, tuple(self.plan.layers), self.settings.compile)
 
     @property
     def samples(self) -> int:

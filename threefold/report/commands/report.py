@@ -1,7 +1,9 @@
 """`threefold report`: settings, results and course of runs, as a table or a page."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, Final
 
 import typer
 from typer import Argument, Option
@@ -9,6 +11,8 @@ from typer import Argument, Option
 from threefold.files import shown
 from threefold.report.page import require_page
 from threefold.terminal import print_warnings, setting_text, table
+
+_LAYER_KINDS: Final = ("gradient", "update", "activation", "dead")  # of `log.layers`
 
 
 def command(
@@ -58,5 +62,22 @@ def command(
         settings = [(name, *map(setting_text, values)) for name, values in report["differences"].items()]
         console.print(table(("setting", *names), settings, left))
     for run in found:
+        if layers := layer_rows(run["logged"]["values"]):
+            step = run["logged"]["last"][-1]
+            console.print(table((f"{run['name']}, step {step:,}", *_LAYER_KINDS), layers, "lrrrr"))
+    for run in found:
         for event in run["events"]:
             typer.echo(f"{run['name']}, step {event['step']:,}: {event['text']}")
+
+
+def layer_rows(values: Mapping[str, Any]) -> list[tuple[str, ...]]:
+    """Return a row for each layer, its name and its last values, from what a run has logged; none without any."""
+    found = [name.split("/", 2) for name in values if name.startswith("layers/") and name.count("/") > 1]
+
+    def last(kind: str, layer: str) -> str:
+        means = [each for each in values.get(f"layers/{kind}/{layer}", {"mean": ()})["mean"] if each is not None]
+        return "–" if not means else f"{means[-1]:.1%}" if kind == "dead" else f"{means[-1]:.3g}"
+
+    return [
+        (layer, *(last(kind, layer) for kind in _LAYER_KINDS)) for layer in dict.fromkeys(each[2] for each in found)
+    ]
