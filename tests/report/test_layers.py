@@ -31,6 +31,7 @@ LAYOUTS = {
     "cp2": GPT.with_layout(1, 1, 1, cp=2),
     "tp2 pp2 sp, recompute": with_recompute(LLAMA.with_layout(1, 2, 2, settings=(SHARED,)), "full"),
     "dp2 tp2 ZeRO 3": LLAMA.with_layout(2, 2, 1, settings=(("parallel.zero", 3),)),
+    "pp2 frozen": GPT.with_layout(1, 1, 2, tie=False, update=(("optimizer.frozen", ["embed.**", "blocks.0.**"]),)),
     "ep2": over(2, 1, 1, ep=2),
     "ep2 tp2 sp": over(2, 2, 1, SHARED, ep=2),
 }

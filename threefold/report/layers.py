@@ -1,6 +1,6 @@
 """Norms of each layer every `log.layers` steps: gradients, updates, activations, and units that are dead."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import torch
@@ -48,7 +48,7 @@ class LayerNorms(Callback):
 
     def before_step(self, step: int, batch: object) -> None:
         self._end()
-        self._before = {name: each.detach().clone() for name, each in self._run.model.named_parameters()}
+        self._before = {name: each.detach().clone() for name, each in self._trained()}
         for place, layer in enumerate(self._layers[:-1]):
             self._watches.append(self._run.activations(layer, self._adding(place)))
         for place, layer in enumerate(self._layers):
@@ -63,9 +63,8 @@ class LayerNorms(Callback):
         if self._before is None:  # a step that was skipped on purpose
             return
         model, before = self._run.model, self._before
-        trained = {name: each for name, each in model.named_parameters() if name in before and each.requires_grad}
-        weights = self._by_layer(model.norms({name: before[name] for name in trained}))
-        changes = self._by_layer(model.norms({name: each - before[name] for name, each in trained.items()}))
+        weights = self._by_layer(model.norms(before))
+        changes = self._by_layer(model.norms({name: each.detach() - before[name] for name, each in self._trained()}))
         found = {
             "gradient": self._by_layer(self._run.gradient_norms()),
             "update": {layer: change / weights[layer] for layer, change in changes.items() if weights[layer]},
@@ -76,6 +75,9 @@ class LayerNorms(Callback):
                 if layer in values:
                     record.log(f"{PREFIX}{kind}/{layer}", values[layer])
         self._end()
+
+    def _trained(self) -> Iterator[tuple[str, Tensor]]:
+        return ((name, each) for name, each in self._run.model.named_parameters() if each.requires_grad)
 
     def _by_layer(self, norms: Mapping[str, float]) -> dict[str, float]:
         """Return the norm of each layer, from those of its parameters."""
