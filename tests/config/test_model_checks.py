@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 
 from threefold.config import Config, resolve
-from threefold.config.model import FOR_SCALED_ROPE, ModelConfig
+from threefold.config.model import FOR_SCALED_ROPE
 from threefold.errors import UserError
+from threefold.models.gpt import GPTConfig
 from threefold.models.layers.mixture_config import FOR_EXPERTS
 from threefold.models.llama import LlamaConfig
 
-FOR_LLAMA = tuple(name for name in LlamaConfig.model_fields if name not in {*ModelConfig.model_fields, *FOR_EXPERTS})
+FOR_LLAMA = tuple(name for name in LlamaConfig.model_fields if name not in {*GPTConfig.model_fields, *FOR_EXPERTS})
 FOR_WINDOW = ("sliding_rope_theta", "sliding_rope_scaling")
 MEANINGLESS: dict[str, Any] = {
     "num_key_value_heads": 4,

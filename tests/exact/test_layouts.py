@@ -51,6 +51,8 @@ NAMED = [
     ("dropless", "dp4,pp2 ep2"),
     ("batches", "dp2,tp2,pp2 sp micro8"),
     ("batches", "dp8 micro2"),
+    ("widths", "dp2,tp2,pp2 micro2"),
+    ("groups", "dp2,tp4 zero3"),
 ]
 """Layouts that something is known to depend on, each with the family that shows it."""
 ALL_AXES = {

@@ -97,6 +97,15 @@ FAMILIES = {
     "batches": replace(  # products that are computed in batches, in sample groups of four
         CASE, layers=2, head_dim=16, ffn=256, vocab=384, sequence=32, batch=32, accumulation=32, steps=2
     ),
+    "widths": with_model(CASE, width_base=8),
+    "groups": replace(
+        CASE,
+        groups=(
+            (("match", "blocks.**"), ("name", "muon"), ("lr_scale", 0.5), ("eps", 1e-5)),
+            (("match", "blocks.1.mlp"), ("name", "sgd"), ("momentum", 0.9), ("lr_scale", 20.0)),
+            (("match", "**.bias"), ("weight_decay", 0.2), ("lr_scale", 2.0)),
+        ),
+    ),
 }
 _OPTIMIZERS: dict[str, dict[str, Any]] = {
     "sgd": {"eps": 1e-8},

@@ -181,6 +181,7 @@ class ModelConfig(Section):
     mtp_loss = unless_setting(lambda model: 0.0)
     file = unless_setting(lambda model: "")
     arguments = unless_setting(lambda model: dict[str, Any]())
+    width_base = unless_setting(lambda model: 0)
 
     @property
     def blocks(self) -> int | None:
@@ -197,6 +198,11 @@ class ModelConfig(Section):
             return self.file.rpartition("/")[-1]
         sizes = f", {self.blocks} layers of width {self.hidden_size:,}" if self.blocks is not None else ""
         return f"{self.preset or self.architecture}{sizes}"
+
+    @property
+    def width(self) -> float:
+        """The width in units of the base width of µP; 1 without µP."""
+        return self.hidden_size / self.width_base if self.width_base else 1.0
 
     @property
     def has_expert_bias(self) -> bool:

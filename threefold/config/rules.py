@@ -404,6 +404,10 @@ def _optimizer_rules(config: Config) -> Broken:
         if getattr(optimizer, key) is not None:
             rule = "optimizer.ema_decay is not given, so there is no average of weights; leave it out or give ema_decay"
             yield f"optimizer.{key}", f"{rule} 0.999"
+    if config.model.width_base and not optimizer.is_built_in:
+        name = next(part.config.name for part in optimizer.parts if part.config.name not in BUILT_IN)
+        rule = f"the optimizer {name} has no rule for µP; use width_base 0, or one of {', '.join(BUILT_IN)}"
+        yield "model.width_base", rule
     if optimizer.warmup_steps > optimizer.decay_steps:
         rule = f"must be at most optimizer.decay_steps {optimizer.decay_steps}; use {optimizer.decay_steps}"
         yield "optimizer.warmup_steps", rule

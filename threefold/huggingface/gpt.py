@@ -97,6 +97,8 @@ class GPT2(hf.HuggingFaceType):
         }
 
     def obstacle(self, model: GPTConfig) -> str | None:
+        if model.width_base:
+            return f"model.width_base {model.width_base}"
         return None if model.position_embedding == "learned" else "model.position_embedding rope"
 
     def rearranged(

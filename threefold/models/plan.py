@@ -25,6 +25,7 @@ from threefold.models.sharding import (
     covers,
     matches,
 )
+from threefold.models.widths import deviation_factor, role_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -323,6 +324,7 @@ def decoder_plan(config: ModelConfig, split: Mapping[str, Split], block_costs: S
         ties=ties,
         recompute=recompute,
         terms=terms,
+        width=config.width,
     )
 
 
@@ -347,7 +349,7 @@ def initial_values(name: str, config: ModelConfig) -> Initial:
     """Return the initial values of a weight, as in GPT-2.
 
     They are N(0, range²), times 1/√(2·layers) if the output joins the residual stream; biases are 0, norms 1
-    (0 with `norm_offset`).
+    (0 with `norm_offset`). µP scales the standard deviation with the width.
     """
     if name.endswith((".bias", "_bias")):
         return Constant(0.0)
@@ -355,4 +357,5 @@ def initial_values(name: str, config: ModelConfig) -> Initial:
         return Constant(0.0 if config.norm_offset else 1.0)
     joining = ("*.attn.proj.weight", "*.mlp.down.weight", "*.mlp.shared.down.weight", "*.mlp.experts.down")
     joins_residual = any(fnmatchcase(name, pattern) for pattern in joining)
-    return Normal(config.initializer_range * ((2 * config.num_layers) ** -0.5 if joins_residual else 1.0))
+    deviation = config.initializer_range * deviation_factor(role_of(name), config.width)
+    return Normal(deviation * ((2 * config.num_layers) ** -0.5 if joins_residual else 1.0))

@@ -381,6 +381,7 @@ class ModelPlan:
         frozen: names of the parameters that are not trained (`requires_grad` is False): they keep their initial values,
             without gradients and optimizer state; and of expert biases that stay.
         terms: term of the loss that the last layer, a `PredictingHead`, computes → its weight; empty for one mean.
+        width: width of a `Decoder` in units of the base width of µP; 1 without µP.
         constructed: whether buffers keep the values that the model's constructor gives them, as constants that no
             checkpoint stores. If False, the model must not have buffers.
 
@@ -399,6 +400,7 @@ class ModelPlan:
     standalone: Mapping[str, Split] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     terms: Mapping[str, float] = field(default_factory=dict)
+    width: float = 1.0
     constructed: bool = False
 
     def __post_init__(self) -> None:

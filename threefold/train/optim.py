@@ -19,6 +19,7 @@ from threefold.comm.axis import Axis
 from threefold.config import OptimizerConfig
 from threefold.config.optimizer import BUILT_IN, LR_SCHEDULES
 from threefold.models.sharding import ModelPlan
+from threefold.models.widths import Role, role_of
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.parallel.gradients import Gradients
 from threefold.parallel.parameter import ShardedMatrix, Weight, publish_
@@ -38,6 +39,7 @@ class Entry(Weight):
         arithmetic: how an update multiplies whole matrices, and whether it may use fused kernels.
         is_stack: whether its first dim counts experts, each with a matrix or a vector of its own.
         all_decay: whether it decays even if it is a bias or a norm.
+        role, width: which of its dims grow with the model's width, and `ModelPlan.width`, for µP.
     """
 
     gradients: Gradients
@@ -46,6 +48,8 @@ class Entry(Weight):
     arithmetic: LayerArithmetic = PLAIN
     is_stack: bool = False
     all_decay: bool = False
+    role: Role = "fixed"
+    width: float = 1.0
 
     @property
     def gradient(self) -> Tensor:
@@ -144,7 +148,8 @@ class Optimizer:
             parameter = weight.parameter
             whole, hidden = ShardedMatrix(parameter, axes), plan.is_hidden_matrix(weight.name, parameter.dim())
             fields = weight.name, parameter, weight.leaf, weight.master
-            self.entries.append(Entry(*fields, gradients, whole, hidden, arithmetic, plan.is_stack(weight.name)))
+            kind = plan.is_stack(weight.name), False, role_of(weight.name), plan.width
+            self.entries.append(Entry(*fields, gradients, whole, hidden, arithmetic, *kind))
         self._narrow = [weight for weight in trained if weight.master is not weight.leaf]
         self.rule = rule(self.entries, config)
         self.average = WeightAverage(self.entries, config) if config.ema_decay else None

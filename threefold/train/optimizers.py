@@ -21,6 +21,7 @@ from threefold.config.optimizer import OPTIMIZERS
 from threefold.errors import UserError
 from threefold.files import describe_error, shown
 from threefold.models.groups import group_of
+from threefold.models.widths import rate_factor
 from threefold.ops.arithmetic import PLAIN, LayerArithmetic
 from threefold.plugins import one_of
 from threefold.train.optim import AdamW, Entry, UpdateRule
@@ -221,7 +222,10 @@ def newton_schulz(matrices: Tensor, steps: int, arithmetic: LayerArithmetic = PL
 
 
 class GroupedRule(UpdateRule):
-    """The optimizers of `optimizer.groups`, each of the weights of one group, and that of all other weights."""
+    """Several optimizers: one of the weights of each of `optimizer.groups`, and of all others.
+
+    With µP, they are divided further, by the factors on their learning rates (`rate_factor`).
+    """
 
     def __init__(self, entries: Sequence[Entry], config: OptimizerConfig) -> None:
         super().__init__(entries, config)
@@ -230,13 +234,15 @@ class GroupedRule(UpdateRule):
         self._of: dict[str, tuple[UpdateRule, Entry]] = {}
         self._scales: dict[str, float] = {}
         for part in parts:
-            group = [entry for entry in self.entries if group_of(parts, entry.name) is part]
-            if group:  # on this rank
-                group = [replace(entry, all_decay=part.all_decay) for entry in group]
-                rule = update_rule(part.config)(group, part.config)
-                self._rules.append((rule, part.lr_scale))
-                self._of |= {entry.name: (rule, entry) for entry in group}
-                self._scales |= dict.fromkeys((entry.name for entry in group), part.lr_scale)
+            group = [entry for entry in self.entries if group_of(parts, entry.name) is part]  # on this rank
+            factors = {entry.name: rate_factor(part.config, entry.role, entry.width) for entry in group}
+            for factor in dict.fromkeys(factors.values()):
+                alike = [replace(each, all_decay=part.all_decay) for each in group if factors[each.name] == factor]
+                settings = part.config.model_copy(update={"weight_decay": part.config.weight_decay / factor})
+                rule = update_rule(settings)(alike, settings)
+                self._rules.append((rule, part.lr_scale * factor))
+                self._of |= {entry.name: (rule, entry) for entry in alike}
+                self._scales |= dict.fromkeys((entry.name for entry in alike), part.lr_scale * factor)
 
     def step(self, lr: float) -> None:
         for rule, scale in self._rules:
@@ -265,9 +271,12 @@ class GroupedRule(UpdateRule):
 _OF_THE_SECTION = ("lr", "weight_decay")  # arguments that have their own settings
 
 
-def update_rule(config: OptimizerConfig) -> type[UpdateRule]:
-    """Return a config's update rule; raise a `UserError` if `optimizer.name` is not one that can be imported."""
-    if config.groups:
+def update_rule(config: OptimizerConfig, width: float = 1.0) -> type[UpdateRule]:
+    """Return a config's update rule, for a model with `ModelPlan.width`.
+
+    Raises a `UserError` if `optimizer.name` is not one that can be imported.
+    """
+    if config.groups or width != 1:
         return GroupedRule
     found = OPTIMIZERS.load(config.name)
     if isinstance(found, type) and issubclass(found, UpdateRule):

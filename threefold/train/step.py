@@ -383,7 +383,7 @@ class Engine(GradientStep):
             make_model, plan, mesh, settings, activation if declared else None, loss, scale, stop or Stop()
         )
         self.config = config
-        rule, axes = update_rule(config.optimizer), self.parallelism.sharding_axes
+        rule, axes = update_rule(config.optimizer, plan.width), self.parallelism.sharding_axes
         layers, weights = self.arithmetic.layers, self.model.weights
         self.optimizer = Optimizer(rule, weights, self.gradients, config.optimizer, plan, axes, layers)
 

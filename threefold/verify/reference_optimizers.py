@@ -236,25 +236,42 @@ class _Added(ReferenceOptimizer):
 
 
 class _Groups(ReferenceOptimizer):
-    """Reference for `optimizer.groups`: for each group an optimizer of its parameters alone."""
+    """Reference for `optimizer.groups` and µP: for each parameter an optimizer with the settings of its group."""
 
     def __post_init__(self) -> None:
         given: list[dict[str, Any]] = [{"match": "**"}, *(self.config.groups or ())]
-        self._optimizers: list[tuple[float, ReferenceOptimizer]] = []
         self._of: dict[str, tuple[float, ReferenceOptimizer]] = {}
         left = dict(self.parameters)
         for group in reversed(given):
             parts = group["match"].split(".")
             mine = {name: left.pop(name) for name in list(left) if _begins(name.split("."), parts)}
-            if mine:
-                scale = group.get("lr_scale", 1.0)
-                made = reference_optimizer(mine, self._settings(group), self.plan, "weight_decay" in group)
-                self._optimizers.append((scale, made))
-                self._of |= dict.fromkeys(mine, (scale, made))
+            settings = self._settings(group)
+            for name, parameter in mine.items():  # an optimizer each, as with µP each has its learning rate
+                factor = self._of_width(name, settings)
+                decayed = settings.model_copy(update={"weight_decay": settings.weight_decay / factor})
+                made = _alone({name: parameter}, decayed, self.plan, "weight_decay" in group)
+                self._of[name] = factor * group.get("lr_scale", 1.0), made
+
+    def _of_width(self, name: str, settings: OptimizerConfig) -> float:
+        """Return µP's factor on the learning rate of a parameter: tables 3 and 8 of arXiv 2203.03466.
+
+        For Muon, so that the spectral norm of an update is that of √(rows / columns) times a constant.
+        """
+        width, last = self.plan.width, name.split(".")[-2:]
+        in_block = name.startswith("blocks.") and not self._is_vector(name)
+        to_few = in_block and last[0] in ("router", "shared_gate")
+        if settings.name == "sgd":
+            of_few = name.startswith("blocks.") and (last in (["router", "bias"], ["core", "sinks"]))
+            fixed = of_few or last[0] in ("q_norm", "k_norm")
+            return 1 / width if to_few else 1.0 if in_block or fixed else width
+        if settings.name != "muon" or not in_block:
+            return 1 / width if in_block else 1.0
+        grown = width**0.5 if settings.lr_scaling == "match_rms_adamw" else 1.0
+        return (width**-0.5 if to_few else 1.0) / grown
 
     def _settings(self, group: dict[str, Any]) -> OptimizerConfig:
         values = self.config.settings()
-        del values["groups"]
+        values.pop("groups", None)
         if group.get("name", values["name"]) != values["name"]:
             row = BUILT_IN.get(group["name"])
             values = {key: each for key, each in values.items() if key in ("lr", "weight_decay")}
@@ -263,7 +280,7 @@ class _Groups(ReferenceOptimizer):
         return OptimizerConfig.model_validate(values)
 
     def step(self, lr: float) -> None:
-        for scale, optimizer in self._optimizers:
+        for scale, optimizer in self._of.values():
             optimizer.step(scale * lr)
 
     def leverage(self, name: str) -> Tensor | float:
@@ -281,10 +298,16 @@ def _begins(name: list[str], pattern: list[str]) -> bool:
 
 
 def reference_optimizer(
+    parameters: dict[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan
+) -> ReferenceOptimizer:
+    if config.groups or plan.width != 1:
+        return _Groups(parameters, config, plan)
+    return _alone(parameters, config, plan)
+
+
+def _alone(
     parameters: dict[str, nn.Parameter], config: OptimizerConfig, plan: ModelPlan, all_decay: bool = False
 ) -> ReferenceOptimizer:
-    if config.groups:
-        return _Groups(parameters, config, plan)
     return _OPTIMIZERS.get(config.name, _Added)(parameters, config, plan, all_decay)
 
 

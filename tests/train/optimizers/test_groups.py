@@ -243,24 +243,6 @@ def test_a_run_keeps_each_weight_s_optimizer(pool: WorkerPool, small_run: Run, t
 
 
 @pytest.mark.slow
-def test_an_exact_run_has_the_same_bits_in_two_layouts(pool: WorkerPool, expected: Any) -> None:
-    case = grouped(dtype="fp32", sequence=16, heads=8, head_dim=4, ffn=64, vocab=64, steps=3)
-    exact = ("train.exact", True)
-    one = pool.run(1, fingerprint, Case(**{**vars(case), "settings": (exact,)}))
-    many = pool.run(4, fingerprint, Case(**{**vars(case), "dp": 2, "tp": 2, "settings": (exact, ("parallel.zero", 3))}))
-    assert {*one, *many} == {one[0]}
-
-
-def fingerprint(case: Case) -> str | None:
-    from tests.support.parity import shard_of
-
-    engine = make_engine(case)
-    for step in range(case.steps):
-        engine.train_step(shard_of(case, step, engine.mesh.dp.index), step)
-    return engine.fingerprint(case.steps)
-
-
-@pytest.mark.slow
 def test_verify_knows_groups(threefold: Command, tmp_path: Path) -> None:
     config = tmp_path / "run.yaml"
     config.write_text(

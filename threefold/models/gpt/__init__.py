@@ -4,12 +4,13 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from threefold.config.model import Activation, ModelConfig
+from threefold.config.model import Activation
 from threefold.config.section import derived
 from threefold.models.family import Family
+from threefold.models.layers.width_config import WidthConfig
 
 
-class GPTConfig(ModelConfig):
+class GPTConfig(WidthConfig):
     """GPT-2 or GPT-3."""
 
     architecture: Literal["gpt"] = "gpt"

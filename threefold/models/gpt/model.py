@@ -41,7 +41,8 @@ class Attention(nn.Module):
         rope = config.position_embedding == "rope"
         self.rotary = Rotary(config.head_dim, config.rope_theta, rope_scaling(config)) if rope else None
         self.proj = Linear(config.hidden_size, config.hidden_size)
-        self.core = CausalAttention(config.attention_dropout, name=f"{name}.core")
+        scale = 1 / config.head_dim if config.width_base else None
+        self.core = CausalAttention(config.attention_dropout, name=f"{name}.core", scale=scale)
 
     def forward(self, x: Tensor, samples: SampleInfo = NOTHING) -> Tensor:
         """[B, S, H] → [B, S, H]."""
@@ -88,6 +89,7 @@ class GPT(Decoder):
     """The whole model, of a resolved config (no field is None)."""
 
     def __init__(self, config: GPTConfig) -> None:
-        head = Head(nn.LayerNorm(config.hidden_size, config.norm_eps), config.hidden_size, config.vocab_size)
+        norm = nn.LayerNorm(config.hidden_size, config.norm_eps)
+        head = Head(norm, config.hidden_size, config.vocab_size, scale=1 / config.width)
         blocks = (Block(config, f"blocks.{layer}") for layer in range(config.num_layers))
         super().__init__(Input(config), blocks, head, config.tie_embeddings)

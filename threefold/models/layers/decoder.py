@@ -132,17 +132,21 @@ class LinearCrossEntropy(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm, projection from `hidden` features to the vocabulary, and loss; logits capped by `cap`, unless 0."""
+    """Final norm, projection from `hidden` features to the vocabulary, and loss; logits capped by `cap`, unless 0.
 
-    def __init__(self, norm: nn.Module, hidden: int, vocab: int, cap: float = 0.0) -> None:
+    Logits are multiplied by `scale` before.
+    """
+
+    def __init__(self, norm: nn.Module, hidden: int, vocab: int, cap: float = 0.0, scale: float = 1.0) -> None:
         super().__init__()
-        self.norm = norm
+        self.norm, self.scale = norm, scale
         self.output = Linear(hidden, vocab, bias=False)
         self.loss = LinearCrossEntropy(cap=cap)
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         """[B, S, H] → logits [B, S, V], or with `labels` [B, S] the sum of the losses, without ignored labels."""
         x = self.norm(x)
+        x = x if self.scale == 1 else x * self.scale
         return self.loss.logits(x, self.output) if labels is None else self.loss(x, self.output, labels).sum()
 
 

@@ -68,7 +68,7 @@ class PredictingHead(Head):
         _, hidden, vocab, _ = head
         self.tokens = Embedding(vocab, hidden)  # the decoder's own table
         self.depths = nn.ModuleList(Depth(hidden, norm, block) for block in blocks)
-        self.weight, self.scale = weight, scale
+        self.weight, self.embedding_scale = weight, scale
         self._terms: list[Tensor] = []
 
     def forward(self, x: Tensor, labels: Tensor | None = None, samples: SampleInfo = NOTHING) -> Tensor:
@@ -81,7 +81,7 @@ class PredictingHead(Head):
             tokens, further = samples.ahead[:, number].unbind(1)
             weights = None if samples.ahead_weights is None else samples.ahead_weights[:, number]
             embedded = self.tokens(tokens)
-            embedded = embedded if self.scale == 1 else embedded * self.scale
+            embedded = embedded if self.embedding_scale == 1 else embedded * self.embedding_scale
             x = depth(x, embedded, samples._replace(weights=weights))
             losses.append(self.loss(x, self.output, further).sum())
         terms = torch.stack(losses)

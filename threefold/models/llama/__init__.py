@@ -11,11 +11,12 @@ from threefold.models.family import Family
 from threefold.models.layers.attention_config import AttentionConfig
 from threefold.models.layers.mixture_config import MixtureConfig
 from threefold.models.layers.prediction_config import PredictionConfig
+from threefold.models.layers.width_config import WidthConfig
 
 NormPosition = Literal["before", "after", "both"]
 
 
-class LlamaConfig(AttentionConfig, MixtureConfig, PredictionConfig):
+class LlamaConfig(AttentionConfig, MixtureConfig, PredictionConfig, WidthConfig):
     """Llama, Mistral, Mixtral or Qwen."""
 
     architecture: Literal["llama"] = "llama"
@@ -36,11 +37,15 @@ class LlamaConfig(AttentionConfig, MixtureConfig, PredictionConfig):
         AttentionConfig.unlisted
         | MixtureConfig.unlisted
         | PredictionConfig.unlisted
+        | WidthConfig.unlisted
         | frozenset(("norm_position", "norm_offset", "gate_activation", "embedding_scale", "logit_softcap"))
     )
 
     def filled(self, sequence_length: int) -> dict[str, Any]:
-        return super().filled(sequence_length) | {
+        values = super().filled(sequence_length)
+        if self.width_base and "attention_scale" in values:
+            values["attention_scale"] = 1 / (self.head_dim or values["head_dim"])
+        return values | {
             "position_embedding": "rope",
             "tie_embeddings": False,
             "embedding_scale": 1.0,
@@ -68,6 +73,8 @@ class LlamaConfig(AttentionConfig, MixtureConfig, PredictionConfig):
         yield from self.broken_by_rope()
         yield from self.broken_by_experts()
         yield from self.broken_by_attention()
+        if self.width_base and self.mtp_layers:
+            yield "width_base", f"model.mtp_layers is {self.mtp_layers}, for which µP has no rules here; use 0"
 
 
 FAMILY = Family(

@@ -122,7 +122,7 @@ class Llama(Decoder):
     def _head(self, config: LlamaConfig) -> Head:
         sizes = _norm(config), config.hidden_size, config.vocab_size, config.logit_softcap
         if not config.mtp_layers:
-            return Head(*sizes)
+            return Head(*sizes, scale=1 / config.width)
         last, names = config.num_layers - 1, (f"head.depths.{depth}.block" for depth in range(config.mtp_layers))
         further = [self.block(config, last, name) for name in names]
         return PredictingHead(sizes, partial(_norm, config), further, config.mtp_loss, config.embedding_scale)
