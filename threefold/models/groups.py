@@ -22,8 +22,10 @@ def optimizer_changes(names: Iterable[str], before: OptimizerConfig, now: Optimi
 
     Empty if there is none.
     """
-    old, new = before.parts, now.parts
+    old, new, frozen = before.parts, now.parts, (*(before.frozen or ()), *(now.frozen or ()))
     for name in names:
+        if any(covers(pattern, name) for pattern in frozen):
+            continue
         one, other = group_of(old, name).config, group_of(new, name).config
         if one.name != other.name:
             return f"the weight {name} had {one.name}, whose state does not fit {other.name}"

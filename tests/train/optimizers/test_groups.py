@@ -236,6 +236,8 @@ def test_a_run_keeps_each_weight_s_optimizer(pool: WorkerPool, small_run: Run, t
     ):
         with pytest.raises(UserError, match=sentence):
             find_resumption(tmp_path, small_run.but(steps=4, set=(("optimizer.groups", groups),)).config)
+    frozen = small_run.but(steps=4, set=(("optimizer.groups", TWO[:1]), ("optimizer.frozen", ["blocks.1.mlp"])))
+    assert len(find_resumption(tmp_path, frozen.config).warnings) == 2
     other = [{**each, "lr_scale": 0.1} for each in TWO]
     warnings = find_resumption(tmp_path, small_run.but(steps=4, set=(("optimizer.groups", other),)).config).warnings
     assert len(warnings) == 1
