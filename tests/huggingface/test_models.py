@@ -268,8 +268,9 @@ def test_multi_token_prediction_comes_and_goes_or_is_left_out(transformers: Any,
     assert torch.equal(found["head.depths.0.join.weight"], copies[f"{module}eh_proj.weight"])
     for name in (name for name in without if name.startswith("blocks.2.")):
         assert torch.equal(found[f"head.depths.0.block.{name.removeprefix('blocks.2.')}"], without[name] * 1.5), name
-    export_model(Export(tmp_path / "run", tmp_path / "back"), Silent())
+    exported = export_model(Export(tmp_path / "run", tmp_path / "back"), Silent())
     same_bits(file_tensors(tmp_path / "back"), tensors | copies)
+    assert exported.parameters == sum(tensor.numel() for tensor in found.values())  # repeated ones count once
     assert json.loads((tmp_path / "back" / "config.json").read_text())["num_nextn_predict_layers"] == 1
     tokens = torch.arange(LENGTH).view(1, LENGTH) % 97
     with torch.no_grad():
@@ -279,6 +280,12 @@ def test_multi_token_prediction_comes_and_goes_or_is_left_out(transformers: Any,
     assert [*models[0].stage.state_dict()] == [*models[1].stage.state_dict()]
     assert complete(models[0], [[1, 2, 3]], request) == complete(models[1], [[1, 2, 3]], request)
 
+    for name, whole in repeated.items():
+        other = copies[f"{module}{name}.weight"].clone()
+        other[-1, -1] += 1
+        save_file(tensors | copies | {f"{module}{name}.weight": other}, path, {})
+        told = refused(tmp_path / "hf", tmp_path / "other")
+        assert f"says num_nextn_predict_layers 1, and {module}{name}.weight is not {whole}.weight; give --ign" in told
     ignored = Import(tmp_path / "hf", tmp_path / "ignored", ignored=("num_nextn_predict_layers",))
     import_model(ignored, Silent())
     same_bits(stored(tmp_path / "ignored"), stored(tmp_path / "without"))

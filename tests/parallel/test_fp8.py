@@ -12,6 +12,7 @@ from tests.support.parity import LLAMA, Case, Trace, in_layout, make_engine
 from tests.support.sweep import sweep
 from threefold.config.resolve import resolve
 from threefold.errors import UserError
+from threefold.models.family import make_model, model_plan
 from threefold.models.layers.decoder import Linear
 from threefold.models.sharding import Column, ModelPlan, Normal, Replicated, Split
 from threefold.ops import fp8
@@ -26,6 +27,9 @@ CASES = {
     "tp 4": GPT.with_layout(1, 4, 1),
     "tp 2, sequence parallel": GPT.with_layout(1, 2, 1, settings=(*ON, ("parallel.sequence_parallel", True))),
     "tp 2, pp 2, zero-bubble": GPT.with_layout(1, 2, 2, schedule="zero-bubble"),
+    "pp 2, further": replace(
+        LLAMA, pp=2, dtype="fp32", settings=ON, model=(*LLAMA.model, ("mtp_layers", 1), ("tie_embeddings", True))
+    ),
     "dp 2, tp 2, llama, recomputed": replace(
         LLAMA, dp=2, tp=2, dtype="fp32", settings=(*ON, ("train.recompute", "full"))
     ),
@@ -72,6 +76,17 @@ def test_the_linear_layers_of_blocks_are_in_float8(pool, tp: int) -> None:
         blocks = ("attn.qkv", "attn.proj", "mlp.up", "mlp.down")
         assert names == {f"blocks.{block}.{name}" for block in range(2) for name in blocks}
         assert {name for name in found if name not in names} == {"head.output"}
+
+
+def test_those_of_further_blocks_are_too() -> None:
+    config = replace(LLAMA, model=(*LLAMA.model, ("mtp_layers", 2))).config
+    with torch.device("meta"):
+        model = make_model(config.model)
+    names = float8_layers(model, model_plan(config.model, config.data.sequence_length))
+    in_block = [name.removeprefix("blocks.2.") for name in names if name.startswith("blocks.2.")]
+    assert len(in_block) == 4
+    further = [name for name in names if not name.startswith("blocks.")]
+    assert further == [f"head.depths.{depth}.block.{name}" for depth in range(2) for name in in_block]
 
 
 class Own(nn.Module):

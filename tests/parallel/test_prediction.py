@@ -17,6 +17,7 @@ from tests.support.parity import (
     shard_of,
 )
 from tests.support.sweep import sweep
+from threefold.models.layers.prediction import PredictingHead
 
 
 def predicting(case: Case, depths: int = 2, **changes: object) -> Case:
@@ -74,8 +75,18 @@ def terms_of(case: Case) -> tuple[float, dict[str, float], float]:
     """Return the loss and its terms of a first step on this rank of the layout, and the loss of an evaluation."""
     engine = make_engine(case)
     batch = shard_of(case, 0, engine.mesh.dp.index)
+    heads = [module for stage in engine.stages for module in stage.modules() if isinstance(module, PredictingHead)]
+    looked: list[bool] = []
+    for head in heads:
+        head.register_forward_pre_hook(
+            lambda _, given, named: looked.append(named["samples"].ahead is not None), with_kwargs=True
+        )
     evaluated, counted = engine.evaluate(batch)
+    assert not any(looked), "an evaluation computes no further tokens"
+    looked.clear()
     result = engine.train_step(batch, 0)
+    assert all(looked)
+    assert bool(looked) == bool(heads)
     return result.loss, dict(result.terms), evaluated / counted
 
 

@@ -193,12 +193,22 @@ class DeepseekType(hf.HuggingFaceType):
         return (*losses, "expert_capacity_factor", "hidden_dropout")
 
     def leaves_out(self, tensor: str, model: DeepseekConfig, values: Mapping[str, Any]) -> bool:
-        """Return whether a tensor is of multi-token prediction that is left out, or one that its modules repeat."""
-        first, further = model.num_layers, values.get("num_nextn_predict_layers") or 0
-        modules = (self.names.block.format(layer) for layer in range(first, first + further))
-        if model.mtp_layers:
-            return tensor in {module + name for module in modules for name in _SHARED.values()}
-        return any(tensor.startswith(module) for module in modules)
+        """Return whether a tensor is of multi-token prediction that is left out."""
+        further = 0 if model.mtp_layers else values.get("num_nextn_predict_layers") or 0
+        layers = range(model.num_layers, model.num_layers + further)
+        return any(tensor.startswith(self.names.block.format(layer)) for layer in layers)
+
+    def repeated(self, model: DeepseekConfig) -> dict[str, hf.Repeated]:
+        """Return the tensors of the whole model that modules of multi-token prediction repeat."""
+        because = f"num_nextn_predict_layers {model.mtp_layers}"
+        remedy = "give --ignore num_nextn_predict_layers to leave out these layers"
+        layers = range(model.num_layers, model.num_layers + model.mtp_layers)
+        modules = {
+            self.names.block.format(layer) + tensor: hf.Repeated(name, because, remedy)
+            for layer in layers
+            for name, tensor in _SHARED.items()
+        }
+        return super().repeated(model) | modules
 
     def weights(self, model: ModelConfig, shapes: hf.Shapes, present: Collection[str] = ()) -> list[hf.WeightMap]:
         """Map every parameter, those of multi-token prediction to further layers."""

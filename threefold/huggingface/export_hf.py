@@ -123,7 +123,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
                     for tensors in parts:
                         shards.write(tensors)
                         progress.advance(sum(each.nbytes for each in tensors.values()))
-    parameters = sum(prod(each.shape) for each in planned.values())
+    parameters = sum(prod(stored[name][0]) for name in names)  # files may repeat one
     lost = () if kind is None else left_out(config.model, kind)
     written = (tuple(shards.names), (*made, *texts))
     family = "own model" if kind is None else kind.name

@@ -35,7 +35,7 @@ from threefold.huggingface.files import (
     read_model,
     texts_of,
 )
-from threefold.huggingface.mapping import HuggingFaceType, SourceRows, WeightMap
+from threefold.huggingface.mapping import HuggingFaceType, Repeated, SourceRows, WeightMap
 from threefold.huggingface.source import read_json
 from threefold.models.family import make_model, model_plan
 from threefold.models.sharding import ModelPlan
@@ -152,9 +152,10 @@ def _checked_weights(
         )
     unknown = files.tensors.keys() - expected.keys()
     unknown = {name for name in unknown if not kind.leaves_out(name, config.model, values)}
-    if config.model.tie_embeddings and "lm_head.weight" in unknown:
-        _check_tie(files, weights)
-        unknown -= {"lm_head.weight"}
+    for tensor, repeated in kind.repeated(config.model).items():
+        if tensor in unknown:
+            _check_repeated(files, weights, tensor, repeated)
+            unknown -= {tensor}
     if unknown:
         raise UserError(
             f"{files.folder} holds {first_of(sorted(unknown), 1, 'tensors')}, which a {kind.name} as in its "
@@ -171,18 +172,17 @@ def _checked_weights(
     return weights
 
 
-def _check_tie(files: TensorFiles, weights: list[WeightMap]) -> None:
-    """Check that a tied head that is also stored in the files equals the embedding."""
-    embedding = next(weight for weight in weights if weight.name == "embed.tokens.weight")
-    (source,) = embedding.sources
-    head = WeightMap("head", embedding.shape, (SourceRows("lm_head.weight"),))
-    if files.tensors["lm_head.weight"].shape == embedding.shape and all(
-        torch.equal(read_box(embedding, files, box), read_box(head, files, box)) for box in boxes(embedding, 4, False)
+def _check_repeated(files: TensorFiles, weights: list[WeightMap], tensor: str, repeated: Repeated) -> None:
+    """Check that a tensor that the files have besides a parameter, such as a tied head, equals it."""
+    parameter = next(weight for weight in weights if weight.name == repeated.parameter)
+    (source,) = parameter.sources
+    other = WeightMap(tensor, parameter.shape, (SourceRows(tensor),))
+    if files.tensors[tensor].shape == parameter.shape and all(
+        torch.equal(read_box(parameter, files, box), read_box(other, files, box)) for box in boxes(parameter, 4, False)
     ):
         return
     raise UserError(
-        f"{files.folder}: {THEIR_CONFIG} says tie_word_embeddings true, and lm_head.weight is not {source.name}; "
-        "set it to false if the model has a head of its own."
+        f"{files.folder}: {THEIR_CONFIG} says {repeated.because}, and {tensor} is not {source.name}; {repeated.remedy}."
     )
 
 

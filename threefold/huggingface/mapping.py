@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import log
 from pkgutil import resolve_name
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from threefold.config import ModelConfig
 from threefold.config.model import FAMILIES
@@ -42,6 +42,14 @@ def shortened(text: str) -> str:
     """Make text printable and truncate it, for an error message."""
     text = "".join(letter if letter.isprintable() else " " for letter in text)
     return text if len(text) <= 120 else f"{text[:119]}…"
+
+
+class Repeated(NamedTuple):
+    """Parameter that a tensor of the files must equal: because of which value in config.json, and what else to do."""
+
+    parameter: str
+    because: str
+    remedy: str
 
 
 class ConfigJson:
@@ -409,6 +417,15 @@ class HuggingFaceType(ABC):
     def leaves_out(self, tensor: str, model: Any, values: Mapping[str, Any]) -> bool:
         """Return whether a tensor is of a part that models here do not have; `values` are those of config.json."""
         return False
+
+    def repeated(self, model: Any) -> dict[str, Repeated]:
+        """Return the parameter that each tensor repeats which files may have besides those of the parameters."""
+        tied = Repeated(
+            "embed.tokens.weight",
+            "tie_word_embeddings true",
+            "set it to false if the model has a head of its own",
+        )
+        return {"lm_head.weight": tied} if model.tie_embeddings else {}
 
     def weights(self, model: ModelConfig, shapes: Shapes, present: Collection[str] = ()) -> list[WeightMap]:
         """Map every parameter, in the order of the layers; experts are stored one by one if `present` is empty."""

@@ -433,12 +433,11 @@ class ModelPlan:
     def is_hidden_matrix(self, name: str, dims: int) -> bool:
         """Return whether a parameter of this unsharded name has two `dims` or more and is in an inner layer.
 
-        Inner layers are those between the first and the last, and the further blocks of a `PredictingHead`; a tied
-        weight has the name of its first use.
+        A tied weight has the name of its first use.
         """
         parts = name.split(".")
         return dims - self.is_stack(name) >= 2 and any(
-            ".".join(parts[:end]) in self._hidden_layers for end in range(1, len(parts))
+            ".".join(parts[:end]) in self.inner_layers for end in range(1, len(parts))
         )
 
     def is_stack(self, name: str) -> bool:
@@ -446,7 +445,8 @@ class ModelPlan:
         return isinstance(self.split_of(name), OverExperts)
 
     @cached_property
-    def _hidden_layers(self) -> frozenset[str]:
+    def inner_layers(self) -> frozenset[str]:
+        """Layers between the first and the last, and the module of the further blocks of a `PredictingHead`."""
         # With several terms of the loss, the last layer has the blocks of multi-token prediction.
         further = (f"{self.layers[-1]}.depths",) if self.terms else ()
         return frozenset((*self.layers[1:-1], *further))

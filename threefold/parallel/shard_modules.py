@@ -355,7 +355,7 @@ def float8_layers(model: nn.Module, plan: sharding.ModelPlan) -> list[str]:
     They are those in inner layers that the plan splits by `Column` or `Row`, so not routers, experts and the projection
     to the vocabulary. Raises a `UserError` if there is none.
     """
-    inner = tuple(f"{name}." for name in plan.layers[1:-1])
+    inner = tuple(f"{name}." for name in plan.inner_layers)
     names = [
         name
         for name, module, rule in _named(model, plan.split, plan.standalone)

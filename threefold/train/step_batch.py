@@ -106,7 +106,7 @@ class BatchPreparation:
             held = self.positions.indices(tokens.shape[1] // self.positions.shares, device)
             tokens, labels = tokens[:, held], labels[:, held]
         samples = SampleInfo(keys, batch.documents, weights, batch.positions)
-        for head in self._heads:
+        for head in (each for each in self._heads if each.training):
             samples = look_ahead(samples, batch.tokens, batch.labels, len(head.depths))
         facts = {
             name: fact.to(device, non_blocking=True)
