@@ -36,6 +36,15 @@ ModelFile = Annotated[
     ),
 ]
 Average = Annotated[bool, Option("--average", help="Use the moving average of the weights (optimizer.ema_decay).")]
+Step = Annotated[
+    str | None,
+    Option(
+        "--step",
+        metavar="N|best",
+        help="Checkpoint to read: its step, or `best` (checkpoint.keep_best).",
+        show_default="the newest",
+    ),
+]
 TrustCode = Annotated[
     bool,
     Option(

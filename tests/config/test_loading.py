@@ -28,7 +28,7 @@ _OPTIONAL = (
     *("train.epochs", "train.max_seconds", "train.spike_factor", "train.rollback_steps", "train.eval_every_epochs"),
     *("log.layers", "train.callbacks", *(f"train.grain_{key}" for key in ("samples", "tensor", "context", "leaf"))),
     *(f"optimizer.ema_{key}" for key in ("decay", "start", "every", "warmup")),
-    *(f"checkpoint.{key}" for key in ("every_seconds", "keep_every", "async_save", "remote")),
+    *(f"checkpoint.{key}" for key in ("every_seconds", "keep_every", "keep_best", "async_save", "remote")),
     *(
         f"data.{key}"
         for key in ["mixture", "tokenizer", "eod", "special_tokens", "chat_template", "cache", "skip_steps"]

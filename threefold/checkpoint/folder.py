@@ -20,7 +20,7 @@ manifest matches its files is therefore valid, whatever happened to the process 
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +30,7 @@ import yaml
 
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.index import INDEX, model_mismatch, read_index, size_mismatch
-from threefold.checkpoint.manifest import PARTIAL, REPLACED, Checkpoint, read_manifest
+from threefold.checkpoint.manifest import PARTIAL, REPLACED, Checkpoint, Facts, read_manifest
 from threefold.config import Config, resolve
 from threefold.config.loading import load_stored_config
 from threefold.config.model import CUSTOM
@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 
 FOLDER: Final = "checkpoints"
+BEST: Final = "best"
+"""Name of the checkpoint of `checkpoint.keep_best`, in place of its step."""
 CONFIG: Final = "config.yaml"
 TOKENIZER: Final = "tokenizer.json"
 MODEL_FILE: Final = "model.py"
@@ -186,9 +188,22 @@ def remove(path: Path) -> None:
         path.unlink()
 
 
-def superfluous(steps: Sequence[int], keep: int, keep_every: int | None = None) -> list[int]:
-    """Return, in order, the `steps` not to keep: none of the `keep` newest (0: all), no multiple of `keep_every`."""
-    return [step for step in steps[:-keep] if keep_every is None or step % keep_every] if keep else []
+def best_step(checkpoints: Iterable[Facts]) -> int | None:
+    """Return the step of the checkpoint with the lowest value of `checkpoint.keep_best`, the first of equal ones.
+
+    The metric is that of the newest checkpoint for which one was measured; None without any.
+    """
+    measured = [(facts.step, *facts.measured) for facts in checkpoints if facts.measured is not None]
+    metric = max(measured)[1] if measured else ""
+    values = [(value, step) for step, name, value in measured if name == metric]
+    return min(values)[1] if values else None
+
+
+def superfluous(steps: Sequence[int], keep: int, keep_every: int | None = None, best: int | None = None) -> list[int]:
+    """Return, in order, the `steps` not to keep: none of the `keep` newest (0: all), no multiple of `keep_every`, and
+    not `best`."""
+    older = steps[:-keep] if keep else ()
+    return [step for step in older if (keep_every is None or step % keep_every) and step != best]
 
 
 def prune(
@@ -201,18 +216,18 @@ def prune(
 ) -> None:
     """Delete the complete checkpoints that need not be kept, and all incomplete ones.
 
-    `keep` and `keep_every` are as in `superfluous`. Checkpoints later than `step`, the one just written, were skipped
-    when the run resumed, like those in `skipped`: they are neither deleted nor counted. `progress` is called for each
-    file deleted.
+    `keep` and `keep_every` are as in `superfluous`, and the best one is kept. Checkpoints later than `step`, the one
+    just written, were skipped when the run resumed, like those in `skipped`: they are neither deleted nor counted.
+    `progress` is called for each file deleted.
     """
     remove_partial(run_dir)
     counted = {
-        each.step: each.path
+        each.step: each
         for each in complete(run_dir)
         if (step is None or each.step <= step) and each.path not in skipped
     }
-    for old in superfluous(list(counted), keep, keep_every):
-        path = counted[old]
+    for old in superfluous(list(counted), keep, keep_every, best_step(each.facts for each in counted.values())):
+        path = counted[old].path
         # Renamed first, so that an interrupted deletion leaves nothing that looks complete.
         partial = path.rename(path.with_name(path.name + PARTIAL))
         if partial.is_symlink():  # the user keeps the checkpoint elsewhere
@@ -242,26 +257,54 @@ class SelectedCheckpoint:
     is_resumed: bool = False
 
 
-def select_checkpoint(run_dir: Path, where: str, advice: str, damaged: Damaged | None = None) -> SelectedCheckpoint:
+def select_checkpoint(
+    run_dir: Path, where: str, advice: str, damaged: Damaged | None = None, step: str | None = None
+) -> SelectedCheckpoint:
     """Return the newest valid checkpoint of a run, as far as can be seen without reading its tensors.
 
     If there is none, raises UserError: `where` (such as the folder) has none, with an `advice` unless there are damaged
-    ones. `damaged` are checkpoints that loading found damaged.
+    ones. `damaged` are checkpoints that loading found damaged. With a `step`, as in `--step`, only that one counts.
     """
-    (checkpoint, config), warnings, skipped = newest_valid(run_dir, inspect_checkpoint, where, advice, damaged)
+    only = None if step is None else named_step(run_dir, step)
+    (checkpoint, config), warnings, skipped = newest_valid(run_dir, inspect_checkpoint, where, advice, damaged, only)
     return SelectedCheckpoint(checkpoint, config, warnings, skipped)
 
 
+def named_step(run_dir: Path, step: str) -> Path:
+    """Return the folder of the checkpoint of a step, or of the `best` one; raise a `UserError` if there is none."""
+    known = {checkpoint.step: checkpoint for checkpoint in complete(run_dir)}
+    steps = first_of(sorted(known, reverse=True), 5)
+    has = f"checkpoints of the steps {steps}" if known else "no complete checkpoint"
+    if step == BEST:
+        if (best := best_step(checkpoint.facts for checkpoint in known.values())) is None:
+            raise UserError(
+                f"--step is {BEST} but {shown(run_dir)} was not trained with checkpoint.keep_best and has {has}; give "
+                "one of these, or leave --step out for the newest."
+            )
+        return known[best].path
+    if not step.isascii() or not step.isdigit() or int(step) not in known:
+        raise UserError(
+            f"--step is {shown(step)} but must be {BEST} or the step of a checkpoint, and {shown(run_dir)} has {has}; "
+            "leave --step out for the newest."
+        )
+    return known[int(step)].path
+
+
 def newest_valid(
-    run_dir: Path, inspect: Callable[[Path], Found], where: str, advice: str, damaged: Damaged | None = None
+    run_dir: Path,
+    inspect: Callable[[Path], Found],
+    where: str,
+    advice: str,
+    damaged: Damaged | None = None,
+    only: Path | None = None,
 ) -> tuple[Found, tuple[str, ...], tuple[Path, ...]]:
     """Return the result of `inspect` for the newest checkpoint for which it does not raise DamagedCheckpoint.
 
     With it come a warning about the newer checkpoints that were skipped, and the folders of those. Other arguments and
-    the UserError are those of `select_checkpoint`.
+    the UserError are those of `select_checkpoint`; with `only`, no other checkpoint counts.
     """
     skipped: dict[Path, str] = {}
-    for path in reversed(folders(run_dir)):
+    for path in reversed(folders(run_dir)) if only is None else [only]:
         try:
             if damaged and path in damaged:
                 raise DamagedCheckpoint(path, damaged[path])

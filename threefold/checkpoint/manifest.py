@@ -75,6 +75,8 @@ class Facts:
     anomalies: AnomalyFacts | None = None
     # Of a mixture: samples read of each corpus, and by how much that is less than its weights say (`data.order.Blend`).
     blend: tuple[tuple[Whole, Annotated[str, Field(pattern=r"^-?[0-9]+(/[1-9][0-9]*)?$")]], ...] = ()
+    # Metric of `checkpoint.keep_best` and its value after these updates; None if it was not measured or not finite.
+    measured: tuple[str, float] | None = None
     evaluation_missed: bool = False  # the run ended before an evaluation that was due after these updates
     # Hash of all weights, the same in every layout (docs/exact.md), of an exact run.
     fingerprint: Annotated[str, Field(pattern=f"^{FINGERPRINT}$")] | None = None
@@ -171,8 +173,9 @@ def write_manifest(folder: Path, facts: Facts) -> None:
             found = known[path.name].checksum if path.name in known else checksum(path)
             files[path.name] = {"bytes": path.stat().st_size, "checksum": found}
     stored = dataclasses.asdict(facts)
-    if not facts.blend:
-        del stored["blend"]
+    for name in ("blend", "measured"):
+        if not stored[name]:
+            del stored[name]
     manifest = {"format": FORMAT, "version": VERSION, **stored, "files": files}
     write_durably(folder / MANIFEST, seal_text(json.dumps(manifest, indent=2)))
     sync(folder)

@@ -390,6 +390,12 @@ def _checkpoints_rules(config: Config) -> Broken:
     elif kept and kept % every:
         rule = f"must be a multiple of checkpoint.every {every}; use {nearest_multiple(kept, every)}"
         yield "checkpoint.keep_every", rule
+    best = config.checkpoint.keep_best
+    if best and not config.train.evaluates:
+        rule = "train.eval_every is 0, so that no loss is measured; leave it out or use train.eval_every 100"
+        yield "checkpoint.keep_best", rule
+    if best == "valid_loss_average" and not config.optimizer.ema_decay:
+        yield "checkpoint.keep_best", "optimizer.ema_decay is not given, so there is no average; use valid_loss"
 
 
 def _optimizer_rules(config: Config) -> Broken:

@@ -273,6 +273,9 @@ class CheckpointConfig(Section):
     """Number of newest checkpoints that are kept; 0 for all."""
     keep_every: int = derived(ge=1, le=MOST_STEPS)
     """Steps between checkpoints kept permanently, in addition to the newest; a multiple of `every`. Default: none."""
+    keep_best: Literal["valid_loss", "valid_loss_average"] = derived()
+    """Whether the checkpoint with the lowest validation loss, of the weights or of their average, is kept beside the
+    newest: an evaluation that is better than all before saves one. Default: none."""
     async_save: bool = derived()
     """Whether checkpoints are written in the background: a step waits only until each rank has copied its share of the
     state to host memory, which needs that much more memory. The run waits for its last checkpoint. Default: false."""

@@ -12,6 +12,7 @@ from threefold.terminal import (
     Bars,
     ModelFile,
     Overwrite,
+    Step,
     TrustCode,
     byte_size,
     model_file,
@@ -70,11 +71,12 @@ def import_(
 
 
 def export(
-    run: Path = Argument(..., metavar="RUN", help="Run folder; its newest checkpoint is exported."),
+    run: Path = Argument(..., metavar="RUN", help="Run folder."),
     out: Path = Option(..., metavar="HF_DIR", help="Folder to create."),
     dtype: Literal["fp32", "bf16", "fp16", "fp64"] | None = Option(
         None, help="Data type of the weights.", show_default="the run's precision.dtype, or an imported model's own"
     ),
+    step: Step = None,
     average: Average = False,
     model: ModelFile = None,
     trust_code: TrustCode = False,
@@ -95,7 +97,7 @@ def export(
     from threefold.huggingface.export_hf import Export, export_model  # imports torch
 
     with Bars() as bars:
-        made = export_model(Export(run, out, size, dtype, overwrite, file, trust_code, average), bars)
+        made = export_model(Export(run, out, size, dtype, overwrite, file, trust_code, average, step), bars)
     print_warnings(made.warnings)
     blocks, left_out = made.config.model.blocks, ", ".join(made.left_out)
     facts = {

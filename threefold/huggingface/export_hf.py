@@ -44,6 +44,7 @@ class Export:
     model: str | None = None  # with `trust_code`, as in `with_code`
     trust_code: bool = False
     average: bool = False  # as in `weight_names`
+    step: str | None = None  # as in `select_checkpoint`
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ def export_model(request: Export, progress: Progress) -> Exported:
     return_freed_memory()
     damaged: dict[Path, str] = {}
     while True:
-        choice = choose_exported(request.run, damaged)
+        choice = choose_exported(request.run, damaged, request.step)
         try:
             return _export(request, choice, progress)
         except DamagedCheckpoint as damage:

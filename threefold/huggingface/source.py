@@ -43,9 +43,9 @@ def check_export(run: Path, out: Path, overwrite: bool) -> None:
         choose_exported(run)  # raises an error
 
 
-def choose_exported(run: Path, damaged: Damaged | None = None) -> SelectedCheckpoint:
+def choose_exported(run: Path, damaged: Damaged | None = None, step: str | None = None) -> SelectedCheckpoint:
     """Return the checkpoint that an export reads, as `select_checkpoint` does."""
-    return select_checkpoint(run, str(run), "; give the folder of a run", damaged)
+    return select_checkpoint(run, str(run), "; give the folder of a run", damaged, step)
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:

@@ -18,9 +18,9 @@ from threefold.models.sharding import ModelPlan, check_tensor_axis
 Prompt = str | Chat  # text to continue, or a conversation to answer
 
 
-def find_checkpoint(run: Path, damaged: Damaged | None = None) -> SelectedCheckpoint:
-    """Return the newest good checkpoint of a run."""
-    return select_checkpoint(run, str(run), "; give the run folder of `threefold train`", damaged)
+def find_checkpoint(run: Path, damaged: Damaged | None = None, step: str | None = None) -> SelectedCheckpoint:
+    """Return the newest good checkpoint of a run, or that of a `step`, as `select_checkpoint` does."""
+    return select_checkpoint(run, str(run), "; give the run folder of `threefold train`", damaged, step)
 
 
 def check_run(run: Path, layout: Layout) -> Config | None:

@@ -55,6 +55,7 @@ class Trained:
     trust_code: bool = False  # that copy may be executed
     chat_template: Path | None = None  # instead of the one in the checkpoint
     average: bool = False  # whether the moving average of the weights takes their place
+    step: str | None = None  # of the only checkpoint that counts, as in `select_checkpoint`
 
     @classmethod
     def find(
@@ -64,14 +65,15 @@ class Trained:
         model: str | None = None,
         trust_code: bool = False,
         average: bool = False,
+        step: str | None = None,
     ) -> Self:
         """Find the newest good checkpoint of a run, but for the `damaged` ones; `average` is as in `weight_names`, and
         the rest as in `with_code`."""
-        choice = find_checkpoint(run, damaged)
+        choice = find_checkpoint(run, damaged, step)
         config = with_code(choice.config, choice.checkpoint.path, model, trust_code)
         if average:
             weight_names(choice.checkpoint.path, average)  # raises if there is none
-        return cls(choice.checkpoint, config, choice.warnings, model, trust_code, average=average)
+        return cls(choice.checkpoint, config, choice.warnings, model, trust_code, average=average, step=step)
 
     def check(self, layout: Layout) -> None:
         plan = model_plan(self.config.model, self.config.data.sequence_length)
@@ -143,7 +145,7 @@ class Trained:
         """
         mesh = mesh or Mesh.alone()
         trained, damaged, run = self, {}, self.checkpoint.run_dir
-        given = self.model, self.trust_code, self.average
+        given = self.model, self.trust_code, self.average, self.step
         while True:
             try:
                 return trained._load(mesh, dtype)

@@ -33,11 +33,12 @@ class InferenceRun:
         model: str | None = None,
         trust_code: bool = False,
         average: bool = False,
+        step: str | None = None,
     ) -> Self:
         """Check everything before a rank starts; the device "auto" uses GPUs if there is one per rank."""
         from threefold.inference.model import Trained  # imports torch, as loading does
 
-        trained = Trained.find(run_dir, model=model, trust_code=trust_code, average=average)
+        trained = Trained.find(run_dir, model=model, trust_code=trust_code, average=average, step=step)
         trained.check(layout)
         trained.tokenizer()
         launched = find_launched_rank()

@@ -144,6 +144,7 @@ class ListedCheckpoint:
             "saved": self.saved.isoformat(timespec="seconds") if self.saved else None,
             "fingerprint": self.fingerprint,
             "consumed_samples": self.facts.consumed_samples if self.facts else None,
+            **({"measured": dict([self.facts.measured])} if self.facts and self.facts.measured else {}),
             "layout": None if self.writer.layout is None else dict(self.writer.layout),
             "ranks": self.writer.ranks,
             "versions": dict(self.writer.versions),

@@ -147,13 +147,13 @@ class RemoteCheckpoints:
             else:
                 self._remove(there + _NEW)
 
-    def prune(self, keep: int, keep_every: int | None, newest: int) -> None:
+    def prune(self, keep: int, keep_every: int | None, newest: int, best: int | None = None) -> None:
         """Delete checkpoints up to the step `newest` that `superfluous` names, and incomplete ones."""
         self._require_owner()
         with self._failures("be written"):
             known = self._complete()
             whole = sorted(step for step in known if step <= newest)
-            kept = {known[step] for step in set(whole) - set(superfluous(whole, keep, keep_every))}
+            kept = {known[step] for step in set(whole) - set(superfluous(whole, keep, keep_every, best))}
             for step, names in self._folders().items():
                 for name in names:
                     if step <= newest and name not in kept:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from threefold.checkpoint.folder import Damaged, newest
+from threefold.checkpoint.folder import Damaged, best_step, complete, newest
 from threefold.config import Config
 from threefold.data.dataset import Dataset
 from threefold.errors import UserError
@@ -55,6 +55,11 @@ class _Copy:
     folder: Path
     is_last: bool = False
     if_missing: bool = False
+
+    @property
+    def best(self) -> int | None:
+        """Step of the run's best checkpoint now."""
+        return best_step(each.facts for each in complete(self.folder.parent.parent))
 
 
 class RemoteCopier:
@@ -134,8 +139,9 @@ class RemoteCopier:
     def _queue(self, copy: _Copy) -> None:
         with self._lock:
             if self._keep:
-                every = self._keep_every
-                self._waiting = {old: each for old, each in self._waiting.items() if every and old % every == 0}
+                every, best = self._keep_every, copy.best
+                kept = [old for old in self._waiting if old == best or (every and old % every == 0)]
+                self._waiting = {old: self._waiting[old] for old in kept}
             self._waiting[copy.step] = copy
         self._thread.do(self._copy_next)
 
@@ -165,7 +171,7 @@ class RemoteCopier:
             self._missing = None
             self._copied()
             try:
-                self.remote.prune(self._keep, self._keep_every, copy.step)
+                self.remote.prune(self._keep, self._keep_every, copy.step, copy.best)
             except UserError as error:
                 self._kept(str(error))
         finally:

@@ -57,7 +57,7 @@ class BackgroundCheckpoints(Checkpoints):
         if self._background is None or last:
             return super().save(step, last, evaluation_missed)
         tensors, texts = self._begin()
-        facts = self.contents.facts(step, evaluation_missed)
+        facts = self._facts(step, evaluation_missed)
         return self._background.save(self.run_dir, facts, tensors, texts)
 
     def finish(self) -> Written | None:

@@ -62,6 +62,7 @@ class TrainingLoop:
         self.meter: Any = call_hook("performance_meter", run)
         self._evaluation: EvaluationRecord | None = None
         self._save_due = False
+        self._best: int | None = None  # step whose evaluation is the best so far, until the next evaluation
         self._is_healthy = True  # whether the last step made an update, and the last loss was finite
         self._updated = 0  # last step of this process that made an update
         self._known_epoch: Epoch | None = None
@@ -113,6 +114,8 @@ class TrainingLoop:
             return self._stopped(start)
         if evaluation_missed and self._evaluates_after(start) and not self._evaluate(start):
             return self._stopped(start)
+        if self._best == start:  # its checkpoint does not say so yet
+            self._save(start)
         done = start
         while done < last:
             if done == start or self._epochs_ended(done):
@@ -238,7 +241,7 @@ class TrainingLoop:
 
     def _rolled_back(self, step: int, response: Response) -> int:
         assert response.start is not None
-        self._evaluation, self._updated, self._save_due, self._is_healthy = None, 0, False, False
+        self._evaluation, self._best, self._updated, self._save_due, self._is_healthy = None, None, 0, False, False
         self._notify("after_rollback", step, response.start, response.reason)
         return response.start
 
@@ -251,6 +254,9 @@ class TrainingLoop:
             return False
         self._evaluation = record
         self._is_healthy = self._is_healthy and isfinite(record.loss)
+        if self.config.checkpoint.keep_best is not None:
+            self._finish_saving()  # it may be the best so far
+            self._best = step if self.saving.store.evaluated(record) else None
         self._notify("after_evaluation", record)
         if record.logged:
             self._notify("after_log", record)
@@ -276,7 +282,7 @@ class TrainingLoop:
         """Return whether a checkpoint is or was due after `step`, and the last loss was finite."""
         by_clock, every = self.engine.stop.save_is_due, self.config.checkpoint.every
         self._save_due = self._save_due or by_clock or is_due(step, every, self.config.train.max_steps)
-        return self._save_due and self._is_healthy
+        return (self._save_due or self._best == step) and self._is_healthy
 
     def _save(self, step: int) -> bool:
         """Save if a checkpoint is due; one that could not be written is tried again when the next one is due."""

@@ -16,9 +16,11 @@ from threefold.checkpoint.folder import (
     CONFIG,
     PREFIX,
     TOKENIZER,
+    best_step,
     carried_by,
     code_text,
     complete,
+    from_first,
     model_files,
     prune,
 )
@@ -33,6 +35,7 @@ from threefold.files import read_text
 from threefold.models.source import file_source
 from threefold.torch_private.tensors import foreach_norm
 from threefold.train.callbacks.base import FailureWarning
+from threefold.train.callbacks.records import EvaluationRecord
 from threefold.train.state import StartingPoint, checkpoint_tensors, engine_tensors, loss_scale_facts, restore_engine
 from threefold.train.step import Engine
 from threefold.train.stop import RunClock
@@ -178,7 +181,7 @@ class CheckpointContents:
     def _sizes(self) -> tuple[tuple[int, int], ...]:
         return self.dataset.sizes()
 
-    def facts(self, step: int, evaluation_missed: bool) -> Facts:
+    def facts(self, step: int, evaluation_missed: bool, measured: tuple[str, float] | None = None) -> Facts:
         """Return the state of the run besides its tensors after `step` updates."""
         dataset, sizes = self.dataset, self._sizes
         scale, good_steps = loss_scale_facts(self.engine)
@@ -198,6 +201,7 @@ class CheckpointContents:
             loss_scale=scale,
             good_steps=good_steps,
             anomalies=self.anomalies(),
+            measured=measured,
             evaluation_missed=evaluation_missed,
             fingerprint=self.engine.fingerprint(step),
         )
@@ -241,6 +245,7 @@ class Checkpoints:
         first, tries = engine.mesh.world.is_first, "training continues, and the next checkpoint that is due tries again"
         self._saving, self._pruning = FailureWarning(first, tries), FailureWarning(first, "training continues")
         self._texts = contents.texts(start.carried) if first else {}
+        self._measured: tuple[int, tuple[str, float]] | None = None  # step, and metric with its value
         held = sum(tensor.numel() * tensor.itemsize for tensor in engine_tensors(engine).values())
         clock.begin(held * engine.mesh.pp.size)  # of one stage, whole; the others hold about as much
 
@@ -253,7 +258,7 @@ class Checkpoints:
         begun = time.monotonic()
         tensors, texts = self._begin()
         try:
-            facts = self.contents.facts(step, evaluation_missed)
+            facts = self._facts(step, evaluation_missed)
             path = save_checkpoint(self.run_dir, facts, tensors, texts, self.engine.mesh.world)
         except UserError as error:
             if last:
@@ -268,6 +273,25 @@ class Checkpoints:
         self._clock.saving()
         return checkpoint_tensors(self.engine), self._texts | {WRITER: record_of(self.engine.config.parallel).text}
 
+    def evaluated(self, record: EvaluationRecord) -> bool:
+        """Note an evaluation; return whether `checkpoint.keep_best` asks for a checkpoint, as no other is as good."""
+        metric, self._measured = self._settings.keep_best, None
+        value = record.average_loss if metric == "valid_loss_average" else record.loss
+        if metric is None or value is None or not isfinite(value):
+            return False
+
+        def lowest() -> tuple[str, float] | None:
+            facts = [each.facts for each in complete(self.run_dir) if each.path not in self.skipped]
+            return next((each.measured for each in facts if each.step == best_step(facts)), None)
+
+        self._measured = record.step, (metric, value)
+        known = from_first(self.engine.mesh.world, lowest)
+        return known is None or known[0] != metric or value < known[1]
+
+    def _facts(self, step: int, evaluation_missed: bool) -> Facts:
+        measured = self._measured[1] if self._measured is not None and self._measured[0] == step else None
+        return self.contents.facts(step, evaluation_missed, measured)
+
     def finish(self) -> Written | None:
         """Wait for the checkpoint being written in the background; warn if it failed; return it once, else None."""
         return None
@@ -280,7 +304,7 @@ class Checkpoints:
         return None
 
     def prune(self, step: int) -> None:
-        """Delete, on the first rank, checkpoints up to `step` that `checkpoint.keep` and `keep_every` do not keep."""
+        """Delete, on the first rank, checkpoints up to `step` that `keep`, `keep_every` and `keep_best` do not keep."""
         if self.engine.mesh.world.is_first:
             self._prune(step, self.engine.mesh.heartbeat.progress)
 

@@ -40,6 +40,7 @@ def command(
     ),
     seed: int = Option(0, min=0, help="Sampling seed.", rich_help_panel=_SAMPLING),
     special_tokens: options.SpecialTokensName = None,
+    step: terminal.Step = None,
     average: terminal.Average = False,
     custom_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
@@ -66,7 +67,7 @@ def command(
 
         sampling = Sampling(temperature, top_k, top_p)
         request = GenerationRequest(max_new_tokens, sampling, seed, special_tokens=special_tokens)
-        inference = InferenceRun.prepare(folder, layout, dtype, device, file, trust_code, average)
+        inference = InferenceRun.prepare(folder, layout, dtype, device, file, trust_code, average, step)
         trained = replace(inference.trained, chat_template=chat_template)
         if not trained.has_chat_template:
             raise UserError(

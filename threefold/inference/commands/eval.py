@@ -42,6 +42,7 @@ def command(
     dp: int = Option(
         1, min=1, help="Data-parallel replicas; each evaluates part of the windows.", rich_help_panel=options.LAYOUT
     ),
+    step: terminal.Step = None,
     average: terminal.Average = False,
     custom_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
@@ -81,7 +82,7 @@ def command(
         if json_file.is_file() and not _is_earlier_output(json_file):
             raise UserError(f"{named} exists already and is not an output of this command; name another file.")
     require_texts(data)
-    inference = InferenceRun.prepare(run, layout, dtype, device, file, trust_code, average)  # imports torch
+    inference = InferenceRun.prepare(run, layout, dtype, device, file, trust_code, average, step)  # imports torch
     from threefold.inference.eval_tasks import LastWord, Perplexity
 
     trained = inference.trained.config

@@ -45,6 +45,7 @@ def command(
     keep: bool = Option(
         False, "--keep", help="Also append the texts to RUN/samples.jsonl, which threefold report shows."
     ),
+    step: terminal.Step = None,
     average: terminal.Average = False,
     custom_model: terminal.ModelFile = None,
     trust_code: terminal.TrustCode = False,
@@ -79,7 +80,7 @@ def command(
     request = GenerationRequest(
         max_new_tokens, Sampling(temperature, top_k, top_p), seed, batch_size, special_tokens, show_special
     )
-    inference = InferenceRun.prepare(run, layout, dtype, device, file, trust_code, average)
+    inference = InferenceRun.prepare(run, layout, dtype, device, file, trust_code, average, step)
     given = given or [options.read_standard_input().rstrip("\n")]
     require_text(given)
     before = () if system is None else ({"role": "system", "content": system},)

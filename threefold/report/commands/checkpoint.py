@@ -32,23 +32,28 @@ def list_(run: Path = Argument(..., metavar="RUN", help="Run folder."), as_json:
     """
     from rich.console import Console
 
-    from threefold.checkpoint.folder import checkpoint_folders
+    from threefold.checkpoint.folder import best_step, checkpoint_folders
     from threefold.report.checkpoints import listed, locate
 
     named = locate(run)
     found = [listed(path) for path in checkpoint_folders(named.run)]
+    best = best_step(one.facts for one in found if one.facts and one.state == "complete")
     if as_json:
-        typer.echo(json.dumps([one.document() for one in found], indent=2))
+        documents = [{**one.document(), **({"best": True} if one.step == best else {})} for one in found]
+        typer.echo(json.dumps(documents, indent=2))
         return
     rows = []
     for one in found:
         samples = f"{one.facts.consumed_samples:,}" if one.facts else "unknown"
         saved = f"{one.saved.astimezone():%Y-%m-%d %H:%M}" if one.saved else "unknown"
         state = "weights only" if one.state == "complete" and one.writer.weights_only else one.state
-        rows.append((f"{one.step:,}", saved, format_bytes(one.bytes), samples, state, one.layout))
+        is_best = ", best" if one.step == best and one.state == "complete" else ""
+        rows.append((f"{one.step:,}", saved, format_bytes(one.bytes), samples, state + is_best, one.layout))
     header = ("step", "saved", "size", "samples", "state", "written by")
     Console().print(table(header, rows, "rlrrll", whole=range(5)))
     for one in found:
+        if one.step == best and one.facts and one.facts.measured:
+            typer.echo(f"{one.path.name} is the best: its {one.facts.measured[0]} is {one.facts.measured[1]:.4f}.")
         if one.reason:
             typer.echo(f"{one.path.name} is damaged: {one.reason}.")
     if any(one.state == "partial" for one in found):
