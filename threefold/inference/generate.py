@@ -2,7 +2,7 @@
 
 import warnings
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -161,7 +161,7 @@ def generate_text(
 
 def continue_text(
     model: Model, begun: Sequence[list[int]], request: GenerationRequest, ends: frozenset[int]
-) -> Iterator[tuple[int, str | None]]:
+) -> Generator[tuple[int, str | None]]:
     """Yield as `generate_text`, for prompts that are encoded; `ends` are the ids that end a text."""
     texts = [_Text(model, tokens, request.show_special) for tokens in begun]
     for number, token in generate_tokens(model, begun, request, ends):

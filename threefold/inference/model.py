@@ -99,14 +99,10 @@ class Trained:
                     f"{self.checkpoint.path} was trained with token {token:,} around texts and the model's embedding "
                     f"has {self.config.model.vocab_size:,} rows; give an intact checkpoint of the run."
                 )
-        return DocumentEncoder(TextEncoder(tokenizer, rule), facts.eod, self._template)
-
-    @property
-    def has_chat_template(self) -> bool:
-        return self._template is not None
+        return DocumentEncoder(TextEncoder(tokenizer, rule), facts.eod, self.template)
 
     @cached_property
-    def _template(self) -> ChatTemplate | None:
+    def template(self) -> ChatTemplate | None:
         return template_of(self.chat_template, self.checkpoint.path / TOKENIZER)
 
     def ends(self) -> frozenset[int]:

@@ -69,7 +69,7 @@ def command(
         request = GenerationRequest(max_new_tokens, sampling, seed, special_tokens=special_tokens)
         inference = InferenceRun.prepare(folder, layout, dtype, device, file, trust_code, average, step)
         trained = replace(inference.trained, chat_template=chat_template)
-        if not trained.has_chat_template:
+        if trained.template is None:
             raise UserError(
                 f"{run} has no chat template, which says how a conversation is written; give one with --chat-template "
                 "(.jinja or tokenizer_config.json), or continue plain text with threefold generate."
