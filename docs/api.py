@@ -23,6 +23,11 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
         "The work of `threefold train` and `threefold verify`, from Python.",
         ("Trainer", "Stopped", "verify_model", "types.VerifiedModel", "load_config", "Config", "UserError"),
     ),
+    "plan": (
+        "Layouts in a notebook",
+        "The page of `threefold show` and the timeline of `threefold simulate`, as the last value of a cell.",
+        ("show", "types.LayoutPage", "simulate", "types.SimulatedStep"),
+    ),
     "ranks": (
         "Starting ranks",
         "From a script or a notebook, or under `torchrun` and `srun`, which start the ranks themselves.",

@@ -41,6 +41,8 @@ from threefold.parallel.cross_entropy import ParallelCrossEntropy as ParallelCro
 from threefold.parallel.tensor import ColumnParallelLinear as ColumnParallelLinear
 from threefold.parallel.tensor import RowParallelLinear as RowParallelLinear
 from threefold.parallel.tensor import VocabParallelEmbedding as VocabParallelEmbedding
+from threefold.planner.notebook import show as show
+from threefold.planner.notebook import simulate as simulate
 from threefold.random.dropout import Dropout as Dropout
 from threefold.random.dropout import sample_keys as sample_keys
 from threefold.random.rng import RandomStreams as RandomStreams

@@ -17,6 +17,14 @@ COMMANDS: Final = {
     "config size": ("", "threefold.planner.commands.config:size"),
     "config presets": ("", "threefold.planner.commands.config:presets"),
 }
+NAMES: Final = {
+    "show": "threefold.planner.notebook:show",
+    "simulate": "threefold.planner.notebook:simulate",
+}
+TYPES: Final = {
+    "LayoutPage": "threefold.planner.notebook:LayoutPage",
+    "SimulatedStep": "threefold.planner.notebook:SimulatedStep",
+}
 HOOKS: Final = {
     "custom_schedule": "threefold.planner.custom_schedule:custom_schedule",
     "peak_rate": "threefold.planner.hardware:peak_rate",

@@ -89,7 +89,7 @@ def command(
 
         rows, timeline = "stage" if len(row.stage_ranks(pp, per_rank)) == pp else "rank", found.timeline
         about = about_step(timeline.length / 1000, timeline.bubble, rows)
-        draw_timeline(picture, spans_of(timeline), _named(found), about, called=rows)
+        draw_timeline(picture, spans_of(timeline), named(found), about, called=rows)
     if csv is not None:
         write_schedule(csv, found.timeline.program.orders)
     if as_json:
@@ -126,7 +126,7 @@ def _count(text: str | None, option: str, of_file: int | None) -> int:
 
 def _print_simulation(found: "Simulation") -> None:
     timeline, facts, longest = found.timeline, found.facts(), found.timeline.longest
-    typer.echo(f"{_named(found)}.")
+    typer.echo(f"{named(found)}.")
     called = "rank" if timeline.program.stages > found.pp else "stage"
     held = {"peak_microbatches": "held"}
     if found.schedule.defers_weight_gradients:
@@ -148,7 +148,8 @@ def _print_simulation(found: "Simulation") -> None:
     )
 
 
-def _named(found: "Simulation") -> str:
+def named(found: "Simulation") -> str:
+    """Return the title of a simulation's picture."""
     stages = found.timeline.program.stages
     of_ranks = f" on {counted(found.pp, 'rank')}" if stages > found.pp else ""
     micro_batches = counted(found.micro_batches, "micro-batch", "es")
