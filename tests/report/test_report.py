@@ -385,6 +385,7 @@ def test_the_page_and_the_data(recorded: Path, tmp_path: Path, threefold: Comman
     ended = threefold("report", recorded, "--html", path, "--json")
     assert (ended.status, ended.error) == (0, f"Wrote {path}.\n")
     assert json.loads(ended.output)["runs"][0]["name"] == "short"
+    assert ended.output.count('"state": "finished"') == 1, "for which docs/guides/several_machines.md looks"
     assert path.read_text().startswith("<!doctype html>")
     assert threefold("report", recorded, "--html", path).status == 0  # a page is replaced
     (tmp_path / "my.yaml").write_text("data: {path: x}\n")
