@@ -43,6 +43,7 @@ class ThreefoldLM(TemplateLM):
     Args:
         max_length: context in tokens; None for the sequence length of training.
         seed: of texts that are sampled.
+        average: evaluate the moving average of the weights.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class ThreefoldLM(TemplateLM):
         seed: int = 0,
         model: str | None = None,
         trust_code: bool = False,
+        average: bool = False,
         max_batch_size: Any = None,
     ) -> None:
         super().__init__()
@@ -63,7 +65,7 @@ class ThreefoldLM(TemplateLM):
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 16  # "auto" measures memory there
         wanted: Any = "auto" if device in (None, "auto") else str(device).partition(":")[0]
         chosen: Literal["cpu", "cuda"] = choose_device(wanted, dtype, 1)
-        trained = Trained.find(Path(run), model=model, trust_code=trust_code)
+        trained = Trained.find(Path(run), model=model, trust_code=trust_code, average=average)
         self._model = trained.load(Mesh.alone(chosen), dtype)
         self._device = torch.device(chosen)
         self._seed, self._name = seed, str(run)
