@@ -109,7 +109,7 @@ def test_its_numbers_are_those_of_the_exported_model(folders: tuple[Path, Path])
         assert numbers(one["responses"][name]) == pytest.approx(numbers(other["responses"][name]), rel=CLOSE), name
     assert numbers(one["results"]) == pytest.approx(numbers(other["results"]), rel=CLOSE)
     longest = max(len(ours.tok_encode(document["text"])) for document in DOCUMENTS)
-    requests = [SimpleNamespace(args=(" ".join(LINES[:size]),)) for size in (1, 3, 6)]
+    requests = [SimpleNamespace(args=(" ".join(LINES[:size]),)) for size in (1, 3, 12)]
     assert longest < 2 * 64 < len(ours.tok_encode(requests[-1].args[0]))
     assert ours.loglikelihood_rolling(requests) == pytest.approx(theirs.loglikelihood_rolling(requests), rel=CLOSE)
     whole = [SimpleNamespace(args=("", LINES[0])), SimpleNamespace(args=("The ", "first"))]

@@ -46,5 +46,5 @@ def test_a_simulation_is_the_one_of_the_command(threefold: Command) -> None:
 def test_a_schedule_that_does_not_exist() -> None:
     with pytest.raises(UserError, match="zbw"):
         t3.simulate("zbw")
-    with pytest.raises(UserError, match="micro"):
-        t3.simulate("interleaved", 4, 6)
+    with pytest.raises(UserError, match="has 0 micro-batches but needs at least 1"):
+        t3.simulate("interleaved", 4, 0)
