@@ -132,7 +132,7 @@ class Case:
             given["optimizer"]["groups"] = list(map(dict, self.groups))
         for key, value in (*self.update, *self.settings):
             section, name = key.split(".")
-            given[section][name] = list(value) if isinstance(value, tuple) else value
+            given.setdefault(section, {})[name] = list(value) if isinstance(value, tuple) else value
         return resolve(Config.model_validate(given), self.vocab)
 
 

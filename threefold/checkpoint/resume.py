@@ -67,6 +67,7 @@ SHAPES = frozenset(
     )
 )
 """Settings that determine the shapes of the weights."""
+_OF_ADAPTER = ("adapter.rank", "adapter.targets")
 _ORDER = ("train.seed", "data.sequence_length", "data.split")
 _BATCH, _MIXTURE = "train.global_batch_size", "data.mixture"
 
@@ -267,8 +268,8 @@ def _restarted_streams(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
 def _changes(stored: Config, config: Config) -> Iterator[tuple[str, Any, Any]]:
     before, now = stored.sections(), config.sections()
     stored_weights, weights = list(stored.data.corpora.values()), list(config.data.corpora.values())
-    for section in now:
-        for name in {**before[section], **now[section]}:
+    for section in {**before, **now}:
+        for name in {**before.get(section, {}), **now.get(section, {})}:
             key = f"{section}.{name}"
             old, new = (_value(getattr(each, section), name) for each in (stored, config))
             if key == "data.mixture" and weights_by_step(stored_weights) == weights_by_step(weights):
@@ -293,7 +294,7 @@ def _is_free(key: str) -> bool:
 
 def _forbidden(key: str, before: Any, now: Any, config: Config) -> str | None:
     moves = key == "model.router_bias_rate" and (config.model.router == "sigmoid" or bool(before) == bool(now))
-    if key in SHAPES and not moves:  # with biases before and after, another rate alone is another way to train
+    if key in _OF_ADAPTER or (key in SHAPES and not moves):  # with biases before and after, another rate trains alike
         return "whose weights do not fit another model"
     if key in _ORDER or (key == _MIXTURE and len(before or ()) != len(now or ())):
         return "and the order of the samples follows from it"
@@ -412,6 +413,7 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedC
                 f"{config.origin(f'model.{key}')}model.{key} is {new!r} but {checkpoint.path}, which train.init_from "
                 f"names, has {old!r}, whose weights do not fit another model; set it to {old!r}."
             )
+    warnings += _other_adapter(config, choice.config, checkpoint)
     # The data's tokenizer must be the one the weights were trained with, if both are known.
     stored, data = checkpoint.path / TOKENIZER, open_dataset(config)
     if data.tokenizer_file is not None and checkpoint.facts.tokenizer_sha256 not in (None, data.tokenizer_sha256):
@@ -423,3 +425,24 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedC
                 f"train.init_from names; prepare the data with --tokenizer {stored}."
             )
     return replace(choice, warnings=tuple(warnings))
+
+
+def _other_adapter(config: Config, stored: Config, checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield warnings about the adapters of a warm start; raise a `UserError` if the checkpoint's do not fit.
+
+    A base without adapters fits any: these begin with their initial values.
+    """
+    if not stored.adapter.rank:
+        return
+    before, now = stored.adapter.settings(), config.adapter.settings()
+    for name in ("rank", "targets", "alpha", "rank_stabilized"):
+        key, old, new = f"adapter.{name}", before.get(name), now.get(name)
+        if old == new:
+            continue
+        if key in _OF_ADAPTER:
+            given = getattr(config.adapter, name)
+            raise UserError(
+                f"{config.origin(key)}{key} is {given!r} but {checkpoint.path}, which train.init_from names, has "
+                f"adapters with {old!r}; set it to {old!r}, or begin from an export of that run, which has them merged."
+            )
+        yield f"{key} is {new!r}; {checkpoint.path} had {old!r}."

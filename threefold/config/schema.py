@@ -11,6 +11,7 @@ import yaml
 from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr
 from pydantic.fields import FieldInfo
 
+from threefold.config.adapter import AdapterConfig
 from threefold.config.by_step import ByStep
 from threefold.config.data import DataConfig
 from threefold.config.model import MOST_LAYERS, ModelConfig, model_settings
@@ -329,6 +330,7 @@ class Config(Section):
     train: TrainConfig = TrainConfig()
     precision: PrecisionConfig = PrecisionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
+    adapter: AdapterConfig = AdapterConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 
@@ -351,8 +353,8 @@ class Config(Section):
         return self._derived
 
     def sections(self) -> dict[str, dict[str, Any]]:
-        """Return every setting that has a value, as plain YAML values by section."""
-        return {name: getattr(self, name).settings() for name in type(self).model_fields}
+        """Return every setting that has a value, as plain YAML values by section; no section that lacks any."""
+        return {name: found for name in type(self).model_fields if (found := getattr(self, name).settings())}
 
     def to_yaml(self) -> str:
         """Format the config as YAML that `load_config` reads back equal."""

@@ -11,7 +11,6 @@ from threefold.comm.mesh import Mesh
 from threefold.config import Config
 from threefold.errors import UserError
 from threefold.models.custom_batch import inputs_from
-from threefold.models.family import make_model
 from threefold.models.sharding import ModelPlan, VocabLoss
 from threefold.models.source import ConfigSource, error_line, skeleton
 from threefold.parallel.pipeline.schedules import receive_activations, send_activations
@@ -105,7 +104,8 @@ def check_custom_model(config: Config, plan: ModelPlan) -> None:
 
     A model whose forward pass needs values passes: the first pass with real tokens makes the same checks.
     """
-    stage = Stage(skeleton(lambda: make_model(config.model), config.train.seed), plan, 0, len(plan.layers)).eval()
+    make_model, _ = ConfigSource().load(config)
+    stage = Stage(skeleton(make_model, config.train.seed), plan, 0, len(plan.layers)).eval()
     tokens = torch.empty(1, min(_POSITIONS, config.data.sequence_length), dtype=torch.int64, device="meta")
     try:
         with torch.device("meta"), torch.no_grad():

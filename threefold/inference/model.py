@@ -32,10 +32,10 @@ from threefold.foreign import FolderFiles
 from threefold.huggingface.files import end_tokens
 from threefold.inference.custom_logits import CustomLogits, check_custom_model, gives_columns
 from threefold.inference.inputs import check_layout, find_checkpoint
-from threefold.models.family import make_model, model_plan
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.layers.latent_attention import LatentAttention
+from threefold.models.source import ConfigSource
 from threefold.ops.attention import masked_attention
 from threefold.parallel.context import require_standard
 from threefold.parallel.parallelize import Parallelism, TrainingSettings, apply_parallelism
@@ -76,7 +76,7 @@ class Trained:
         return cls(choice.checkpoint, config, choice.warnings, model, trust_code, average=average, step=step)
 
     def check(self, layout: Layout) -> None:
-        plan = model_plan(self.config.model, self.config.data.sequence_length)
+        _, plan = ConfigSource().load(self.config)
         if self.is_custom:
             require_match(self.config.model, plan, self.checkpoint.path)
         check_layout(plan, layout)
@@ -151,14 +151,14 @@ class Trained:
                 trained = replace(found, chat_template=self.chat_template)
 
     def _load(self, mesh: Mesh, dtype: str) -> "Model":
-        config = self.config.model
-        if config.mtp_layers:  # which are of training alone
-            config = config.model_copy(update={"mtp_layers": 0})
-        plan = model_plan(config, self.config.data.sequence_length)
+        config = self.config
+        if config.model.mtp_layers:  # which are of training alone
+            config = config.model_copy(update={"model": config.model.model_copy(update={"mtp_layers": 0})})
+        make_model, plan = ConfigSource().load(config)
         stages = StageMap(tuple(partition_by_cost(plan.costs, mesh.pp.size)), tuple(range(mesh.pp.size)))
         # The seed determines buffers that a constructor draws.
         how = Parallelism(mesh, stages, TrainingSettings(seed=self.config.train.seed, dtype=DTYPES[dtype]))
-        (stage,) = apply_parallelism(lambda: make_model(config), plan, how, trains=False).stages
+        (stage,) = apply_parallelism(make_model, plan, how, trains=False).stages
         weights: dict[str, Tensor] = {**dict(whole_parameters([stage])), **stored_buffers([stage])}
         stored = weight_names(self.checkpoint.path, self.average)
         weights = {stored.get(name, MODEL + name): weight for name, weight in weights.items()}

@@ -124,6 +124,17 @@ class AsConstructed:
 Initial = Normal | Constant | Drawn | AsConstructed
 
 
+LORA_A, LORA_B, TABLE_A, TABLE_B = "lora_a", "lora_b", "lora_embedding_a", "lora_embedding_b"
+"""Weights of an adapter (the room `adapters`) beside the weight of a linear layer, and beside a table that is looked
+up."""
+_OF_ADAPTER: Final = re.compile(rf"(?:.*[._])?(?:{LORA_A}|{LORA_B}|{TABLE_A}|{TABLE_B})")
+
+
+def is_of_adapter(parameter: str) -> bool:
+    """Return whether a parameter's name is that of an adapter's weight."""
+    return _OF_ADAPTER.fullmatch(parameter) is not None
+
+
 HEADS: Final = "heads"  # name of a unit that is counted by a rule itself instead of a setting
 
 
@@ -168,11 +179,13 @@ class Split:
 
     Attributes:
         parameters: parameters that the module may have, with the cuts of each; None for any parameters, all replicated.
+        partial: parameters that each tensor rank has whole, with a partial gradient.
         buffers: persistent buffers that the module may have, in their own dtype, with the plan's initial values.
         needs_tensor_axis: whether the rule has no effect on a tensor axis of one rank.
     """
 
     parameters: ClassVar[Mapping[str, tuple[Cut, ...]] | None] = None
+    partial: ClassVar[frozenset[str]] = frozenset()
     buffers: ClassVar[frozenset[str]] = frozenset()
     needs_tensor_axis: ClassVar[bool] = False
 
@@ -183,6 +196,10 @@ class Split:
     def cut_dim(self, parameter: str, axis: str) -> int | None:
         """Return the dim of a parameter that an axis (`tp` or `ep`) shards; None if its ranks hold all of it."""
         return next((cut.dim for cut in self.cuts(parameter) if cut.axis == axis), None)
+
+    def is_partial(self, parameter: str) -> bool:
+        """Return whether each tensor rank has the whole parameter, and a partial gradient of it."""
+        return parameter in self.partial
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
         """Return the units of a sharded parameter, by axis; an axis that may cut anywhere has none."""
@@ -221,11 +238,12 @@ class Column(Split):
     groups: int = 1
     sums_input_gradient: bool = True
 
-    parameters = {"weight": (Cut("tp", 0),), "bias": (Cut("tp", 0),)}  # noqa: RUF012
+    parameters = {"weight": (Cut("tp", 0),), "bias": (Cut("tp", 0),), LORA_A: (), LORA_B: (Cut("tp", 0),)}  # noqa: RUF012
+    partial = frozenset((LORA_A,))
     needs_tensor_axis = True
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
-        return _of_tensor_axis(self.unit, self.heads)
+        return {} if parameter == LORA_A else _of_tensor_axis(self.unit, self.heads)
 
 
 @dataclass(frozen=True)
@@ -240,11 +258,12 @@ class Row(Split):
     unit: Unit | None = None
     heads: int = 0
 
-    parameters = {"weight": (Cut("tp", 1),), "bias": ()}  # noqa: RUF012
+    parameters = {"weight": (Cut("tp", 1),), "bias": (), LORA_A: (Cut("tp", 1),), LORA_B: ()}  # noqa: RUF012
+    partial = frozenset((LORA_B,))
     needs_tensor_axis = True
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
-        return {} if parameter == "bias" else _of_tensor_axis(self.unit, self.heads)
+        return _of_tensor_axis(self.unit, self.heads) if self.cuts(parameter) else {}
 
 
 def _of_tensor_axis(unit: Unit | None, heads: int) -> Mapping[str, Unit]:
@@ -259,7 +278,15 @@ class Vocab(Split):
     The rows may be cut anywhere.
     """
 
-    parameters = {"weight": (Cut("tp", 0),), "bias": (Cut("tp", 0),)}  # noqa: RUF012
+    parameters = {  # noqa: RUF012
+        "weight": (Cut("tp", 0),),
+        "bias": (Cut("tp", 0),),
+        LORA_A: (),
+        LORA_B: (Cut("tp", 0),),
+        TABLE_A: (Cut("tp", 1),),
+        TABLE_B: (),
+    }
+    partial = frozenset((LORA_A, TABLE_B))
     needs_tensor_axis = True
 
 
@@ -309,6 +336,9 @@ class PerHead(Split):
     Each rank has a partial gradient of its weights; the partial gradients are summed over the tensor axis.
     """
 
+    def is_partial(self, parameter: str) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
 class OverWidth(PerHead):
@@ -341,20 +371,30 @@ class OverExperts(Split):
         "down": (Cut("ep", 0), Cut("tp", 2)),
         "gate_up_bias": (Cut("ep", 0), Cut("tp", 1)),
         "down_bias": (Cut("ep", 0), Cut("tp", 1)),
+        f"gate_up_{LORA_A}": (Cut("ep", 0),),
+        f"gate_up_{LORA_B}": (Cut("ep", 0), Cut("tp", 1)),
+        f"down_{LORA_A}": (Cut("ep", 0), Cut("tp", 2)),
+        f"down_{LORA_B}": (Cut("ep", 0),),
     }
+    partial = frozenset((f"gate_up_{LORA_A}", f"down_{LORA_B}"))
     experts: Unit | None = None  # None if there may be any number
     inner: Unit | None = None  # features of each expert, as a unit of `gate_up`; None if they may be cut anywhere
 
     def zero_dim(self, parameter: str) -> int:
-        """Return the dim along which ZeRO shards among ranks with the same experts: one without a cut, or else 0."""
+        """Return the dim along which ZeRO shards among ranks with the same experts: one without a cut, or else 0.
+
+        Of adapters it is 0, since only that dim may divide unevenly, and their ranks are small.
+        """
+        if is_of_adapter(parameter):
+            return 0
         dims = 2 if parameter.endswith("_bias") else 3
         return next((dim for dim in range(dims) if dim not in {cut.dim for cut in self.cuts(parameter)}), 0)
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
         inner = self.inner
-        if inner is not None and parameter == "down":
+        if inner is not None and parameter in ("down", f"down_{LORA_A}"):
             inner = Unit(inner.setting, inner.count)
-        if parameter == "down_bias":  # of output features, which may be cut anywhere
+        if parameter == "down_bias" or self.cut_dim(parameter, "tp") is None:  # biases of outputs may be cut anywhere
             inner = None
         return {axis: unit for axis, unit in (("ep", self.experts), ("tp", inner)) if unit is not None}
 
@@ -470,7 +510,8 @@ class ModelPlan:
 
     def has_partial_gradient(self, name: str) -> bool:
         """Return whether a parameter is whole on each tensor rank, with only a partial gradient."""
-        return isinstance(self.split_of(name), PerHead)
+        rule = self.split_of(name)
+        return rule is not None and rule.is_partial(name.rpartition(".")[2])
 
     def tied_groups(self) -> list[tuple[str, ...]]:
         """Return the groups of parameters or modules that share their weights, the one that stores them first."""

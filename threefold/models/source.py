@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from threefold.config import Config, ModelConfig
 from threefold.config.loading import config_of
 from threefold.config.model import CUSTOM, split_model_file
+from threefold.doors import needed
 from threefold.errors import UserError
 from threefold.models.family import family_of, make_model, model_plan
 from threefold.models.plan import Plan, freeze, tying
@@ -141,9 +142,12 @@ class ModelSource(ABC):
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
         """Return a function that makes the model of a resolved config, and its sharding plan, or raise UserError.
 
-        The plan's `frozen` includes the parameters that `optimizer.frozen` names.
+        Both have the adapters of the section `adapter`. The plan's `frozen` includes the parameters that
+        `optimizer.frozen` names.
         """
         make, plan = self._load(config)
+        if config.adapter.rank:
+            make, plan = needed("adapted", "adapter.rank", "adapters")(make, plan, config)
         if not config.optimizer.frozen:
             return make, plan
         with torch.device("meta"):

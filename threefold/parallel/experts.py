@@ -1,5 +1,6 @@
 """Expert parallelism: each rank holds some experts, and tokens reach them by all-to-all."""
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from threefold.comm.differentiable import (
     reduce_to_shares,
 )
 from threefold.comm.layout import shard_bounds
-from threefold.models.layers.experts import Choice, Experts, Routing, swiglu, through
+from threefold.models.layers.experts import Choice, Experts, Routing, grouped_linear, swiglu, through
 from threefold.models.sharding import OverExperts
 from threefold.parallel.context import ShardingContext, whole_sequence
 from threefold.parallel.leaf import local
@@ -54,12 +55,13 @@ class ParallelExperts(nn.Module):
         super().__init__()
         self.context, self.count = context, len(experts.gate_up)
         self.activation, self.gate = experts.activation, experts.gate
-        for name in OverExperts.parameters:  # this rank's experts, each cut over the tensor axis
-            (_, outer), (_, inner) = OverExperts().cuts(name)
-            cuts = [(context.ep, outer)] if context.ep.size > 1 else []
-            weight = getattr(experts, name)
-            made = None if weight is None else split_parameter(weight, *cuts, (context.tp, inner))
-            self.register_parameter(name, made)
+        axes = {"tp": context.tp, **({"ep": context.ep} if context.ep.size > 1 else {})}
+        for name, weight in experts.named_parameters():  # this rank's experts, most of them cut over the tensor axis
+            cuts = [(axes[axis], dim) for axis, dim in OverExperts().cuts(name) if axis in axes]
+            self.register_parameter(name, split_parameter(weight, *cuts) if cuts else weight)
+        for name in ("gate_up_bias", "down_bias"):
+            if getattr(experts, name) is None:
+                self.register_parameter(name, None)
 
     # The number of tokens per expert is only known at run time.
     @torch.compiler.disable
@@ -95,12 +97,17 @@ class ParallelExperts(nn.Module):
             # Outputs are summed over the tensor ranks, each of which adds the biases of some features.
             first, _ = shard_bounds(self.down.shape[1], self.context.tp.size, self.context.tp.index)
             weights += [local(self.gate_up_bias), local(self.down_bias), first]
+        compute = partial(swiglu, linear=self.linear)
         if counts.dim() == 1:
-            return swiglu(rows, counts, *weights)
+            return compute(rows, counts, *weights)
         experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(counts))
         order = experts.repeat_interleave(counts.flatten()).argsort(stable=True)
-        done = swiglu(rows[order], counts.sum(0), *weights)
+        done = compute(rows[order], counts.sum(0), *weights)
         return torch.empty_like(done).index_copy(0, order, done)
+
+    def linear(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """Compute `grouped_linear`, which an adapter may add to."""
+        return grouped_linear(rows, weight, counts)
 
     def extra_repr(self) -> str:
         return f"gate_up={tuple(self.gate_up.shape)}, down={tuple(self.down.shape)}"

@@ -28,7 +28,7 @@ def split_parameter(whole: Tensor, *cuts: tuple[Axis, int]) -> nn.Parameter:
 
     It is trained if `whole` is, and keeps the attributes that were set on `whole`, which may be on the meta device, for
     the shape alone. Each of `cuts` is an axis and the dim that it shards. Of two axes the outer one comes first; its
-    `device_mesh` has both.
+    `device_mesh` has both, and alone it cuts by its own part of that mesh.
     """
     part = whole.detach()
     for axis, dim in cuts:
@@ -55,7 +55,8 @@ def _as_parameter(
         return fresh_parameter(shard, requires_grad)
     if axis.device_mesh is None:
         raise ValueError(f"axis {axis.name!r} is not an axis of the mesh, so no parameter can be split over it")
-    stored = as_stored(shard, axis.device_mesh, [Shard(dim) for dim in dims], whole)
+    mesh = axis.device_mesh if axis.device_mesh.ndim == len(dims) else axis.device_mesh[axis.name]
+    stored = as_stored(shard, mesh, [Shard(dim) for dim in dims], whole)
     return fresh_parameter(split_like(SPLIT_TENSOR, shard, stored), requires_grad)
 
 

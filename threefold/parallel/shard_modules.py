@@ -198,6 +198,14 @@ class ParallelWidthNorm(WidthNorm):
         return factors.narrow(0, self.axis.index * self.heads // self.axis.size, heads)
 
 
+class Extended(nn.Module):
+    """Base class of what a room adds to the class of a module, such as an adapter to a linear layer's."""
+
+    def extend_replacement(self, made: nn.Module, context: ShardingContext) -> None:
+        """Add the same to the module that replaces this one, which may be this one itself."""
+        raise NotImplementedError
+
+
 MakeModule = Callable[[Any, Any, ShardingContext], nn.Module]
 """Application of a rule to a module: (rule, module, context) → the module for this rank."""
 
@@ -338,12 +346,19 @@ def shard_modules(
         return
     made: dict[nn.Module, nn.Module] = {}  # a module with several places is split once
     for stage, name, module, rule in named:
-        if rule.needs_tensor_axis and context.tp.size == 1 and not context.arithmetic.replaces_layers:
-            continue
         if module not in made:
             make = otherwise.get(type(rule)) or SHARDINGS[type(rule)].make
+            if rule.needs_tensor_axis and context.tp.size == 1 and not context.arithmetic.replaces_layers:
+                make = _unchanged
             made[module] = make(rule, module, context)
+            if isinstance(module, Extended):
+                module.extend_replacement(made[module], context)
         set_in(stage, name, made[module])
+    replaced = set(made.values())
+    for module in (each for stage in stages for each in stage.modules()):
+        if isinstance(module, Extended) and module not in replaced:  # inside a module that the table names
+            replaced.add(module)
+            module.extend_replacement(module, context)
     if context.tp.size > 1 and standalone:
         for stage in stages:
             shard_standalone(stage, standalone, context.tp)

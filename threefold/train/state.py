@@ -17,7 +17,7 @@ from threefold.config import Config
 from threefold.config.model import CUSTOM
 from threefold.data.order import ConsumedSamples, read_by_step
 from threefold.doors import call_hook
-from threefold.models.sharding import covers
+from threefold.models.sharding import covers, is_of_adapter
 from threefold.parallel.running_statistics import stored_buffers
 from threefold.random.rng import STREAMS, is_of_process, stored_as
 from threefold.train.callbacks.base import RunContext
@@ -236,6 +236,12 @@ def restore_random_states(engine: Engine, states: Mapping[str, Tensor]) -> None:
 
 
 def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Warm-start from another run's weights, each rank reading its shards; raises like `restore_engine`."""
-    load_tensors(model_tensors(engine), checkpoint.path, engine.mesh.world)
+    """Warm-start from another run's weights, each rank reading its shards; raises like `restore_engine`.
+
+    Adapters begin with their initial values if that run had none.
+    """
+    tensors, stored = model_tensors(engine), stored_tensors(checkpoint.path)
+    if not any(map(is_of_adapter, stored)):
+        tensors = {name: tensor for name, tensor in tensors.items() if not is_of_adapter(name)}
+    load_tensors(tensors, checkpoint.path, engine.mesh.world)
     engine.optimizer.restored(())

@@ -18,7 +18,7 @@ from threefold.models.plan import nearest
 from threefold.parallel.layout_check import KNOWN_RULES, made_on_meta
 from threefold.parallel.pipeline.partition import covers
 from threefold.parallel.pipeline.stage import Stage
-from threefold.parallel.shard_modules import SHARDINGS
+from threefold.parallel.shard_modules import SHARDINGS, Extended
 from threefold.parallel.split_layer import SplitLayer
 from threefold.torch_private.distributed import persistent_buffers
 from threefold.torch_private.tensors import child_names, has_module_hooks
@@ -36,6 +36,8 @@ _CUT_FORWARDS = {each.forward for each in (nn.Linear, nn.Embedding, Linear, Embe
 
 def has_custom_forward(module: nn.Module) -> bool:
     """Return whether a linear layer or embedding computes something else, which a cut layer would not."""
+    if isinstance(module, Extended):
+        return False
     return type(module).forward not in _CUT_FORWARDS or "forward" in vars(module)
 
 

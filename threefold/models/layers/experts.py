@@ -259,7 +259,12 @@ class Experts(nn.Module):
         return through(x, choice, len(self.gate_up), self._products)
 
     def _products(self, rows: Tensor, counts: Tensor) -> Tensor:
-        return swiglu(rows, counts, self.gate, self.gate_up, self.down, self.gate_up_bias, self.down_bias)
+        biases = self.gate_up_bias, self.down_bias
+        return swiglu(rows, counts, self.gate, self.gate_up, self.down, *biases, linear=self.linear)
+
+    def linear(self, rows: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+        """Compute `grouped_linear`, which an adapter may add to."""
+        return grouped_linear(rows, weight, counts)
 
 
 def through(
@@ -298,13 +303,15 @@ def swiglu(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
     first: int = 0,
+    linear: Callable[[Tensor, Tensor, Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Compute each expert's outputs for its rows [n, H], sorted by expert, with `counts` int64 [experts] of each.
 
-    `down_bias` may be that of some of the features alone, from the `first`.
+    `down_bias` may be that of some of the features alone, from the `first`; `linear` is by default `grouped_linear`.
     """
-    inner = gate(_with_bias(grouped_linear(rows, gate_up, counts), counts, gate_up_bias))
-    return _with_bias(grouped_linear(inner, down, counts), counts, down_bias, first)
+    linear = linear or grouped_linear
+    inner = gate(_with_bias(linear(rows, gate_up, counts), counts, gate_up_bias))
+    return _with_bias(linear(inner, down, counts), counts, down_bias, first)
 
 
 def _with_bias(x: Tensor, counts: Tensor, bias: Tensor | None, first: int = 0) -> Tensor:

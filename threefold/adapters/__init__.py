@@ -1,0 +1,1 @@
+"""Low-rank adapters (LoRA) of a model whose other weights are frozen."""
