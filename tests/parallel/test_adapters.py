@@ -61,6 +61,7 @@ CASES = {
         with_adapter(FUSED, dropout=0.3),
         {"tp": 2, "cp": 2, "settings": (("parallel.sequence_parallel", True), ("train.recompute", "full"))},
     ),
+    "dropout of adapters alone": (with_adapter(replace(GPT, dropout=0.0), dropout=0.3), {"dp": 2, "tp": 2}),
     "dropout in pieces": (with_adapter(GPT, dropout=0.3), {"cp": 2, "dp": 2}),
     "dropout in a pipeline": (
         with_adapter(GPT, dropout=0.3),

@@ -72,10 +72,10 @@ class Adapter:
         """Compute s · A·x [..., projections · rank] of `x` [..., in]."""
         if self.dropout is not None and self.samples is not None:
             keys = self.samples.keys
-            if keys is not None and (x.dim() < 3 or len(x) != len(keys)):
+            if keys is not None and (x.dim() != 3 or len(x) != len(keys)):
                 raise UserError(
-                    f"{self.dropout.name} drops elements of an input of the shape {[*x.shape]}, whose first dim must "
-                    f"count the {len(keys)} samples and whose second their positions; use dropout 0."
+                    f"{self.dropout.name} drops elements of an input of the shape {[*x.shape]}, which must be that of "
+                    f"{len(keys)} samples, positions and features; use dropout 0."
                 )
             x = self.dropout(x, keys)
         return linear(x, a) * self.factor
@@ -113,6 +113,10 @@ class AdaptedLayer(Extended):
     """
 
     adapter: Adapter
+
+    @property
+    def drops(self) -> bool:
+        return self.adapter.dropout is not None
 
     def factors(self) -> tuple[Tensor, Tensor]:
         """Return this rank's A and B to compute with."""

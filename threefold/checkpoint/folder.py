@@ -392,7 +392,7 @@ def inspect_checkpoint(path: Path, *, with_model: bool = True) -> tuple[Checkpoi
     try:
         config = usable_config(path)
         # The file of a custom model may have changed: see `require_match`.
-        if config.model.architecture != CUSTOM and (mismatch := compare(config.model, shapes)):
+        if config.model.architecture != CUSTOM and (mismatch := compare(config, shapes)):
             reasons.append(mismatch)
     except DamagedCheckpoint as unusable:
         reasons.append(unusable.reason)

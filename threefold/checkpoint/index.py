@@ -17,7 +17,7 @@ import numpy as np
 
 from threefold.checkpoint.errors import AVERAGE, CHANGED, MODEL, DamagedCheckpoint, whole
 from threefold.checksums import FileRecord, is_intact, seal_text
-from threefold.config import ModelConfig
+from threefold.config import Config
 from threefold.errors import UserError
 from threefold.files import parse_json, shown
 from threefold.foreign import FolderFiles, is_plain_name
@@ -25,7 +25,6 @@ from threefold.foreign import FolderFiles, is_plain_name
 if TYPE_CHECKING:
     import torch
 
-    from threefold.models.sharding import ModelPlan
 
 INDEX: Final = "tensors.json"
 FORMAT: Final = "threefold-tensors"
@@ -250,12 +249,12 @@ _SIZES: Final[Mapping[str, tuple[str | None, ...]]] = {
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def size_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
-    """Return which size in a resolved model config the stored weights do not have, as a clause; None if there is none.
+def size_mismatch(config: Config, stored: Shapes) -> str | None:
+    """Return which size in a resolved config the stored weights do not have, as a clause; None if there is none.
 
     Single tensors are compared, without making the model, which may have a billion layers.
     """
-    weights = _weights(stored)
+    weights, model = _weights(stored), config.model
     layers = {name.split(".")[1] for name in weights if name.startswith("blocks.")}
     if len(layers) != model.num_layers:
         return f"its config has model.num_layers {model.num_layers} and its tensors are those of {len(layers)} layers"
@@ -266,17 +265,21 @@ def size_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
     return None
 
 
-def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
-    """Return why the stored weights do not match a resolved model config, as a clause; None if they match."""
-    if (mismatch := size_mismatch(model, stored)) is not None:
+def model_mismatch(config: Config, stored: Shapes) -> str | None:
+    """Return why the stored weights do not match a resolved config, as a clause; None if they match."""
+    if (mismatch := size_mismatch(config, stored)) is not None:
         return mismatch
     import torch
 
-    from threefold.models.family import make_model
+    from threefold.models.source import ConfigSource
 
     weights = _weights(stored)
+    try:
+        make_model, _ = ConfigSource().load(config)
+    except UserError as error:  # such as about adapters of layers that the model does not have
+        return f"its config describes no model ({str(error).removesuffix('.')})"
     with torch.device("meta"):
-        made = make_model(model)
+        made = make_model()
     expected = {name: tuple(weight.shape) for name, weight in (*made.named_parameters(), *made.named_buffers())}
     if missing := expected.keys() - weights.keys():
         return f"its config describes a model with {min(missing)}, which is not among its tensors"
@@ -289,16 +292,17 @@ def model_mismatch(model: ModelConfig, stored: Shapes) -> str | None:
     return None
 
 
-def require_match(model: ModelConfig, plan: "ModelPlan", checkpoint: Path) -> None:
+def require_match(config: Config, checkpoint: Path) -> None:
     """Check that a checkpoint's weights match a custom model as its file defines it now."""
     import torch
 
-    from threefold.models.family import make_model
+    from threefold.models.source import ConfigSource
     from threefold.torch_private.distributed import persistent_buffers
 
     weights = _weights({name: tensor.shape for name, tensor in read_index(checkpoint).items()})
+    make_model, plan = ConfigSource().load(config)
     with torch.device("meta"):
-        made = make_model(model)
+        made = make_model()
     expected = {plan.whole_name(name): tuple(weight.shape) for name, weight in made.named_parameters()}
     for prefix, module in made.named_modules():
         for name, buffer in persistent_buffers(module):
@@ -313,8 +317,8 @@ def require_match(model: ModelConfig, plan: "ModelPlan", checkpoint: Path) -> No
             reason = f"its {name} is {_shown(expected[name])} and the checkpoint's is {_shown(weights[name])}"
         if reason is not None:
             raise UserError(
-                f"The model of {shown(model.file)} is not the one that {checkpoint} was made with: {reason}; restore "
-                "the file, or start a new run in another folder."
+                f"The model of {shown(config.model.file)} is not the one that {checkpoint} was made with: {reason}; "
+                "restore the file, or start a new run in another folder."
             )
 
 

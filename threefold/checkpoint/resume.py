@@ -238,9 +238,8 @@ def _changed_model(checkpoint: Checkpoint, config: Config) -> Iterator[str]:
     if not config.model.file:
         return
     from threefold.checkpoint.index import require_match
-    from threefold.models.family import model_plan
 
-    require_match(config.model, model_plan(config.model, config.data.sequence_length), checkpoint.path)
+    require_match(config, checkpoint.path)
     stored = FolderFiles(checkpoint.path)
     for name, file in model_files(Path(config.model.file.partition(":")[0])).items():
         if not stored.holds(name) or code_text(file) != stored.text(name):

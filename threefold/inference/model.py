@@ -78,7 +78,7 @@ class Trained:
     def check(self, layout: Layout) -> None:
         _, plan = ConfigSource().load(self.config)
         if self.is_custom:
-            require_match(self.config.model, plan, self.checkpoint.path)
+            require_match(self.config, self.checkpoint.path)
         check_layout(plan, layout)
         if self.is_custom:
             check_custom_model(self.config, plan)

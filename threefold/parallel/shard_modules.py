@@ -201,6 +201,11 @@ class ParallelWidthNorm(WidthNorm):
 class Extended(nn.Module):
     """Base class of what a room adds to the class of a module, such as an adapter to a linear layer's."""
 
+    @property
+    def drops(self) -> bool:
+        """Whether it drops elements by the keys of the samples."""
+        return False
+
     def extend_replacement(self, made: nn.Module, context: ShardingContext) -> None:
         """Add the same to the module that replaces this one, which may be this one itself."""
         raise NotImplementedError

@@ -20,6 +20,7 @@ from threefold.parallel.parallelize import TrainableModel, TrainingSettings
 from threefold.parallel.pipeline.runner import Runner
 from threefold.parallel.pipeline.stage import CustomBatch, LocalBatch, StepSamples
 from threefold.parallel.recompute import as_written
+from threefold.parallel.shard_modules import Extended
 from threefold.random.dropout import Dropout, sample_keys
 
 
@@ -60,7 +61,10 @@ class BatchPreparation:
         self.mesh, self.settings, self._runner, self._preserved = model.parallelism.mesh, settings, runner, preserved
         self.positions = model.parallelism.context.cut.across_context
         self._arithmetic, modules = model.parallelism.arithmetic, model.modules()
-        self._has_dropout = any(isinstance(module, Dropout) and module.p > 0 for module in modules)
+        self._has_dropout = any(
+            (isinstance(module, Dropout) and module.p > 0) or (isinstance(module, Extended) and module.drops)
+            for module in modules
+        )
         self._terms = model.plan.terms
         self._heads = [each for each in modules if isinstance(each, PredictingHead)]
         self._weighs_tokens = any(isinstance(module, Routing) and module.weighs_tokens for module in modules)
