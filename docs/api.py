@@ -48,7 +48,14 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
         "Your own loop",
         "A model distributed over the mesh, its optimizer, data and checkpoints.",
         (
-            *("parallelize", "types.DistributedModel", "CountedLoss", "LossTerm", "distributed_optimizer"),
+            *(
+                "parallelize",
+                "types.DistributedModel",
+                "add_adapter",
+                "CountedLoss",
+                "LossTerm",
+                "distributed_optimizer",
+            ),
             *(
                 "types.ModelOptimizer",
                 "DistributedDataLoader",

@@ -200,7 +200,7 @@ def _rule_of(plan: ModelPlan, name: str) -> Any:
 def projections(unit: Unit | None) -> dict[str, tuple[int, int]]:
     """Return the projections of a layer: name → start and end among the features of a unit; empty for one alone."""
     found, start = {}, 0
-    for name, size in () if unit is None or len(unit.parts) < 2 else unit.parts:
+    for name, size in () if unit is None or unit.one_layer or len(unit.parts) < 2 else unit.parts:
         found[name] = (start, start + size)
         start += size
     return found

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from threefold.comm.layout import shard_bounds
 from threefold.errors import UserError
-from threefold.models.layers.decoder import NOTHING
+from threefold.models.layers.decoder import NOTHING, Embedding, Linear
 from threefold.models.layers.experts import Experts
 from threefold.models.sharding import LORA_A, LORA_B, TABLE_A, TABLE_B
 from threefold.ops.kernels import embedding, linear
@@ -42,7 +42,7 @@ class PassSamples:
 class Adapter:
     """How an adapter computes.
 
-    A layer of several projections, such as queries, keys and values, has an adapter for each: A has `rank` rows for
+    A layer of several projections, such as queries, keys and values of Llama, has an adapter for each: A has `rank` rows for
     each of them, one after another, and each row of B, one for an output feature, has the factors of its projection's.
 
     Attributes:
@@ -243,9 +243,9 @@ def prepend(module: nn.Module, kind: type[nn.Module]) -> None:
 
 def mixin_of(module: nn.Module) -> type[Extended] | None:
     """Return the class that gives a layer of one device an adapter; None for a module that can have none."""
-    if isinstance(module, nn.Linear):
+    if isinstance(module, nn.Linear) and type(module).forward in (nn.Linear.forward, Linear.forward):
         return AdaptedLinear
-    if isinstance(module, nn.Embedding):
+    if isinstance(module, nn.Embedding) and type(module).forward in (nn.Embedding.forward, Embedding.forward):
         return AdaptedTable
     return AdaptedExperts if isinstance(module, Experts) else None
 

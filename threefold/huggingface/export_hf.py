@@ -17,6 +17,7 @@ from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import Config, ModelConfig
 from threefold.config.model import CUSTOM
 from threefold.dtypes import DTYPES
+from threefold.errors import UserError
 from threefold.foreign import write_nofollow
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
@@ -79,6 +80,11 @@ def export_model(request: Export, progress: Progress) -> Exported:
 def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> Exported:
     checkpoint = choice.checkpoint
     config = with_code(choice.config, checkpoint.path, request.model, request.trust_code)
+    if rank := config.adapter.rank:
+        raise UserError(
+            f"{checkpoint.path} has adapters of rank {rank}, and an export has no place for them yet; export the run that "
+            "train.init_from names, or use the checkpoint with threefold generate and eval."
+        )
     imported = imported_config(checkpoint.path)
     custom = config.model.architecture == CUSTOM
     kind = None if custom else choose_type(config.model, imported.get("model_type"))

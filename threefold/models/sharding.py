@@ -151,13 +151,15 @@ class Unit:
 
     Its `parts`, as (name, indices of the dim), are queries, keys and values of a GQA group, or a gate and the feature
     that it gates. Several ranks hold the `repeated` parts whole, keys and values, if the axis has a multiple of `count`
-    ranks, which then divide the other parts of a unit among them.
+    ranks, which then divide the other parts of a unit among them. An adapter treats each part as a layer of its own,
+    unless they are `one_layer` in other systems too.
     """
 
     setting: str  # of the config, which counts the units; the size of the axis must divide it
     count: int
     parts: tuple[tuple[str, int], ...] = (("", 1),)
     repeated: tuple[str, ...] = ()
+    one_layer: bool = False
 
     @property
     def size(self) -> int:

@@ -302,7 +302,7 @@ def _second_training(
 
 
 def _is_exported(source: ModelSource, config: Config) -> bool:
-    if not isinstance(source, ConfigSource) or config.model.architecture == CUSTOM:
+    if not isinstance(source, ConfigSource) or config.model.architecture == CUSTOM or config.adapter.rank:
         return False
     try:
         choose_type(config.model, None)

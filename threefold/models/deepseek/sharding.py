@@ -15,7 +15,7 @@ def deepseek_plan(config: DeepseekConfig, sequence_length: int) -> sharding.Mode
     heads, plain, value = config.num_attention_heads, config.plain_head_dim, config.value_head_dim
 
     def unit(*parts: tuple[str, int]) -> sharding.Unit:
-        return sharding.Unit("num_attention_heads", heads, parts)
+        return sharding.Unit("num_attention_heads", heads, parts, one_layer=True)
 
     narrow = {"blocks.*.attn.q_down": sharding.Replicated(), "blocks.*.attn.q_norm": sharding.Replicated()}
     split: dict[str, sharding.Split] = {

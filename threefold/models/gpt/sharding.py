@@ -21,7 +21,7 @@ def gpt_plan(config: ModelConfig, sequence_length: int) -> sharding.ModelPlan:
         "embed.dropout": sharding.OverSequence(),
         "blocks.*.attn_norm": sharding.Replicated(),
         "blocks.*.attn.qkv": sharding.Column(
-            sharding.Unit("num_attention_heads", heads, (("query", d), ("key", d), ("value", d)))
+            sharding.Unit("num_attention_heads", heads, (("query", d), ("key", d), ("value", d)), one_layer=True)
         ),
         "blocks.*.attn.core": sharding.AttentionCore(heads),
         "blocks.*.attn.proj": sharding.Row(sharding.Unit("num_attention_heads", heads, (("head", d),))),
