@@ -148,7 +148,7 @@ def test_initial_values_follow_from_seed_and_name() -> None:
         ({"targets": "one"}, "targets is 'one' but must be a list of names, such as ['blocks.*.up']."),
         (
             {"targets": ["won"]},
-            "no linear layer, embedding or experts of the model are called 'won'; the nearest is 'one'.",
+            "linear layer, embedding or experts of the model are called 'won'; the nearest is 'one'.",
         ),
         ({"targets": ["norm"]}, "no linear layer, embedding or experts of the model are called 'norm'."),
         ({"dropout": 1.5}, "dropout is 1.5 but input should be less than 1."),

@@ -42,8 +42,9 @@ class PassSamples:
 class Adapter:
     """How an adapter computes.
 
-    A layer of several projections, such as queries, keys and values of Llama, has an adapter for each: A has `rank` rows for
-    each of them, one after another, and each row of B, one for an output feature, has the factors of its projection's.
+    A layer of several projections, such as queries, keys and values of Llama, has an adapter for each: A has `rank`
+    rows for each of them, one after another, and each row of B, one for an output feature, has the factors of its
+    projection's.
 
     Attributes:
         factor: s, the factor of B·A.

@@ -82,8 +82,8 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
     config = with_code(choice.config, checkpoint.path, request.model, request.trust_code)
     if rank := config.adapter.rank:
         raise UserError(
-            f"{checkpoint.path} has adapters of rank {rank}, and an export has no place for them yet; export the run that "
-            "train.init_from names, or use the checkpoint with threefold generate and eval."
+            f"{checkpoint.path} has adapters of rank {rank}, and an export has no place for them yet; export the run "
+            "that train.init_from names, or use the checkpoint with threefold generate and eval."
         )
     imported = imported_config(checkpoint.path)
     custom = config.model.architecture == CUSTOM
