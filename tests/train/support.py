@@ -112,7 +112,7 @@ class Run:
         given |= {name: dict(section) for name, section in self.sections}
         for key, value in self.set:
             section, name = key.split(".")
-            given[section][name] = value
+            given.setdefault(section, {})[name] = value
         config = Config.model_validate(given)
         return resolve(config, open_dataset(config).vocab_size)
 

@@ -14,9 +14,16 @@ from threefold.config.optimizer import BUILT_IN
 from threefold.config.schema import ParallelConfig
 from threefold.errors import UserError
 from threefold.models.groups import group_of
-from threefold.models.sharding import OverExperts, Split, covers
+from threefold.models.sharding import OverExperts, Split, covers, is_of_adapter
 from threefold.parallel.pipeline.partition import chosen_layers, stage_map
-from threefold.planner.block import BlockShape, ModelDescription, WeightShape, block_shapes, describe_model
+from threefold.planner.block import (
+    BlockShape,
+    ModelDescription,
+    UnknownBlock,
+    WeightShape,
+    block_shapes,
+    describe_model,
+)
 from threefold.planner.systems import Attention, Kernels
 
 ZERO_STATE, ZERO_GRADIENTS, ZERO_WEIGHTS = 1, 2, 3
@@ -259,12 +266,22 @@ class ModelWeights:
     """Weights of a model, layer by layer.
 
     Layers of the same number in `kinds` have weights of equal shapes and splits; `shared` has the weights of each layer
-    that another layer uses too (tied embeddings). `frozen` are the patterns of `optimizer.frozen`.
+    that another layer uses too (tied embeddings). `frozen` are the patterns of `optimizer.frozen`, and `adapters` the
+    names and shapes of the weights of adapters, which the description does not have.
     """
 
-    def __init__(self, description: ModelDescription, frozen: tuple[str, ...] = ()) -> None:
-        self.description, self.plan, self.layers = description, description.plan, description.weights
-        self._frozen = frozen
+    def __init__(
+        self,
+        description: ModelDescription,
+        frozen: tuple[str, ...] = (),
+        adapters: tuple[tuple[str, tuple[int, ...]], ...] = (),
+    ) -> None:
+        self.description, self.plan, self.layers = description, description.plan, dict(description.weights)
+        self._frozen, self._has_adapters = frozen, bool(adapters)
+        for name, shape in adapters:
+            layer, split = next(each for each in self.layers if name.startswith(f"{each}.")), self.plan.split_of(name)
+            assert split is not None  # that of the weight beside it
+            self.layers[layer] += (WeightShape(name, split, shape),)
         uses = Counter(weight.name for weights in self.layers.values() for weight in set(weights))
         self.shared: dict[str, tuple[WeightShape, ...]] = {}
         self.kinds: dict[str, int] = {}
@@ -305,6 +322,8 @@ class ModelWeights:
         return frozenset(chosen_layers(self.plan.layers, self.plan.recompute, mode, every))
 
     def is_frozen(self, name: str) -> bool:
+        if self._has_adapters and not is_of_adapter(name):
+            return True
         return name in self.plan.frozen or any(covers(pattern, name) for pattern in self._frozen)
 
     def _sum(self, weights: Iterable[WeightShape], place: ShardCoordinates) -> HeldElements:
@@ -324,7 +343,21 @@ class ModelWeights:
 def model_weights(config: Config) -> ModelWeights:
     """Return the weights of a resolved config's model, cached unless it is a custom one."""
     frozen = tuple(config.optimizer.frozen or ())
-    return _of_description(describe_model(config.model, config.data.sequence_length), frozen)
+    return _of_description(describe_model(config.model, config.data.sequence_length), frozen, _adapters(config))
+
+
+def _adapters(config: Config) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Return the names and shapes of the weights of a model's adapters."""
+    if not config.adapter.rank:
+        return ()
+    import torch
+
+    from threefold.models.source import ConfigSource
+
+    make_model, _ = ConfigSource().load(config)
+    with torch.device("meta"):
+        named = make_model().named_parameters()
+    return tuple((name, tuple(weight.shape)) for name, weight in named if is_of_adapter(name))
 
 
 _of_description = lru_cache(maxsize=16)(ModelWeights)
@@ -469,6 +502,11 @@ def described_blocks(config: Config) -> tuple[BlockShape, ...]:
         raise UserError(
             f"model.architecture is {CUSTOM}, whose operations have no formulas; plan with a family of the same sizes, "
             "or use threefold dry-run, which runs the model."
+        )
+    if config.adapter.rank:
+        raise UnknownBlock(
+            f"adapter.rank is {config.adapter.rank} but the planner has no formulas for the products of adapters; use "
+            "threefold dry-run, which runs the model, or adapter.rank 0."
         )
     return block_shapes(describe_model(config.model, config.data.sequence_length))
 

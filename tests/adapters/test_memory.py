@@ -1,0 +1,46 @@
+"""Bytes of a model with adapters, as counted from shapes and as the training code has them."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.support.parity import LLAMA, MOE, Case
+from threefold.comm.layout import Coordinates
+from threefold.config import Config
+from threefold.errors import UserError
+from threefold.planner.dry_run import dry_run
+from threefold.planner.model_size import ModelSize, described_blocks, shard_coordinates
+
+
+def config_of(case: Case, dtype: str, **layout: object) -> Config:
+    update = (("adapter.rank", 3), ("adapter.targets", ("blocks.**", "head.**")))
+    return replace(case, update=update, dtype=dtype, documents=False, dropout=0.0, **layout).config
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "layout"),
+    [
+        (LLAMA, "fp32", {"tp": 2}),
+        (LLAMA, "bf16", {"tp": 3, "dp": 2}),
+        (LLAMA, "bf16", {"pp": 3, "accumulation": 3}),
+        (MOE, "bf16", {"tp": 2, "dp": 2, "settings": (("parallel.ep", 2),)}),
+    ],
+    ids=str,
+)
+def test_frozen_weights_have_no_gradients_and_no_optimizer_state(case: Case, dtype: str, layout: dict) -> None:
+    config = config_of(case, dtype, **layout)
+    model, place = ModelSize(config), shard_coordinates(config.parallel, Coordinates(0, 0, 0, 0))
+    size, report = model.rank(0, place), dry_run(config)
+    assert size.gradients == 4 * model.weights.held(model.layers_of_rank(0), place).trained > 0
+    assert (size.parameters, size.gradients, size.weights) == (
+        report.parameters,
+        report.gradient_bytes,
+        report.parameter_bytes,
+    )
+    counters = report.optimizer_bytes - size.optimizer
+    assert 0 <= counters < 4 * 100  # of AdamW, a number for each trained weight
+
+
+def test_the_planner_refuses_adapters_by_name() -> None:
+    with pytest.raises(UserError, match=r"^adapter\.rank is 3 but the planner has no formulas"):
+        described_blocks(config_of(LLAMA, "fp32"))

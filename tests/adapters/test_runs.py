@@ -1,0 +1,104 @@
+"""Runs with adapters: a warm start from a base without them, resuming in another layout, generation, and refusals."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.train.support import Run, same, steps_of, train_rank
+from threefold.checkpoint.errors import MODEL, OPTIMIZER
+from threefold.checkpoint.folder import newest
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.config import Config
+from threefold.errors import UserError
+from threefold.huggingface.export_hf import Export, export_model
+from threefold.inference.generate import GenerationRequest, Sampling, complete
+from threefold.inference.model import Trained
+from threefold.models.source import ConfigSource
+from threefold.output import SILENT
+
+ADAPTER = (("adapter.rank", 3), ("adapter.alpha", 6.0), ("adapter.dropout", 0.1), ("checkpoint.every", 2))
+PLAIN = (("model.tie_embeddings", False),)
+WITH = (("adapter.targets", ["blocks.**", "head.output", "embed.tokens"]), *ADAPTER[:2], *PLAIN)
+
+
+def values(run_dir: Path) -> dict[str, torch.Tensor]:
+    checkpoint = newest(run_dir)
+    assert checkpoint is not None
+    stored = stored_tensors(checkpoint.path)
+    tensors = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored.items()}
+    load_tensors(tensors, checkpoint.path, alone=True)
+    return tensors
+
+
+@pytest.fixture(scope="module")
+def trained(pool, small_run: Run, tmp_path_factory) -> Callable[..., Path]:
+    """Trains a run of a name once."""
+    folder = tmp_path_factory.mktemp("adapters")
+
+    def of(name: str, settings: Run, resume: bool = False) -> Path:
+        if resume or not (folder / name).exists():
+            pool.run(settings.world_size, train_rank, settings, folder / name, resume)
+        return folder / name
+
+    return of
+
+
+def adapted(small_run: Run, base: Path, **changes: object) -> Run:
+    settings = (*PLAIN, ("train.init_from", str(base)), *ADAPTER)
+    return small_run.but(dtype="fp64", dropout=0.0, set=settings, **changes)
+
+
+def test_a_base_opens_and_every_layout_resumes(trained, small_run: Run) -> None:
+    base = trained("base", small_run.but(dtype="fp64", dropout=0.0, set=PLAIN))
+    alone = trained("alone", adapted(small_run, base, steps=5))
+    cut = trained("cut", adapted(small_run, base, steps=2, tp=2, dp=2))
+    cut = trained("cut", adapted(small_run, base, steps=5, pp=3), resume=True)
+    one, other = ([line["loss"] for line in steps_of(each).values()] for each in (alone, cut))
+    assert same(one, other, "fp64")
+    before, after = values(base), values(alone)
+    frozen = {name for name in before if name.startswith(MODEL)}
+    assert frozen
+    assert all(torch.equal(before[name], after[name]) for name in frozen)
+    added = {name.rpartition(".")[2] for name in after.keys() - before.keys()}
+    assert {"lora_a", "lora_b"} <= added
+    assert not any(name.startswith(OPTIMIZER) and "lora_" not in name for name in after)
+    assert any(after[name].any() for name in after if name.endswith("lora_b"))
+    again = values(cut)
+    assert all(torch.allclose(after[name], again[name], rtol=1e-10, atol=1e-13) for name in after)
+
+
+def test_generation_uses_the_adapters(trained, small_run: Run) -> None:
+    """With the KV cache, as the whole model computes token by token."""
+    folder = trained("all", small_run.but(dtype="fp64", dropout=0.0, steps=3, set=(*WITH, ("optimizer.lr", 0.3))))
+    found = Trained.find(folder)
+    make, _ = ConfigSource().load(found.config)
+    model = make().double().eval()
+    parameters = {f"{MODEL}{name}": each for name, each in model.named_parameters()}
+    load_tensors(parameters, found.checkpoint.path, alone=True)
+    loaded = found.load(dtype="fp64")
+    prompt = [5, 9, 2]
+    [written] = complete(loaded, [prompt], GenerationRequest(6, Sampling(temperature=0)))
+    expected = list(prompt)
+    with torch.no_grad():
+        for _ in written:
+            expected.append(int(model(torch.tensor([expected]))[0, -1, : loaded.tokens].argmax()))
+    assert written == expected[3:]
+    assert written
+
+
+def test_an_export_and_another_adapter_are_refused(trained, small_run: Run, tmp_path: Path, pool) -> None:
+    folder = trained("all", small_run.but(dtype="fp64", dropout=0.0, steps=3, set=(*WITH, ("optimizer.lr", 0.3))))
+    with pytest.raises(UserError, match=r"has adapters of rank 3, and an export has no place for them yet"):
+        export_model(Export(folder, tmp_path / "out"), SILENT)
+    from threefold.checkpoint.resume import find_warm_start
+
+    for settings, says in (
+        (PLAIN, r"adapter\.rank is 0 but .* has adapters with 3; set it to 3"),
+        ((*PLAIN, ("adapter.rank", 2)), r"adapter\.rank is 2 but .* has adapters with 3"),
+        ((*PLAIN, ("adapter.rank", 3)), r"adapter\.targets is None but .* has adapters with \['blocks"),
+    ):
+        config: Config = small_run.but(set=(*settings, ("train.init_from", str(folder)))).config
+        with pytest.raises(UserError, match=says):
+            find_warm_start(config)
