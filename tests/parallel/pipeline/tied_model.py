@@ -10,6 +10,7 @@ from torch import nn
 from tests.support import parity
 from tests.support.parity import Case, Trace
 from threefold.config import ModelConfig
+from threefold.models import source
 from threefold.models.gpt.model import GPT
 from threefold.models.gpt.sharding import gpt_plan
 from threefold.models.sharding import ModelPlan
@@ -35,7 +36,7 @@ def tied_plan(config: ModelConfig, sequence_length: int) -> ModelPlan:
 
 
 def _tied(run: Callable[[Case], Trace], case: Case) -> Trace:
-    with patch.multiple(parity, make_model=TiedGPT, model_plan=tied_plan):
+    with patch.multiple(source, make_model=TiedGPT, model_plan=tied_plan):
         return run(case)
 
 
