@@ -81,19 +81,25 @@ def export(
     model: ModelFile = None,
     trust_code: TrustCode = False,
     shard_size: str = Option("5GB", metavar="SIZE", help="Largest file size, such as 500MB."),
+    adapter: bool = Option(False, "--adapter", help="Export the adapters (LoRA) alone, in the format of PEFT."),
     overwrite: Overwrite = False,
 ) -> None:
     """Export the newest checkpoint of RUN in the format that transformers' from_pretrained reads.
 
-    For a model of your own, the weights keep their names, beside a copy of its file.
+    Adapters are merged into the weights. For a model of your own, the weights keep their names, beside a copy of its
+    file.
 
     Examples:
       threefold checkpoint export runs/run --out hf --dtype bf16
+      threefold checkpoint export runs/tuned --adapter --out adapter
     """
     from threefold.huggingface.source import check_export
 
     size, file = byte_size(shard_size, "--shard-size", "5GB"), model_file(model)
     check_export(run, out, overwrite)
+    if adapter:
+        _export_adapter(run, out, dtype, overwrite)
+        return
     from threefold.huggingface.export_hf import Export, export_model  # imports torch
 
     with Bars() as bars:
@@ -112,3 +118,17 @@ def export(
     }
     shown_facts = [(name, fact) for name, fact in facts.items() if fact or name not in ("layers", "left out")]
     print_table((str(out), ""), shown_facts)
+
+
+def _export_adapter(run: Path, out: Path, dtype: str | None, overwrite: bool) -> None:
+    from threefold.huggingface.peft_format import export_adapter  # imports torch
+
+    made = export_adapter(run, out, dtype, overwrite)
+    print_warnings(made.warnings)
+    facts = {
+        "family": made.family,
+        "after": f"{made.step:,} steps",
+        "layers": f"{made.layers}: {first_of(made.targets, 7)}",
+        "parameters": f"{made.parameters:,}",
+    }
+    print_table((str(out), ""), [*facts.items()])

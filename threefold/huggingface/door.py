@@ -2,6 +2,7 @@
 
 from typing import Final
 
+NEEDS: Final = ("adapters",)
 COMMANDS: Final = {
     "checkpoint import": ("", "threefold.huggingface.commands:import_"),
     "checkpoint export": ("", "threefold.huggingface.commands:export"),

@@ -2,22 +2,24 @@
 
 import json
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Final
 
 import torch
+from torch import Tensor
 
+from threefold.adapters.merging import Factors, factors_of
 from threefold.checkpoint.code import with_code
 from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import MODEL_FILE, SelectedCheckpoint, code_text, model_files
 from threefold.checkpoint.index import StoredTensor, name_of, weight_names
-from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.checkpoint.tensors import load_tensors, read_tensor, stored_tensors
 from threefold.config import Config, ModelConfig
 from threefold.config.model import CUSTOM
 from threefold.dtypes import DTYPES
-from threefold.errors import UserError
 from threefold.foreign import write_nofollow
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
@@ -80,16 +82,13 @@ def export_model(request: Export, progress: Progress) -> Exported:
 def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> Exported:
     checkpoint = choice.checkpoint
     config = with_code(choice.config, checkpoint.path, request.model, request.trust_code)
-    if rank := config.adapter.rank:
-        raise UserError(
-            f"{checkpoint.path} has adapters of rank {rank}, and an export has no place for them yet; export the run "
-            "that train.init_from names, or use the checkpoint with threefold generate and eval."
-        )
     imported = imported_config(checkpoint.path)
     custom = config.model.architecture == CUSTOM
     kind = None if custom else choose_type(config.model, imported.get("model_type"))
     read, facts = weight_names(checkpoint.path, request.average), stored_tensors(checkpoint.path)
-    stored = {name: facts[key] for name, key in read.items()}
+    stored, adapters = {name: facts[key] for name, key in read.items()}, factors_of(config)
+    for factors in adapters.values():  # which the weights will have merged
+        del stored[factors.a], stored[factors.b]
     names = list(stored) if kind is None else sorted(stored, key=_place)
     weights: dict[str, list[WeightMap]] = {name: [] for name in names}
     for weight in () if kind is None else kind.weights(config.model, {name: stored[name][0] for name in names}):
@@ -121,11 +120,16 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
             made = (THEIR_CONFIG,)
         texts = write_texts(checkpoint.path, partial)
         with Shards(partial, planned, request.shard_bytes) as shards:
-            sizes = {name: StoredTensor(stored[name][0], name_of(dtypes[name])) for name in weights}
+            sizes = {
+                name: StoredTensor(stored[name][0], name_of(stored[name][1] if name in adapters else dtypes[name]))
+                for name in weights
+            }
             for group in in_groups(sizes, 64 << 20):  # small tensors are read together
                 ours = {name: torch.empty(size.shape, dtype=size.dtype) for name, size in group.items()}
                 load_tensors({read[name]: tensor for name, tensor in ours.items()}, checkpoint.path, alone=True)
                 for name, tensor in ours.items():
+                    if name in adapters:
+                        tensor = _merged(tensor, adapters[name], checkpoint.path, read).to(dtypes[name])
                     parts = [{name: tensor}] if kind is None else [split(slab, tensor) for slab in weights[name]]
                     for tensors in parts:
                         shards.write(tensors)
@@ -135,6 +139,12 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
     written = (tuple(shards.names), (*made, *texts))
     family = "own model" if kind is None else kind.name
     return Exported(family, config, checkpoint.step, parameters, dtype, total, *written, lost, choice.warnings)
+
+
+def _merged(weight: Tensor, factors: Factors, checkpoint: Path, names: Mapping[str, str]) -> Tensor:
+    """Return a weight with its adapter merged; `names` are those of a checkpoint's tensors, by ours."""
+    a, b = (read_tensor(checkpoint, names[each]) for each in (factors.a, factors.b))
+    return factors.merged(weight, a, b)
 
 
 def _place(name: str) -> tuple[int, int, str]:

@@ -1,0 +1,120 @@
+"""Adapters to and from the package `peft`: the same logits, and the same merged weights."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.huggingface.test_models import EXPERTS, GPT, SIZES
+from tests.support.command import Silent
+from threefold.checkpoint.folder import carried_by, newest, stored_config
+from threefold.checkpoint.manifest import Facts
+from threefold.checkpoint.save import save_checkpoint
+from threefold.comm.layout import Layout
+from threefold.comm.mesh import Mesh
+from threefold.config import Config
+from threefold.config.loading import config_of
+from threefold.config.resolve import resolve
+from threefold.data.loader import Batch
+from threefold.huggingface.export_hf import Export, export_model
+from threefold.huggingface.import_hf import Import, import_model
+from threefold.huggingface.peft_format import export_adapter
+from threefold.models.source import ConfigSource
+from threefold.train.state import checkpoint_tensors, load_weights
+from threefold.train.step import Engine
+
+pytestmark = pytest.mark.slow
+LENGTH = 24
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, int]]] = {
+    "llama": ("llama", SIZES, {}, {"tp": 2}),
+    "some projections": (
+        "qwen2",
+        SIZES,
+        {"targets": ["blocks.*.attn.qkv.query", "blocks.*.attn.qkv.value", "blocks.1.mlp.gate_up.up", "head.output"]},
+        {"pp": 2},
+    ),
+    "qwen3": ("qwen3", SIZES | {"head_dim": 8}, {"rank_stabilized": True}, {"dp": 2, "zero": 3}),
+    "pairs": ("glm", SIZES | {"head_dim": 8, "pad_token_id": 0}, {}, {"tp": 2}),
+    "fused": ("phi3", SIZES | {"pad_token_id": 0}, {"rank_stabilized": True}, {}),
+    "gpt2": ("gpt2", GPT | {"tie_word_embeddings": False}, {"targets": ["blocks.**", "embed.tokens"]}, {"tp": 2}),
+    "shared expert": (
+        "qwen2_moe",
+        SIZES | EXPERTS | {"shared_expert_intermediate_size": 20},
+        {"targets": ["blocks.*.attn.**", "blocks.*.mlp.shared.**"]},
+        {"tp": 2},
+    ),
+}
+
+
+def transformer(kind: str, sizes: dict[str, Any]) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes)).eval()
+
+
+def tuned_config(start: Path, adapter: dict[str, Any], layout: dict[str, int]) -> Config:
+    model = stored_config(newest(start).path).model
+    sections = {
+        "data": {"path": "none", "sequence_length": LENGTH},
+        "model": model.settings(),
+        "parallel": layout,
+        "adapter": {"rank": 3, "alpha": 7.0, **adapter},
+        "optimizer": {"lr": 0.05, "warmup_steps": 0},
+        "train": {"global_batch_size": 4, "micro_batch_size": 1, "max_steps": 3},
+    }
+    return resolve(config_of(sections), 1)
+
+
+def tune(start: Path, run: Path, config: Config) -> None:
+    """Train adapters of a run's model in a layout for two steps, on random tokens, and save a checkpoint."""
+    mesh = Mesh(Layout.from_config(config.parallel))
+    make, plan = ConfigSource().load(config)
+    engine = Engine(make, plan, mesh, config)
+    load_weights(engine, newest(start))
+    rows = torch.arange(4 // mesh.dp.size) + mesh.dp.index * (4 // mesh.dp.size)
+    for step in range(2):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(1, config.model.vocab_size, (4, LENGTH + 1), generator=generator)
+        engine.train_step(Batch(tokens[rows, :-1], tokens[rows, 1:], rows, None), step)
+    texts = {**carried_by(newest(start).path), "config.yaml": config.to_yaml()}
+    facts = Facts(2, 8, 11, None, None, 0, 0)
+    save_checkpoint(run, facts, checkpoint_tensors(engine), texts, mesh.world)
+
+
+@pytest.fixture
+def made(pool, tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, Path, nn.Module]:
+    """Return a folder of Hugging Face, a run with adapters of its model, and the model in transformers."""
+    kind, sizes, adapter, layout = MODELS[request.param]
+    model = transformer(kind, sizes)
+    base, start, run = tmp_path / "base", tmp_path / "start", tmp_path / "run"
+    model.save_pretrained(base)
+    import_model(Import(base, start), Silent())
+    config = tuned_config(start, adapter, layout)
+    run.mkdir()
+    pool.run(Layout.from_config(config.parallel).world_size, tune, start, run, config)
+    return base, run, model
+
+
+@pytest.mark.parametrize("made", list(MODELS), indirect=True)
+def test_peft_computes_with_exported_adapters_what_the_merged_export_does(
+    made: tuple[Path, Path, nn.Module], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    base, run, model = made
+    tokens = torch.arange(2 * LENGTH).view(2, -1) % 90 + 1
+    before = model(tokens).logits.detach()
+    export_adapter(run, tmp_path / "adapter", None, False)
+    adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
+    logits = adapted(tokens).logits.detach()
+    assert (logits - before).abs().max() > 1e-3
+    export_model(Export(run, tmp_path / "merged", dtype="fp32"), Silent())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(tokens).logits.detach(), logits, rtol=1e-5, atol=1e-5)
+    theirs = dict(adapted.merge_and_unload().named_parameters())
+    for name, weight in merged.named_parameters():
+        torch.testing.assert_close(weight, theirs[name], rtol=1e-6, atol=1e-6, msg=name)
