@@ -7,8 +7,10 @@ import pytest
 import torch
 from torch import nn
 
+from tests.huggingface.hand_made import stored
 from tests.huggingface.test_models import EXPERTS, GPT, SIZES
 from tests.support.command import Silent
+from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import carried_by, newest, stored_config
 from threefold.checkpoint.manifest import Facts
 from threefold.checkpoint.save import save_checkpoint
@@ -18,9 +20,11 @@ from threefold.config import Config
 from threefold.config.loading import config_of
 from threefold.config.resolve import resolve
 from threefold.data.loader import Batch
+from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.import_hf import Import, import_model
 from threefold.huggingface.peft_format import export_adapter
+from threefold.inference.model import Trained
 from threefold.models.source import ConfigSource
 from threefold.train.state import checkpoint_tensors, load_weights
 from threefold.train.step import Engine
@@ -118,3 +122,102 @@ def test_peft_computes_with_exported_adapters_what_the_merged_export_does(
     theirs = dict(adapted.merge_and_unload().named_parameters())
     for name, weight in merged.named_parameters():
         torch.testing.assert_close(weight, theirs[name], rtol=1e-6, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("made", list(MODELS), indirect=True)
+def test_adapters_come_back_as_they_were(made: tuple[Path, Path, nn.Module], tmp_path: Path) -> None:
+    base, run, _ = made
+    export_adapter(run, tmp_path / "adapter", None, False)
+    import_model(Import(base, tmp_path / "again", adapter=tmp_path / "adapter"), Silent())
+    before, after = (
+        {n: t for n, t in stored(each).items() if n.startswith(MODEL)} for each in (run, tmp_path / "again")
+    )
+    assert before.keys() == after.keys()
+    assert any("lora" in name for name in after)
+    for name, tensor in before.items():
+        torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=0, msg=name)
+
+
+PEFT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "llama": ("llama", SIZES, {"target_modules": ["q_proj", "v_proj", "down_proj", "lm_head"]}),
+    "scales": (
+        "qwen3",
+        SIZES | {"head_dim": 8},
+        {"target_modules": "all-linear", "alpha_pattern": {"k_proj": 3, "layers.1.self_attn.q_proj": 11}},
+    ),
+    "fused": ("phi3", SIZES | {"pad_token_id": 0}, {"target_modules": ["qkv_proj", "gate_up_proj"]}),
+    "gpt2": ("gpt2", GPT | {"tie_word_embeddings": False}, {"target_modules": ["c_attn", "c_proj", "wte"]}),
+    "one layer": ("llama", SIZES, {"target_modules": ["up_proj"], "layers_to_transform": [1], "use_rslora": True}),
+}
+
+
+def adapt(model: nn.Module, folder: Path, **settings: Any) -> nn.Module:
+    """Give a model of transformers adapters of `peft` with random values, and save them."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(model, LoraConfig(**{"r": 4, "lora_alpha": 6, "task_type": "CAUSAL_LM", **settings}))
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    adapted.save_pretrained(folder)
+    return adapted.eval()
+
+
+@pytest.mark.parametrize("name", list(PEFT))
+def test_imported_adapters_compute_what_peft_does(tmp_path: Path, name: str) -> None:
+    from transformers import AutoModelForCausalLM
+
+    kind, sizes, settings = PEFT[name]
+    model = transformer(kind, sizes)
+    model.save_pretrained(tmp_path / "base")
+    tokens = torch.arange(2 * LENGTH).view(2, -1) % 90 + 1
+    before = model(tokens).logits.detach()
+    logits = adapt(model, tmp_path / "adapter", **settings)(tokens).logits.detach()
+    assert (logits - before).abs().max() > 1e-3
+    import_model(Import(tmp_path / "base", tmp_path / "run", adapter=tmp_path / "adapter"), Silent())
+    export_model(Export(tmp_path / "run", tmp_path / "merged", dtype="fp32"), Silent())
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(merged(tokens).logits.detach(), logits, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"target_modules": ["q_proj"], "use_dora": True}, "use_dora is True, which Threefold does not know"),
+        ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which"),
+        ({"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}}, "v_proj has the rank 2, and others"),
+        ({"target_modules": ["q_proj"], "bias": "all"}, "bias is 'all'; Threefold has bias 'none' alone"),
+    ],
+)
+def test_what_no_run_could_have_is_refused(tmp_path: Path, settings: dict[str, Any], said: str) -> None:
+    model = transformer("llama", SIZES)
+    model.save_pretrained(tmp_path / "base")
+    adapt(model, tmp_path / "adapter", **settings)
+    with pytest.raises(UserError) as error:
+        import_model(Import(tmp_path / "base", tmp_path / "run", adapter=tmp_path / "adapter"), Silent())
+    assert said in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_experts_are_merged_and_have_no_adapter_in_peft(pool, tmp_path: Path) -> None:
+    model = transformer("mixtral", SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2})
+    base, start, run = (tmp_path / name for name in ("base", "start", "run"))
+    model.save_pretrained(base)
+    import_model(Import(base, start), Silent())
+    run.mkdir()
+    pool.run(2, tune, start, run, tuned_config(start, {}, {"dp": 2, "ep": 2}))
+    with pytest.raises(UserError, match=r"has an adapter of blocks.0.mlp.experts.*which is no linear layer of mixtral"):
+        export_adapter(run, tmp_path / "adapter", None, False)
+    export_model(Export(run, tmp_path / "merged", dtype="fp32"), Silent())
+    import_model(Import(tmp_path / "merged", tmp_path / "again"), Silent())
+    tokens = torch.arange(2 * LENGTH).view(2, -1) % 90 + 1
+    torch.testing.assert_close(logits_of(tmp_path / "again", tokens), logits_of(run, tokens), rtol=1e-5, atol=1e-5)
+
+
+def logits_of(run: Path, tokens: torch.Tensor) -> torch.Tensor:
+    model = Trained.find(run).load()
+    hidden = model.hidden(tokens)
+    assert hidden is not None
+    return model.logits(hidden)

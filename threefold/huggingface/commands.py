@@ -34,6 +34,9 @@ def import_(
         metavar="KEY",
         help="Key of config.json to ignore, as it changes neither logits nor loss; may be repeated.",
     ),
+    adapter: Path | None = Option(
+        None, metavar="DIR", help="Folder of a LoRA adapter of the model, in the format of PEFT, to import with it."
+    ),
     overwrite: Overwrite = False,
     allow_not_finite: bool = Option(
         False, "--allow-not-finite", help="Import weights although some are NaN or infinite."
@@ -44,6 +47,7 @@ def import_(
     Examples:
       threefold checkpoint import models/gpt2 --out runs/gpt2
       threefold checkpoint import meta-llama/Llama-3.2-1B --out runs/llama
+      threefold checkpoint import models/llama --adapter adapters/mine --out runs/mine
     """
     from threefold.huggingface.source import check_import
 
@@ -51,7 +55,7 @@ def import_(
     from threefold.huggingface.import_hf import Import, import_model  # imports torch
 
     with Bars() as bars:
-        found = import_model(Import(folder, out, tuple(ignore or ()), overwrite, allow_not_finite), bars)
+        found = import_model(Import(folder, out, tuple(ignore or ()), overwrite, allow_not_finite, adapter), bars)
     model = found.config.model
     experts = f", {model.num_experts} experts, {model.experts_per_token} active per token" if model.num_experts else ""
     facts = {
@@ -63,6 +67,9 @@ def import_(
         "weights": f"{', '.join(found.dtypes)}, {format_bytes(found.bytes)}",
         "tokenizer": "tokenizer.json" if found.tokenizer else "none in the folder",
     }
+    if found.config.adapter.rank:
+        settings = found.config.adapter
+        facts["adapter"] = f"rank {settings.rank} of {first_of(settings.targets or (), 7)}"
     print_table((str(out), ""), [*facts.items()])
     if found.tokenizer:
         typer.echo(f'Next: threefold generate {out} --prompt "..."')

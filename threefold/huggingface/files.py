@@ -52,7 +52,7 @@ class TensorFiles:
         self._not_finite = Counter[str]()
         paths, index = _files(folder)
         for path in paths:
-            for stored in _contents(path):
+            for stored in contents(path):
                 name = stored.key if stored.key.startswith((prefix, "lm_head.")) else prefix + stored.key
                 if not _BUFFERS.fullmatch(name):
                     self.tensors[name] = stored
@@ -72,7 +72,7 @@ class TensorFiles:
         """
         stored = self.tensors[name]
         down, across = slice(*rows), slice(*columns)
-        with _opened(stored.file) as file:
+        with opened(stored.file) as file:
             whole = file.get_slice(stored.key)
             if index is not None:
                 found = whole[index : index + 1, down, across][0]
@@ -96,7 +96,8 @@ class TensorFiles:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file; raise a UserError if it cannot be read."""
     try:
         opened = safe_open(FolderFiles(path.parent).path(path.name), framework="pt")
     except (SafetensorError, OSError, ValueError, MemoryError) as error:
@@ -133,8 +134,9 @@ def _files(folder: Path) -> tuple[list[Path], dict[str, str]]:
     raise UserError(f"{folder} has neither {WHOLE} nor {INDEX}; give a folder that holds a model of Hugging Face.")
 
 
-def _contents(path: Path) -> Iterable[Stored]:
-    with _opened(path) as file:
+def contents(path: Path) -> Iterable[Stored]:
+    """Yield the tensors of a safetensors file; raise a UserError for one that is quantised or cannot be read."""
+    with opened(path) as file:
         for key in file.keys():  # noqa: SIM118
             found = file.get_slice(key)
             kind = found.get_dtype()

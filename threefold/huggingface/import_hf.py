@@ -36,6 +36,7 @@ from threefold.huggingface.files import (
     texts_of,
 )
 from threefold.huggingface.mapping import HuggingFaceType, Repeated, SourceRows, WeightMap
+from threefold.huggingface.peft_import import PeftAdapter, require_fitting
 from threefold.huggingface.source import read_json
 from threefold.models.family import make_model, model_plan
 from threefold.models.sharding import ModelPlan
@@ -53,6 +54,7 @@ class Import:
     ignored: tuple[str, ...] = ()  # keys of config.json
     overwrite: bool = False
     allow_not_finite: bool = False
+    adapter: Path | None = None  # folder of `peft`
 
 
 @dataclass(frozen=True)
@@ -98,6 +100,15 @@ def import_model(request: Import, progress: Progress) -> Imported:
     if eod is None and TOKENIZER in texts:
         eod = find_end(loaded(texts[TOKENIZER], str(request.source / TOKENIZER), is_tried=True))
     tensors = _streamed(weights, model_plan(config.model, 1), files, progress)
+    if request.adapter is not None:
+        shapes = {name.removeprefix(MODEL): tuple(tensor.size()) for name, tensor in tensors.items()}
+        peft = PeftAdapter(request.adapter, request.ignored)
+        peft.check_base(files.tensors)
+        sections["adapter"], added = peft.section_and_weights(kind, config, shapes)
+        template["adapter"] = sections["adapter"]
+        config = resolve(config_of(sections), 1)
+        require_fitting(config, added)
+        tensors |= {MODEL + name: tensor for name, tensor in added.items()}
     total = sum(tensor.nbytes for tensor in tensors.values())
     progress.phase("Importing", total)
     with staged_directory(request.out, inputs=[request.source], overwrite=request.overwrite) as partial:

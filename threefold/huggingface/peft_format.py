@@ -48,13 +48,15 @@ class Layer:
         path: its name in the model of transformers.
         weight: our weight that has its rows.
         rows: the rows of our weight, in its order [out].
-        parts: names of our projections that it computes, in our order; one empty name for a layer of one projection.
+        names: the projection of each row; an empty name for a layer of one projection.
+        parts: the distinct names, in our order.
         is_transposed: whether transformers holds its weight as [in, out].
     """
 
     path: str
     weight: str
     rows: Tensor
+    names: tuple[str, ...]
     parts: tuple[str, ...]
     is_transposed: bool = False
 
@@ -70,9 +72,9 @@ def layers_of(kind: HuggingFaceType, config: Config, shapes: Shapes) -> Iterator
         whole = replace(weight, shape=(len(rows), 1), transposed=False)
         for tensor, held in split(whole, rows.unsqueeze(1)).items():
             own = held.squeeze(1)
-            found = {names[row] for row in own.tolist()}
-            parts = tuple(name for name in dict.fromkeys(names) if name in found)
-            yield Layer(tensor.removesuffix(_WEIGHT), weight.name, own, parts, weight.transposed)
+            of_rows = tuple(names[row] for row in own.tolist())
+            parts = tuple(name for name in dict.fromkeys(names) if name in of_rows)
+            yield Layer(tensor.removesuffix(_WEIGHT), weight.name, own, of_rows, parts, weight.transposed)
 
 
 def _names_of_rows(plan: ModelPlan, weight: WeightMap) -> list[str]:
