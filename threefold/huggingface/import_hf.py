@@ -100,6 +100,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
     if eod is None and TOKENIZER in texts:
         eod = find_end(loaded(texts[TOKENIZER], str(request.source / TOKENIZER), is_tried=True))
     tensors = _streamed(weights, model_plan(config.model, 1), files, progress)
+    added: dict[str, Tensor] = {}
     if request.adapter is not None:
         shapes = {name.removeprefix(MODEL): tuple(tensor.size()) for name, tensor in tensors.items()}
         peft = PeftAdapter(request.adapter, request.ignored)
@@ -116,6 +117,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
         folder.mkdir(parents=True)
         files.not_finite()  # discard the counts of what the checks above have read
         save_tensors_alone(tensors, folder)
+        progress.advance(sum(tensors[MODEL + name].nbytes for name in added))
         counts = {} if request.allow_not_finite else files.not_finite()
         if first := next((name for name in files.tensors if name in counts), None):
             more = sum(counts.values()) - counts[first]

@@ -14,6 +14,7 @@ from threefold.adapters.attach import projections
 from threefold.adapters.merging import factors_of
 from threefold.config import Config
 from threefold.errors import UserError
+from threefold.foreign import FolderFiles
 from threefold.huggingface.files import Stored, contents, opened
 from threefold.huggingface.mapping import ConfigJson, HuggingFaceType, Shapes, shortened
 from threefold.huggingface.peft_format import CONFIG, STEM, Layer, layers_of
@@ -42,6 +43,8 @@ class PeftAdapter:
 
     def __init__(self, folder: Path, ignored: Collection[str] = ()) -> None:
         self._folder, self._file = folder, folder / f"{STEM}.safetensors"
+        if not FolderFiles(folder).holds(CONFIG):
+            raise UserError(f"--adapter is {folder}, which has no {CONFIG}; give the folder of an adapter of peft.")
         given = ConfigJson(read_json(folder, CONFIG), {}, str(folder / CONFIG))
         given.require("peft_type", "LORA")
         given.require("bias", "none")
