@@ -29,6 +29,18 @@ LLAMA: dict[str, Any] = {
     "eos_token_id": 0,
 }
 
+SIZES = {
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 40,
+    "max_position_embeddings": 64,
+}
+GPT = {"vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 64}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+
 
 def llama_tensors(seed: int = 0) -> dict[str, Tensor]:
     """Return random weights of `LLAMA`, by their names in a file."""

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from tests.huggingface.hand_made import file_tensors, refused, stored
+from tests.huggingface.hand_made import EXPERTS, GPT, SIZES, file_tensors, refused, stored
 from tests.support.command import Silent
 from tests.support.double import Fp64
 from tests.support.sweep import sweep
@@ -34,17 +34,6 @@ TOLERANCE = 1e-5
 SHARD = 20_000  # bytes: several files for every model here
 LENGTH = 40
 
-SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 24,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 40,
-    "max_position_embeddings": 64,
-}
-GPT = {"vocab_size": 97, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 64}
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5000.0,

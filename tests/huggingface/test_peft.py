@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.huggingface.hand_made import stored
-from tests.huggingface.test_models import EXPERTS, GPT, SIZES
+from tests.huggingface.hand_made import EXPERTS, GPT, SIZES, stored
 from tests.support.command import Silent
 from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import carried_by, newest, stored_config
@@ -112,7 +111,7 @@ def test_peft_computes_with_exported_adapters_what_the_merged_export_does(
     base, run, model = made
     tokens = torch.arange(2 * LENGTH).view(2, -1) % 90 + 1
     before = model(tokens).logits.detach()
-    export_adapter(run, tmp_path / "adapter", None, False)
+    export_adapter(run, tmp_path / "adapter")
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
     logits = adapted(tokens).logits.detach()
     assert (logits - before).abs().max() > 1e-3
@@ -127,7 +126,7 @@ def test_peft_computes_with_exported_adapters_what_the_merged_export_does(
 @pytest.mark.parametrize("made", list(MODELS), indirect=True)
 def test_adapters_come_back_as_they_were(made: tuple[Path, Path, nn.Module], tmp_path: Path) -> None:
     base, run, _ = made
-    export_adapter(run, tmp_path / "adapter", None, False)
+    export_adapter(run, tmp_path / "adapter")
     import_model(Import(base, tmp_path / "again", adapter=tmp_path / "adapter"), Silent())
     before, after = (
         {n: t for n, t in stored(each).items() if n.startswith(MODEL)} for each in (run, tmp_path / "again")
@@ -209,7 +208,7 @@ def test_experts_are_merged_and_have_no_adapter_in_peft(pool, tmp_path: Path) ->
     run.mkdir()
     pool.run(2, tune, start, run, tuned_config(start, {}, {"dp": 2, "ep": 2}))
     with pytest.raises(UserError, match=r"has an adapter of blocks.0.mlp.experts.*which is no linear layer of mixtral"):
-        export_adapter(run, tmp_path / "adapter", None, False)
+        export_adapter(run, tmp_path / "adapter")
     export_model(Export(run, tmp_path / "merged", dtype="fp32"), Silent())
     import_model(Import(tmp_path / "merged", tmp_path / "again"), Silent())
     tokens = torch.arange(2 * LENGTH).view(2, -1) % 90 + 1

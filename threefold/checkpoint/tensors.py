@@ -105,6 +105,14 @@ def load_tensors(
         raise UserError(f"The checkpoint {folder} cannot be read ({_reason(error)}).") from error
 
 
+def read_tensor(folder: Path, name: str) -> Tensor:
+    """Read a whole tensor of a checkpoint on this process alone; raises like `load_tensors`."""
+    shape, dtype = stored_tensors(folder)[name]
+    found = torch.empty(shape, dtype=dtype)
+    load_tensors({name: found}, folder, alone=True)
+    return found
+
+
 def stored_tensors(folder: Path) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
     """Return shape and dtype of a checkpoint's tensors by name; raise DamagedCheckpoint if the index is unreadable."""
     return {name: (tensor.shape, tensor.dtype) for name, tensor in read_index(folder).items()}

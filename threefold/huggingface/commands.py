@@ -47,7 +47,7 @@ def import_(
     Examples:
       threefold checkpoint import models/gpt2 --out runs/gpt2
       threefold checkpoint import meta-llama/Llama-3.2-1B --out runs/llama
-      threefold checkpoint import models/llama --adapter adapters/mine --out runs/mine
+      threefold checkpoint import models/llama --adapter lora --out runs/lora
     """
     from threefold.huggingface.source import check_import
 
@@ -105,7 +105,7 @@ def export(
     size, file = byte_size(shard_size, "--shard-size", "5GB"), model_file(model)
     check_export(run, out, overwrite)
     if adapter:
-        _export_adapter(run, out, dtype, overwrite)
+        _export_adapter(run, out, dtype, overwrite, average, step)
         return
     from threefold.huggingface.export_hf import Export, export_model  # imports torch
 
@@ -127,10 +127,10 @@ def export(
     print_table((str(out), ""), shown_facts)
 
 
-def _export_adapter(run: Path, out: Path, dtype: str | None, overwrite: bool) -> None:
+def _export_adapter(run: Path, out: Path, dtype: str | None, overwrite: bool, average: bool, step: str | None) -> None:
     from threefold.huggingface.peft_format import export_adapter  # imports torch
 
-    made = export_adapter(run, out, dtype, overwrite)
+    made = export_adapter(run, out, dtype, overwrite, average, step)
     print_warnings(made.warnings)
     facts = {
         "family": made.family,

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from threefold.adapters.attach import projections
 from threefold.adapters.merging import Factors, factors_of
-from threefold.checkpoint.errors import MODEL, DamagedCheckpoint
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import SelectedCheckpoint
-from threefold.checkpoint.index import StoredTensor, name_of
-from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.checkpoint.index import StoredTensor, name_of, weight_names
+from threefold.checkpoint.tensors import read_tensor, stored_tensors
 from threefold.config import Config
 from threefold.config.adapter import AdapterConfig
 from threefold.config.model import CUSTOM
@@ -99,18 +99,27 @@ class ExportedAdapter:
     warnings: tuple[str, ...]
 
 
-def export_adapter(run: Path, out: Path, dtype: str | None, overwrite: bool) -> ExportedAdapter:
-    """Write the adapters of a run's newest checkpoint that proves undamaged for `peft`."""
+def export_adapter(
+    run: Path,
+    out: Path,
+    dtype: str | None = None,
+    overwrite: bool = False,
+    average: bool = False,
+    step: str | None = None,
+) -> ExportedAdapter:
+    """Write the adapters of a run's checkpoint, the newest by default that proves undamaged, for `peft`."""
     damaged: dict[Path, str] = {}
     while True:
-        choice = choose_exported(run, damaged)
+        choice = choose_exported(run, damaged, step)
         try:
-            return _export(choice, run, out, dtype, overwrite)
+            return _export(choice, run, out, dtype, overwrite, average)
         except DamagedCheckpoint as damage:
             damaged[damage.path] = damage.reason
 
 
-def _export(choice: SelectedCheckpoint, run: Path, out: Path, dtype: str | None, overwrite: bool) -> ExportedAdapter:
+def _export(
+    choice: SelectedCheckpoint, run: Path, out: Path, dtype: str | None, overwrite: bool, average: bool
+) -> ExportedAdapter:
     checkpoint, config = choice.checkpoint, choice.config
     adapter = config.adapter
     if not adapter.rank:
@@ -122,9 +131,9 @@ def _export(choice: SelectedCheckpoint, run: Path, out: Path, dtype: str | None,
         )
     kind = choose_type(config.model, imported_config(checkpoint.path).get("model_type"))
     stored, adapters = stored_tensors(checkpoint.path), factors_of(config)
+    names = weight_names(checkpoint.path, average)
     factors = {name for each in adapters.values() for name in (each.a, each.b)}
-    shapes = {name.removeprefix(MODEL): shape for name, (shape, _) in stored.items() if name.startswith(MODEL)}
-    layers = list(layers_of(kind, config, {name: shape for name, shape in shapes.items() if name not in factors}))
+    layers = list(layers_of(kind, config, {name: stored[key][0] for name, key in names.items() if name not in factors}))
     known = {layer.weight for layer in layers}
     for name in adapters:
         if name not in known or "router" in name:
@@ -142,7 +151,7 @@ def _export(choice: SelectedCheckpoint, run: Path, out: Path, dtype: str | None,
         parts = _parts_in(chosen, layer, model_plan(config.model, 1))
         if not parts:
             continue
-        a, b = _read(checkpoint.path, chosen.a), _read(checkpoint.path, chosen.b)
+        a, b = (read_tensor(checkpoint.path, names[each]) for each in (chosen.a, chosen.b))
         path = f"{_PREFIX}{layer.path}."
         if chosen.is_table:
             found |= {f"{path}lora_embedding_A": a, f"{path}lora_embedding_B": b}
@@ -175,13 +184,6 @@ def _parts_in(factors: Factors, layer: Layer, plan: ModelPlan) -> list[int]:
     assert isinstance(rule, Column)
     names = [name for name, span in projections(rule.unit).items() if span in spans]
     return [number for number, name in enumerate(names) if name in layer.parts]
-
-
-def _read(checkpoint: Path, name: str) -> Tensor:
-    shape, dtype = stored_tensors(checkpoint)[MODEL + name]
-    read = torch.empty(shape, dtype=dtype)
-    load_tensors({MODEL + name: read}, checkpoint, alone=True)
-    return read
 
 
 def _config_json(
