@@ -12,11 +12,9 @@ from threefold.checkpoint.folder import newest
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config import Config
 from threefold.errors import UserError
-from threefold.huggingface.export_hf import Export, export_model
 from threefold.inference.generate import GenerationRequest, Sampling, complete
 from threefold.inference.model import Trained
 from threefold.models.source import ConfigSource
-from threefold.output import SILENT
 
 ADAPTER = (("adapter.rank", 3), ("adapter.alpha", 6.0), ("adapter.dropout", 0.1), ("checkpoint.every", 2))
 PLAIN = (("model.tie_embeddings", False),)
@@ -88,10 +86,8 @@ def test_generation_uses_the_adapters(trained, small_run: Run) -> None:
     assert written
 
 
-def test_an_export_and_another_adapter_are_refused(trained, small_run: Run, tmp_path: Path, pool) -> None:
+def test_another_adapter_is_refused(trained, small_run: Run, tmp_path: Path, pool) -> None:
     folder = trained("all", small_run.but(dtype="fp64", dropout=0.0, steps=3, set=(*WITH, ("optimizer.lr", 0.3))))
-    with pytest.raises(UserError, match=r"has adapters of rank 3, and an export has no place for them yet"):
-        export_model(Export(folder, tmp_path / "out"), SILENT)
     from threefold.checkpoint.resume import find_warm_start
 
     for settings, says in (
