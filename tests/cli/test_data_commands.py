@@ -64,9 +64,10 @@ def test_what_a_corpus_of_one_document_is_told_works(tmp_path: Path) -> None:
         "data": {"path": str(out), "sequence_length": 8},
         "train": {"max_steps": 2, "global_batch_size": 2, "eval_every": 1, "device": "cpu"},
     }
-    hint = r'prepare more documents, or set data.split to "949,0,0" and train.eval_every to 0'
-    with pytest.raises(UserError, match=hint):
-        resolve_run(Config.model_validate(config))
+    assert resolve_run(Config.model_validate(config)).data.split == "949,50,1"  # the document is cut
+    shown = [line.split()[:3] for line in run("show", str(out), "--split", "8,2").splitlines() if line.strip()]
+    (train, valid) = (next(row for row in shown if row[:2] == [name, "1"]) for name in ("train", "valid"))
+    assert int(train[2].replace(",", "")) == pytest.approx(4 * int(valid[2].replace(",", "")), abs=5)
     config["data"]["split"] = "949,0,0"
     with pytest.raises(UserError, match=r"prepare more documents, or set train.eval_every to 0"):
         resolve_run(Config.model_validate(config))

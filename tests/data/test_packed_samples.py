@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from threefold.data.packed import PackedSamples
-from threefold.data.samples import SPLITS, document_runs
+from threefold.data.samples import SPLITS, document_runs, token_runs
 from threefold.errors import UserError
 from threefold.report.tokens import split_facts
 
@@ -68,6 +68,30 @@ def test_a_split_without_documents_or_with_one_token(write_token_files) -> None:
     shortest = min(SPLITS, key=lambda name: next(f.tokens for f in split_facts(files, "1,1,1", 1) if f.name == name))
     with pytest.raises(UserError, match=f"the {shortest} split .* holds 1 tokens; .* larger weight"):
         PackedSamples.open(files, shortest, "1,1,1", 1)
+
+
+@pytest.mark.parametrize("split", ["8,2", "949,50,1", "1,1,1", "3,0,1"])
+@pytest.mark.parametrize("count", [2, 97, 2000])
+def test_one_document_is_cut(write_token_files, split: str, count: int) -> None:
+    """Train, valid and test in this order, each token in one of them, and no sample with tokens of two."""
+    files = write_token_files([list(range(1, count + 1))], vocab_size=count + 1)
+    shares = [float(weight) for weight in split.split(",")]
+    begun = 0
+    for name, share in zip(SPLITS, shares, strict=False):
+        ((first, end),) = token_runs(files.documents, split, name).tolist() or [(begun, begun)]
+        assert first == begun
+        assert abs(end - first - share / sum(shares) * (count + 1)) <= 1
+        begun = end
+        if end - first < 8:
+            continue
+        samples = PackedSamples.open(files, name, split, 7)
+        read = samples.read(np.arange(len(samples)))
+        places = np.where(read == EOD, count, read - 1)
+        assert places[0, 0] == first
+        assert ((places >= first) & (places < end)).all()
+        facts = next(each for each in split_facts(files, split, 7) if each.name == name)
+        assert (facts.documents, facts.tokens, facts.samples) == (1, end - first, len(samples))
+    assert begun == count + 1
 
 
 def test_a_token_outside_the_vocabulary_is_found(write_token_files) -> None:

@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from threefold.constants import IGNORE_INDEX
 from threefold.data.corpus import Corpus
-from threefold.data.samples import Samples, document_runs
+from threefold.data.samples import Samples, token_runs
 from threefold.errors import UserError
 from threefold.random import Int64Array
 
@@ -37,14 +37,14 @@ class PackedSamples(Samples):
     @classmethod
     def open(cls, files: Corpus, name: str, split: str, sequence_length: int) -> "PackedSamples":
         """Open the samples of split `name` ("train", "valid" or "test") under `split`, such as "949,50,1"."""
-        runs = document_runs(files.document_count, split, name)
+        runs = token_runs(files.documents, split, name)
         if not len(runs):
             remedy = "give it a weight above 0" if files.document_count > 1 else "prepare more documents"
             unevaluated = ", or set train.eval_every to 0" if name == "valid" else ""
             raise UserError(f'data.split "{split}" gives the {name} split no documents; {remedy}{unevaluated}')
         if sequence_length < 1:
             raise UserError(f"data.sequence_length is {sequence_length} but must be at least 1")
-        samples = cls(files, name, sequence_length, Runs(np.asarray(files.documents[runs])))
+        samples = cls(files, name, sequence_length, Runs(runs))
         if not len(samples):
             tokens = samples.runs.length
             rule = (

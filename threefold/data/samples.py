@@ -1,7 +1,8 @@
 """Samples: the train, validation and test splits of a corpus's documents, and mixtures of corpora.
 
 Documents are assigned to the splits by a keyed permutation of their numbers, so a held-out split represents the
-whole corpus. The key is fixed, whatever the run's seed, so that runs can be compared on it.
+whole corpus. The key is fixed, whatever the run's seed, so that runs can be compared on it. A corpus of one document,
+such as a book, is cut into splits.
 """
 
 import math
@@ -68,6 +69,23 @@ def document_runs(documents: int, split: str, name: str) -> Int64Array:
     others.sort()
     firsts, ends = np.append(0, others + 1), np.append(others, documents)
     return np.stack([firsts, ends], axis=1)[firsts < ends]
+
+
+def token_runs(documents: Int64Array, split: str, name: str) -> Int64Array:
+    """Return the tokens of split `name` as runs of positions, first and end: int64 [runs, 2].
+
+    `documents` are the positions at which documents begin, and the end of the last. A corpus of one document is cut:
+    its first tokens are for training, the next for validation, and the last for the test.
+    """
+    weights = np.array(parse_split(split))
+    if len(documents) != 2 or np.count_nonzero(weights) == 1:
+        return np.asarray(documents[document_runs(len(documents) - 1, split, name)])
+    shares = np.append(0.0, np.cumsum(weights))
+    start, end = int(documents[0]), int(documents[1])
+    bounds = start + np.rint(shares / shares[-1] * (end - start)).astype(np.int64)
+    place = SPLITS.index(name)
+    run = bounds[None, place : place + 2]
+    return run[run[:, 0] < run[:, 1]]
 
 
 def document_numbers(documents: int, split: str, name: str) -> Int64Array:

@@ -12,7 +12,7 @@ from threefold.checksums import checksum
 from threefold.data.corpus import META_FILE, Corpus, StoredTokens, damaged
 from threefold.data.formats.registry import holds_tokens, is_prepared, read_stored
 from threefold.data.formats.threefold_folder import TokenFiles
-from threefold.data.samples import SPLITS, document_runs
+from threefold.data.samples import SPLITS, document_runs, token_runs
 from threefold.data.tokenizer import id_count, load_tokenizer
 from threefold.doors import call_hook
 from threefold.errors import UserError
@@ -34,8 +34,10 @@ def split_facts(files: Corpus, split: str, sequence_length: int) -> list[SplitFa
     """Return the size of each split of `files` under `split`, including empty ones. Raises like `document_counts`."""
     facts = []
     for name in SPLITS:
-        runs = document_runs(files.document_count, split, name)
-        documents, tokens = int(np.diff(runs).sum()), int(np.diff(files.documents[runs]).sum())
+        runs = token_runs(files.documents, split, name)
+        tokens = int(np.diff(runs).sum())
+        is_one = files.document_count == 1  # which splits share
+        documents = len(runs) if is_one else int(np.diff(document_runs(files.document_count, split, name)).sum())
         facts.append(SplitFacts(name, documents, tokens, max(0, tokens - 1) // sequence_length))
     return facts
 
