@@ -138,6 +138,11 @@ doc_to_target: gold
     ran = subprocess.run([*command, *options], env={**os.environ, **homes}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
     assert "acc_norm" in ran.stdout
+    options[1] = f"run={tmp_path}/none"
+    refused = subprocess.run([*command, *options], env={**os.environ, **homes}, capture_output=True, text=True)
+    assert refused.returncode == 1
+    assert refused.stderr.splitlines()[-1].startswith("Error: "), refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_what_is_not_there_is_said(tmp_path: Path, threefold: Command) -> None:

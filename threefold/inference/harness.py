@@ -6,6 +6,7 @@ runs the harness's own command line, to which the model `threefold` is added. In
 the `model` of `lm_eval.simple_evaluate`. Requests become tokens as in training, and are scored as by `threefold eval`.
 """
 
+import sys
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -29,9 +30,10 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "lm_eval":
         raise
-    raise UserError(
-        "The Language Model Evaluation Harness is not installed; install it with pip install lm_eval."
-    ) from None
+    lacking = "The Language Model Evaluation Harness is not installed; install it with pip install lm_eval."
+    if __name__ == "__main__":
+        sys.exit(f"Error: {lacking}")
+    raise UserError(lacking) from None
 
 Pair = tuple[Any, list[int], list[int]]  # texts, and the tokens of a context and of what follows it
 
@@ -187,4 +189,7 @@ class ThreefoldLM(TemplateLM):
 if __name__ == "__main__":
     from lm_eval.__main__ import cli_evaluate
 
-    cli_evaluate()
+    try:
+        cli_evaluate()
+    except UserError as error:
+        sys.exit(f"Error: {error}")
