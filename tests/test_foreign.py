@@ -225,7 +225,8 @@ FUNCTIONS: Final = {
         huggingface/files.py::texts_of
         huggingface/files.py::end_tokens huggingface/files.py::imported_config huggingface/import_hf.py::import_model
         huggingface/source.py::check_import train/callbacks/step_log.py::StepLog.before_fit
-        report/metrics.py::RunFile.before_fit report/callbacks.py::Table._begin
+        huggingface/peft_import.py::PeftAdapter.__init__ report/metrics.py::RunFile.before_fit
+        report/callbacks.py::Table._begin
     """,
     "standard streams, /dev/null, /dev/shm and /proc": """
         terminal.py::guard_streams launch/device.py::gpu_count launch/environment.py::_environment_of
@@ -237,6 +238,7 @@ FUNCTIONS: Final = {
         huggingface/limited.py::_reachable
     """,
     "the user's cache": "huggingface/tokenizer_check.py::try_tokenizer",
+    "the model that a conversation is with": "inference/commands/chat.py::_as_run",
     "a picture in a new file of `nofollow_file`": "report/loss_curve.py::draw",
 }
 """Other functions that call such a function or method, by what they open."""

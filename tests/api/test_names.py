@@ -72,6 +72,8 @@ def test_the_package_says_that_it_has_types() -> None:
 PARTS = {
     *("EventRecorder", "SharedMemoryGroup", "PostponedSum"),  # of an axis, which a mesh makes
     *("SharedMemorySizes", "Pieces"),  # of pieces, which `threefold verify` makes tiny, and those of an exact run
+    *("GradientUpdate", "ActivationWatches"),  # of a ModelView, which a run makes
+    "Simulation",  # of a SimulatedStep, which `simulate` makes
     *("Patterns", "Unit", "AsConstructed", "Drawn", "Cut"),  # of a ModelPlan, which a Plan builds
     *(
         "ParallelConfig",

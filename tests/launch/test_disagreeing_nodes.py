@@ -39,6 +39,7 @@ OTHERS = (
     *(*TRIED, "llama", "sgd", "cosine", "linear", "relu", "gelu", "ring", "gpipe", "uniform", "gradients", "skip"),
     *("rollback", "fleet", "all", "text", "7,3", "memory://r", [3], [0.8, 0.9], ["dp1"], {"tokens": 2.0}),
     "a.safetensors",
+    [{"match": "head", "lr_scale": 0.5}],
 )
 """Values of which each setting takes at least one."""
 
@@ -67,6 +68,7 @@ BASES: tuple[dict[str, dict[str, Any]], ...] = (
     ),
     *({"parallel": {"dp": 1, "tp": 2}}, {"parallel": {"dp": 1, "pp": 2, "schedule": "interleaved"}}),
     *({"optimizer": {"name": name}} for name in ("sgd", "momentum", "adafactor", "lion", "muon")),
+    *({"optimizer": {"ema_decay": 0.9}, "train": {"eval_every": 1}}, {"adapter": {"rank": 2}}),
     *({"optimizer": {"decay": "wsd"}}, {"precision": {"dtype": "bf16"}}, {"checkpoint": {"every": 1, "keep": 1}}),
 )
 """Sections added to the config, of which each setting has an effect with at least one."""

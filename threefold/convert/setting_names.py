@@ -7,7 +7,7 @@ SETTING_NAMES: Final = {
     "clip_grad_norm": "grad_clip gradient_clipping max_grad_norm max_norm",
     "max_steps": "max_iters train_iters total_steps num_steps steps iterations",
     "epochs": "num_epochs num_train_epochs max_epochs",
-    "num_layers": "n_layer n_layers layers num_hidden_layers depth",
+    "num_layers": "n_layer n_layers num_hidden_layers depth",
     "hidden_size": "n_embd d_model dim hidden_dim hidden model_dim embed_dim",
     "num_attention_heads": "n_head n_heads heads num_heads",
     "num_key_value_heads": "n_kv_heads num_kv_heads kv_heads num_query_groups",

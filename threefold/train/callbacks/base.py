@@ -2,7 +2,7 @@
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from threefold.comm.mesh import Mesh
-    from threefold.train.model_view import ActivationWatch, ModelView, Watcher
+    from threefold.train.model_view import ActivationWatch, ModelView
     from threefold.train.step import NonFiniteStep
 
 
@@ -58,7 +58,9 @@ class RunContext:
         """
         return self.model.gradient_norms()
 
-    def activations(self, pattern: str, fn: "Watcher", *, inputs: bool = False) -> "ActivationWatch":
+    def activations(
+        self, pattern: str, fn: "Callable[[str, Tensor, int], object]", *, inputs: bool = False
+    ) -> "ActivationWatch":
         """Call `fn(name, tensor, step)` with what modules return in the forward passes of training steps.
 
         `fn` is called once for each call of a module and each micro-batch: not in evaluations, and not again when the
