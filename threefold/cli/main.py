@@ -29,7 +29,7 @@ COMMANDS: Final = {
 }
 """Commands of the core, as `CommandTable` takes them; attached rooms add theirs (`threefold.doors`)."""
 ORDER: Final = (
-    *("init", "train", "watch", "report", "generate", "chat", "eval", "inspect", "verify", "parity", "doctor"),
+    *("init", "train", "sweep", "watch", "report", "generate", "chat", "eval", "inspect", "verify", "parity", "doctor"),
     *("plan", "show", "estimate", "simulate", "dry-run", "data", "checkpoint", "config"),
 )
 """Commands in the order of the help; others follow."""

@@ -15,6 +15,7 @@ RUN_FILES: Final = {
 
 COMMANDS: Final = {
     "watch": ("Train and use", "threefold.report.commands.watch:command"),
+    "sweep": ("Train and use", "threefold.report.commands.sweep:command"),
     "report": ("Train and use", "threefold.report.commands.report:command"),
     "data show": ("", "threefold.report.commands.data:show"),
     "data verify": ("", "threefold.report.commands.data:verify"),

@@ -449,6 +449,14 @@ function checkpoints() {
 
 const written = (value) => (value === null || value === undefined ? "–" : typeof value === "string" ? value : JSON.stringify(value));
 
+// The runs of a sweep, from the best loss to the worst.
+function outcomes() {
+  if (!report.outcomes) return null;
+  const place = new Map(report.runs.map((run, index) => [run.name, index]));
+  const cell = (each, column) => (column === 0 ? make("span", {}, place.has(each) ? swatch(place.get(each)) : null, each) : typeof each === "number" ? each.toFixed(4) : written(each));
+  return table("Runs of the sweep, best first", report.outcomes.columns, report.outcomes.rows.map((row) => row.map(cell)));
+}
+
 function differences() {
   const rows = Object.entries(report.differences).map(([name, values]) => [make("code", {}, name), ...values.map(written)]);
   const section = table("Settings that differ", ["setting", ...report.runs.map((run) => run.name)], rows, "differences");
@@ -594,7 +602,7 @@ function render() {
   document.querySelector("nav output").textContent = span > 1 ? `mean over ${grouped(span)} steps` : "none";
   const single = report.runs.length === 1, third = { size: "half third" }, hasMFU = visible().some(([run]) => run.curves.values.mfu);
   const top = [
-    warnings(), tiles(),
+    warnings(), tiles(), outcomes(),
     chart("Loss", "nats per token; dashed: validation", losses, { height: 340, marks: true, fill: single, size: single ? "two-thirds" : "", key: "loss" }),
     chart("Difference of the loss", `from that of ${report.runs[0].name}`, differencesOfLoss, { height: 150, from: 0, size: "", text: report.comparison }),
     summaryTable(),
