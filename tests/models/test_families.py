@@ -74,10 +74,10 @@ def test_further_blocks_are_verified_over_every_axis(pool, tmp_path: Path) -> No
 
 
 MIXTURES = ("gpt-oss-20b", "deepseek-v3", "deepseek-v2-lite")
-PRESETS = ("gemma-3-1b", "olmo-3-7b", *MIXTURES, "glm-4-9b-0414", "gemma-2-2b", "olmo-2-1b", "phi-4")
+PRESETS = ("gemma-3-1b", "olmo-3-7b", *MIXTURES, "glm-4-9b-0414", "gemma-2-2b", "olmo-2-1b", "phi-4", "gemma-3-270m")
 
 
-@sweep("preset", PRESETS, slow=range(4))
+@sweep("preset", PRESETS, slow=(*range(4), 9))
 def test_a_shrunk_preset_computes_in_each_layout_what_one_process_does(pool, tmp_path: Path, preset: str) -> None:
     given = {"model": {"preset": preset}, "data": {"path": "none", "sequence_length": 512}}
     layouts = ("tp2·cp2", "dp2·pp2", *(("dp2·tp2·ep2",) if preset in MIXTURES else ()))

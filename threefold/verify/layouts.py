@@ -26,6 +26,8 @@ from threefold.models.sharding import matches
 
 _HEAD_DIM, _VOCABULARY, _SEQUENCE, _LAYERS, _SERVED, _EXPERTS = 4, 64, 12, 3, 2, 4
 """Target sizes of shrinking, unless a layout needs more."""
+_HIDDEN = 8
+"""Smallest hidden size, unless the model's is smaller: norms of fewer features amplify rounding."""
 _LATENT = {"query_rank": 6, "key_value_rank": 7, "plain_head_dim": 3, "rope_head_dim": 4, "value_head_dim": 5}
 """Those of latent attention, whose widths are all different."""
 _DROPOUT = 0.1
@@ -116,7 +118,8 @@ def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
         head_dim = latent["plain_head_dim"] + latent["rope_head_dim"]
     while model.rotary_share < 1 and int(head_dim * model.rotary_share) % 2 + (head_dim * model.rotary_share < 2):
         head_dim += 2  # until whole pairs of features are rotated
-    hidden = max(1, round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_dim)))
+    hidden = round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_dim))
+    hidden = max(hidden, min(model.hidden_size, _HIDDEN))
 
     def inner(width: int) -> int:
         return min(width, max(1, round(hidden * width / model.hidden_size / tp)) * tp)
