@@ -67,7 +67,7 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scoring: S
 
     `q` is [B, heads, Q, d]; `k` and `v` are [B, key-value heads, K, d].
     """
-    if scoring.is_fused:
+    if scoring.is_fused and q.shape[-1] == v.shape[-1]:  # torch's unfused products, for other widths, are slower
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=scoring.scale, enable_gqa=grouped)
     k, v = (serve_heads(each, q.shape[1], 1) for each in (k, v))

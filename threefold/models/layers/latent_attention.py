@@ -90,9 +90,16 @@ class LatentAttention(nn.Module):
     def _absorbed(self, q: Tensor, weight: Tensor, latents: Tensor, hidden: Tensor) -> Tensor:
         to_keys, to_values = weight.unflatten(0, (-1, sum(self.of_keys))).split(self.of_keys, 1)
         plain, turned = q.split(self.of_queries, -1)
-        queries = torch.cat([torch.einsum("bqhd,hdr->bqhr", plain, to_keys), turned], -1)
+        queries = torch.cat([_of_heads(plain, to_keys.mT), turned], -1)
         # The queries of all heads attend to one head of keys.
         one_head, keys, values = queries.flatten(1, 2), latents, latents[..., : self.of_latents[0]]
         one_head, keys, values, hidden = (each.unsqueeze(1) for each in (one_head, keys, values, hidden.unsqueeze(1)))
         sums = masked_attention(one_head, keys, values, hidden, self.core.scoring)
-        return torch.einsum("bqhr,hdr->bqhd", sums.reshape(*queries.shape[:3], -1), to_values).flatten(2)
+        return _of_heads(sums.reshape(*queries.shape[:3], -1), to_values).flatten(2)
+
+
+def _of_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """Multiply each head of `x` [B, S, heads, in] by its `weight` [heads, out, in]: [B, S, heads, out]."""
+    if weight.stride(-1) == 1:  # bf16 products copy a right factor whose columns are in one piece
+        return (weight @ x.flatten(0, 1).permute(1, 2, 0)).permute(2, 0, 1).unflatten(0, x.shape[:2])
+    return (x.flatten(0, 1).transpose(0, 1) @ weight.mT).transpose(0, 1).unflatten(0, x.shape[:2])
