@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.inference.support import FAMILIES
 from tests.train.support import Run, train_rank, write_tokens
 from threefold.inference.model import Trained
 from threefold.verify.worker_pool import WorkerPool
@@ -67,10 +68,9 @@ def runs(pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory) -> Callable
         if kind not in done:
             done.add(kind)
             axes = 2 if kind == "learned" else 1
+            given = KINDS[kind] if kind in KINDS else {"architecture": kind, **FAMILIES[kind]}
             # wide initial weights, or greedy generation says one thing again and again
-            settings = tuple(
-                (f"model.{key}", value) for key, value in {**KINDS[kind], "initializer_range": 0.2}.items()
-            )
+            settings = tuple((f"model.{key}", value) for key, value in {**given, "initializer_range": 0.2}.items())
             pool.run(axes * axes, train_rank, plain.but(tp=axes, pp=axes, set=settings), folder / kind)
         return folder / kind
 

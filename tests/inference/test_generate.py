@@ -87,7 +87,7 @@ def _local(parameter: torch.Tensor) -> torch.Tensor:
 
 @sweep(
     ("kind", "tp", "pp"),
-    [("learned", 2, 2), ("llama", 1, 2), ("llama", 4, 1), ("experts", 2, 1), ("blocks", 4, 1)],
+    [("learned", 2, 2), ("llama", 1, 2), ("llama", 4, 1), ("experts", 2, 1), ("blocks", 4, 1), ("latent", 2, 2)],
     quick=(0, 2),
 )
 def test_same_tokens_in_every_layout(

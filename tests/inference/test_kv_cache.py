@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.inference.support import Oracle
+from tests.inference.support import FAMILIES, Oracle
 from threefold.errors import UserError
 from threefold.inference.model import Cache, CachedAttention, Model, Trained, caching
 from threefold.models.layers.attention import CausalAttention
@@ -48,6 +48,13 @@ def departs(trained: Trained, new_tokens: int = 4) -> float:
 
 def test_equal_to_running_all_tokens(trained: Trained) -> None:
     assert departs(trained) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_equal_to_running_all_tokens(runs: Callable[[str], Path], family: str) -> None:
+    """Of prompts of different lengths side by side, longer than windows and shorter."""
+    assert departs(Trained.find(runs(family))) < 1e-12
 
 
 def test_rows_are_used_again_and_let_go(trained: Trained) -> None:
