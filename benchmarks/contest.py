@@ -26,6 +26,8 @@ class Contestant:
         ranks: number of processes; they share the cores.
         tree: another checkout of Threefold for its processes to import; empty for this one.
         launched: whether each process is set up as a rank by Threefold's launcher; otherwise it is a plain process.
+        elapsed: whether to count elapsed time; otherwise the time that processors spend on the process, all threads
+            together, on which other programs have less influence.
     """
 
     name: str
@@ -34,6 +36,7 @@ class Contestant:
     ranks: int = 1
     launched: bool = True
     tree: str = ""
+    elapsed: bool = True
 
 
 def contest(contestants: list[Contestant], rounds: int, steps: int) -> dict[str, list[float]]:
@@ -120,8 +123,9 @@ def _answer(_: Any, contestant: Contestant, connection: Connection) -> None:
         except EOFError:
             return
         gc.collect()
-        started = time.perf_counter()
+        clock = time.perf_counter if contestant.elapsed else time.process_time
+        started = clock()
         for _ in range(steps):
             step(made)
             made += 1
-        connection.send(time.perf_counter() - started)
+        connection.send(clock() - started)
