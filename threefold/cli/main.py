@@ -29,8 +29,8 @@ COMMANDS: Final = {
 }
 """Commands of the core, as `CommandTable` takes them; attached rooms add theirs (`threefold.doors`)."""
 ORDER: Final = (
-    *("init", "train", "sweep", "watch", "report", "generate", "chat", "eval", "inspect", "verify", "parity", "doctor"),
-    *("plan", "show", "estimate", "simulate", "dry-run", "data", "checkpoint", "config"),
+    *("init", "train", "sweep", "watch", "report", "generate", "chat", "eval", "inspect", "verify", "parity"),
+    *("coordinates", "doctor", "plan", "show", "estimate", "simulate", "dry-run", "data", "checkpoint", "config"),
 )
 """Commands in the order of the help; others follow."""
 FAILED, MISUSED = 1, 2

@@ -6,6 +6,7 @@ NEEDS: Final = ("cpu", "exact", "huggingface", "report")
 COMMANDS: Final = {
     "inspect": ("Check", "threefold.verify.inspect_command:command"),
     "verify": ("Check", "threefold.verify.command:command"),
+    "coordinates": ("Check", "threefold.verify.coordinates:command"),
 }
 HOOKS: Final = {
     "verify_run": "threefold.verify.run_verification:verify_run",
