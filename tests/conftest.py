@@ -113,7 +113,7 @@ def _import_for_workers() -> None:
 
     with lasting_imports():  # so that no collection of a worker walks all that
         for module in pkgutil.walk_packages(package.__path__, "threefold."):
-            if not module.name.endswith(".__main__"):
+            if not module.name.endswith((".__main__", ".harness")):  # which needs a package of its own
                 importlib.import_module(module.name)
         for name in ("matplotlib.figure", "matplotlib.backends.backend_agg", "torch._dynamo"):
             importlib.import_module(name)
