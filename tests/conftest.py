@@ -4,7 +4,6 @@ import gc
 import importlib
 import json
 import math
-import pkgutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -14,10 +13,10 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-import threefold as package
 from tests.support.browser import chromium as chromium
 from tests.support.browser import page as page  # here, so that all tests share one browser
 from tests.support.command import Command, Ended
+from tests.support.modules import NEEDS, module_names
 from threefold.cli import main
 
 # Not torch: the process that hands the tests to others begins with this file, and they wait for it.
@@ -112,9 +111,9 @@ def _import_for_workers() -> None:
     from threefold.report.tensorboard import import_writer
 
     with lasting_imports():  # so that no collection of a worker walks all that
-        for module in pkgutil.walk_packages(package.__path__, "threefold."):
-            if not module.name.endswith((".__main__", ".harness")):  # which needs a package of its own
-                importlib.import_module(module.name)
+        for name in module_names():
+            if name not in NEEDS:  # no run imports it
+                importlib.import_module(name)
         for name in ("matplotlib.figure", "matplotlib.backends.backend_agg", "torch._dynamo"):
             importlib.import_module(name)
         import_writer()

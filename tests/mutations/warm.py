@@ -10,12 +10,13 @@ import gc
 import importlib
 import json
 import os
-import pkgutil
 import runpy
 import sys
 import traceback
 from contextlib import suppress
 from typing import Any, NoReturn
+
+from tests.support.modules import module_names
 
 PACKAGE, OURS = "threefold", ("threefold", "threefold_parity", "tests", "__main__")
 
@@ -42,9 +43,8 @@ def _libraries() -> list[str]:
     reader, writer = os.pipe()
     if not (child := os.fork()):
         importlib.import_module("pytest")
-        for module in pkgutil.walk_packages(importlib.import_module(PACKAGE).__path__, f"{PACKAGE}."):
-            if not module.name.endswith((".__main__", ".harness")):  # which needs a package of its own
-                importlib.import_module(module.name)
+        for name in module_names(PACKAGE):
+            importlib.import_module(name)
         found = (name for name in sys.modules if name.partition(".")[0] not in OURS)
         names = [name for name in found if hasattr(sys.modules[name], "__spec__")]
         with os.fdopen(writer, "w") as pipe:
