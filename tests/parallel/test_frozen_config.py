@@ -174,3 +174,40 @@ def test_weights_that_were_frozen_begin_without_optimizer_state(pool, tmp_path: 
     assert not any(name.startswith(("blocks.1.", "blocks.2.")) for name in states)
     for name, total in states.items():
         assert (total == 0) == name.startswith("blocks.0."), name
+
+
+def continued(case: Case, folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """Train one step from the checkpoint before it, save the next, and return the weights."""
+    engine = make_engine(case)
+    if step:
+        restore_engine(engine, read_manifest(path_of(folder, step)))
+    engine.train_step(shard_of(case, step, engine.mesh.dp.index), step)
+    facts = Facts(step + 1, case.batch * (step + 1), 11, None, None, 0, 0)
+    save_checkpoint(
+        folder, facts, checkpoint_tensors(engine), {"config.yaml": case.config.to_yaml()}, engine.mesh.world
+    )
+    return whole_tensors(engine, "master")
+
+
+def in_stage(stage: int) -> dict[str, tuple[tuple[str, int], ...]]:
+    return {"settings": (("parallel.zero", stage),)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "case",
+    [replace(TIED, steps=4), replace(GPT_TIED, steps=4, update=(("adapter.rank", 3),))],
+    ids=["frozen", "adapters"],
+)
+def test_runs_go_on_in_another_layout_and_stage(pool, expected, tmp_path: Path, case: Case) -> None:
+    """ZeRO 1 and 2 save whole frozen weights, ZeRO 3 their shards."""
+    layouts = [
+        case.with_layout(2, 1, 1, **in_stage(1)),
+        case.with_layout(4, 1, 1, **in_stage(3)),
+        case.with_layout(2, 2, 1, **in_stage(2)),
+        case.with_layout(1, 1, 2, accumulation=4),
+    ]
+    for step, layout in enumerate(layouts):
+        found = pool.run(layout.world_size, continued, layout, tmp_path, step)
+    for name, weight in expected(case).final.items():
+        torch.testing.assert_close(found[0].get(name, found[-1].get(name)), weight, rtol=1e-12, atol=1e-13)

@@ -11,6 +11,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from tests.support.parity import Case, make_engine, shard_of
 from tests.support.sweep import sweep
 from threefold.models.gpt.model import GPT
+from threefold.models.source import ConfigSource
+from threefold.planner.model_size import ModelSize
 from threefold.train.step import Engine
 
 # Every dim divides by 4: positions are two more than the sequence.
@@ -21,6 +23,7 @@ class Held(NamedTuple):
     """Bytes on a rank: of its shards after a step; of whole tensors, after the last backward pass and at most."""
 
     masters: int
+    frozen: int
     gradients: int
     states: int
     weights_at_end: int
@@ -47,7 +50,7 @@ def whole_tensors_held(engine: Engine) -> tuple[int, int]:
 
 def measured(case: Case) -> Held:
     engine = make_engine(case)
-    during: list[tuple[int, int]] = []
+    during: list[tuple[int, int]] = [(0, 0)]
     at_end: list[tuple[int, int]] = []
     finish, post_backward, post_forward = (
         engine.gradients.finish,
@@ -77,6 +80,7 @@ def measured(case: Case) -> Held:
     entries = engine.optimizer.entries
     return Held(
         sum(entry.master.untyped_storage().nbytes() for entry in entries),
+        sum(each.leaf.untyped_storage().nbytes() for each in engine.model.weights if not each.is_trained),
         sum(entry.gradient.nbytes for entry in entries),
         sum(state.nbytes for _, _, state in engine.optimizer.states() if state.dim()),
         *at_end[0],
@@ -101,7 +105,7 @@ def test_bytes_per_rank_are_those_of_the_formula(pool, stage: int, dp: int, dtyp
     narrow = {"fp32": 4, "bf16": 2}[dtype]
     for held in pool.run(dp, measured, case):
         assert held.masters == held.gradients == 4 * model / dp
-        assert held.states == 8 * model / dp
+        assert (held.states, held.frozen) == (8 * model / dp, 0)
         if stage < 3:
             assert held.weights_at_end == held.weights_at_most == narrow * model
         else:
@@ -112,3 +116,37 @@ def test_bytes_per_rank_are_those_of_the_formula(pool, stage: int, dp: int, dtyp
         else:
             assert held.gradients_at_end == 0
             assert held.gradients_at_most == narrow * layer
+
+
+FROZEN = replace(EVEN, update=(("optimizer.frozen", ("embed", "blocks.0", "blocks.*.attn", "blocks.2.mlp.up")),))
+ADAPTED = replace(EVEN, update=(("adapter.rank", 4),))
+
+
+@sweep(
+    ("case", "dtype"),
+    [(case, dtype) for case in (FROZEN, ADAPTED) for dtype in ("fp32", "bf16")],
+    quick=(3,),
+    ids=["fp32", "bf16", "adapters fp32", "adapters bf16"],
+)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_frozen_weights_have_bytes_of_their_own_alone(pool, stage: int, case: Case, dtype: str) -> None:
+    """They are whole in stages 0 to 2, in which they are not gathered, and shards in stage 3."""
+    case = replace(case, dp=2, dtype=dtype, settings=(("parallel.zero", stage),))
+    make, plan = ConfigSource().load(case.config)
+    sizes = {name: parameter.numel() for name, parameter in make().named_parameters()}
+    frozen = sum(size for name, size in sizes.items() if name in plan.frozen)
+    trained = sum(sizes.values()) - frozen
+    assert frozen
+    narrow, shards = {"fp32": 4, "bf16": 2}[dtype], 2 if stage else 1
+    size = ModelSize(case.config)
+    computed = size.rank(0, size.largest_place(0))
+    for held in pool.run(2, measured, case):
+        assert held.masters == held.gradients == 4 * trained / shards
+        assert held.states == computed.optimizer == 8 * trained / shards
+        assert held.frozen == narrow * frozen / (2 if stage == 3 else 1)
+        copies = trained * narrow if stage == 0 and dtype == "bf16" else 0
+        assert computed.weights == held.masters + held.frozen + held.weights_at_most + copies
+        if stage in (1, 2):
+            assert held.weights_at_end == held.weights_at_most == narrow * trained
+        if stage == 1:
+            assert held.gradients_at_end == 4 * trained

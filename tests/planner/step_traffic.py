@@ -10,6 +10,7 @@ from math import prod
 
 from threefold.comm.layout import Coordinates, shard_bounds
 from threefold.config import Config
+from threefold.models.sharding import covers
 from threefold.parallel.gradients import in_buckets
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.planner.block import WeightShape, describe_model
@@ -99,6 +100,7 @@ class _Step:
         self.held = ShardCoordinates(tp=ShardIndex(place.tp, parallel.tp))
         description = describe_model(config.model, config.data.sequence_length)
         self.plan = description.plan
+        self.frozen = config.optimizer.frozen or ()
         self.layers = [each for number, each in enumerate(description.weights.values()) if number in layers]
         replayed = blocks & set(range(1, model.num_layers + 1, train.recompute_every))
         self.replayed_cores = len(replayed) if train.recompute != "none" else 0
@@ -145,13 +147,16 @@ class _Step:
     def _shared(self, axis: str) -> Iterator[Carried]:
         """Yield ZeRO's gathers and reduce-scatters by layer, rows padded to equal shards, and its sum over replicas."""
         stage, shards = self.parallel.zero, self.parallel.zero_shards * self.parallel.cp
-        layers = list(self._shapes(self.held))
+        layers, gathered = list(self._shapes(self.held)), list(self._shapes(self.held, stage == 3))
         if self.stages.ranks == (0,) and self.config.model.tie_embeddings:
-            layers[0] += layers.pop()  # they share a weight
-        for shapes in layers:
-            padded = sum(-(-rows // shards) * shards * columns for rows, columns in shapes)
-            yield axis, "all_gather", 2 * self.micro_batches if stage == 3 else 1, padded * self.itemsize
-            yield axis, "reduce_scatter", 1 if stage == 1 else self.micro_batches, padded * self.summed
+            for each in (layers, gathered):
+                each[0] += each.pop()  # they share a weight
+        for shapes, all_shapes in zip(layers, gathered, strict=True):
+            padded, whole = (
+                sum(-(-rows // shards) * shards * columns for rows, columns in each) for each in (shapes, all_shapes)
+            )
+            yield axis, "all_gather", (2 * self.micro_batches if stage == 3 else 1) * (whole > 0), whole * self.itemsize
+            yield axis, "reduce_scatter", (1 if stage == 1 else self.micro_batches) * (padded > 0), padded * self.summed
         if self.parallel.zero_shards < self.parallel.dp:
             held = sum(self._of_shard(rows) * columns for shapes in layers for rows, columns in shapes)
             yield axis, "all_reduce", 1, held * self.summed
@@ -246,9 +251,9 @@ class _Step:
         """Yield the elements of each parameter on the tensor-parallel rank at `place`, in model order."""
         yield from (rows * columns for shapes in self._shapes(place) for rows, columns in shapes)
 
-    def _shapes(self, place: ShardCoordinates) -> Iterator[list[tuple[int, int]]]:
-        """Yield the rows and columns of each layer's parameters on this rank, with 1 column for a vector."""
-        for weights in self._weights():
+    def _shapes(self, place: ShardCoordinates, with_frozen: bool = False) -> Iterator[list[tuple[int, int]]]:
+        """Yield the rows and columns of each layer's trained parameters on this rank, with 1 column for a vector."""
+        for weights in self._weights(with_frozen):
             yield [_matrix(local_shape(weight.shape, weight.split, weight.last_name, place)) for weight in weights]
 
     def _held_whole(self, per_head: bool = False) -> Iterator[int]:
@@ -263,11 +268,13 @@ class _Step:
                     rows, columns = _matrix(weight.shape)
                     yield share(rows) * columns
 
-    def _weights(self) -> Iterator[tuple[WeightShape, ...]]:
-        """Yield the parameters of each layer of this rank in model order, tied ones where they are first used."""
+    def _weights(self, with_frozen: bool = False) -> Iterator[tuple[WeightShape, ...]]:
+        """Yield the trained parameters of each layer of this rank in model order, tied ones where they are first used,
+        and frozen ones if asked."""
         seen: set[WeightShape] = set()
         for layer in self.layers:
-            yield tuple(weight for weight in layer if weight not in seen)
+            trained = (each for each in layer if with_frozen or not any(covers(one, each.name) for one in self.frozen))
+            yield tuple(weight for weight in trained if weight not in seen)
             seen |= set(layer)
 
 

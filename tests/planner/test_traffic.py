@@ -15,6 +15,7 @@ ROTARY_SHARED = (*SHARED, ("model.position_embedding", "rope"))
 RING = (("parallel.cp_method", "ring"),)
 FULL, CORE = (("train.recompute", "full"),), (("train.recompute", "selective"),)
 NARROW = (("precision.master_weights", False),)
+FROZEN = (("optimizer.frozen", ("embed.positions", "blocks.1", "blocks.*.attn", "blocks.*.mlp.up.weight")),)
 EVEN = {"sequence": 12, "layers": 4}
 
 
@@ -70,6 +71,12 @@ CASES = {
     "gradients in fp16, tp": Case(dp=2, tp=2, settings=(("parallel.gradient_compression", "fp16"),)),
     "gradients in bf16": Case(dp=2, cp=2, settings=(("parallel.gradient_compression", "bf16"),), **EVEN),
     "dualpipev": Case(pp=2, schedule="dualpipev", **EVEN, accumulation=4),
+    "frozen, zero 1": Case(dp=3, settings=(("parallel.zero", 1),), update=FROZEN),
+    "frozen, zero 2, tp": Case(dp=2, tp=2, settings=(("parallel.zero", 2),), update=FROZEN, tie=False, dtype="bf16"),
+    "frozen, zero 2 of two copies": Case(
+        dp=4, settings=(("parallel.zero", 2), ("parallel.zero_shards", 2)), update=FROZEN, dtype="bf16"
+    ),
+    "frozen, zero 3": Case(dp=3, settings=(("parallel.zero", 3),), update=FROZEN),
 }
 
 

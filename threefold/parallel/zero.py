@@ -2,9 +2,11 @@
 
 The stages (Rajbhandari et al., arXiv 1910.02054) differ in how long whole tensors stay in memory: with 1, weights and
 gradients from their first micro-batch to the end of the step; with 2, a layer's gradients are reduce-scattered after
-each micro-batch; with 3, its weights are also freed after each forward and each backward pass. With `zero_shards` below
-dp, ranks that hold the same shard sum its gradients once a step (hybrid sharding, Zhao et al., arXiv 2304.11277,
-section 3.2.2). Experts that `ep` replicas share are sharded over the replicas that have the same experts.
+each micro-batch; with 3, its weights are also freed after each forward and each backward pass. With 1 and 2, every rank
+has whole frozen weights, as without ZeRO, so that no collective has them; with 3, they are sharded as the others. With
+`zero_shards` below dp, ranks that hold the same shard sum its gradients once a step (hybrid sharding, Zhao et al.,
+arXiv 2304.11277, section 3.2.2). Experts that `ep` replicas share are sharded over the replicas that have the same
+experts.
 """
 
 from collections import Counter
@@ -26,7 +28,7 @@ from threefold.models.sharding import OverExperts
 from threefold.parallel.compression import narrowed, widen_
 from threefold.parallel.experts import ParallelExperts
 from threefold.parallel.gradients import Gradients, Observer
-from threefold.parallel.leaf import as_stored, keep_stored, like, local, stored, with_marks
+from threefold.parallel.leaf import as_stored, held, keep_stored, like, local, stored, with_marks
 from threefold.parallel.parameter import cut_dims, has_uneven_shards, is_of_experts, replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import unwrapped
@@ -67,28 +69,39 @@ def shard_parameters(
     """
 
     def allocated(parameter: nn.Parameter) -> nn.Parameter:
-        assert isinstance(parameter, DTensor)  # what `fully_shard` made it
-        shard = torch.empty_like(parameter.to_local(), device=mesh.device, requires_grad=False)
+        shard = torch.empty_like(held(parameter), device=mesh.device, requires_grad=False)
         return distributed.fresh_parameter(like(parameter, shard), parameter.requires_grad)
 
     for stage in stages:
         before = dict(stage.named_parameters())
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=wide, cast_forward_inputs=False)
         # FSDP gets this tensor rank's shard as a plain tensor, so that layers compute with plain tensors.
-        replace_parameters(stage, lambda each: nn.Parameter(local(each).detach(), each.requires_grad))
+        kept = kept_whole(stage, zero)
+        replace_parameters(stage, partial(_as_plain, kept))
         for module in stage.modules():
             experts = unwrapped(module)
             if isinstance(experts, ParallelExperts) and experts.context.ep.size > 1:
                 rule = OverExperts()
                 places = {weight: Shard(rule.zero_dim(name)) for name, weight in experts.named_parameters()}
-                _wrap(module, zero.expert_shards, zero.stage, policy, places.get)
+                _wrap(module, zero.expert_shards, zero.stage, policy, places.get, kept)
         wrap_layers(stage, [stage.get_submodule(name) for name in stage.layer_names], zero, policy)
         replace_parameters(stage, allocated)
         stage.to(mesh.device)  # makes torch take over the new tensors (and pad those that need it)
         for name, parameter in stage.named_parameters():
+            if before[name] in kept:
+                continue
             of_experts = is_of_experts(before[name])
             with_marks(parameter, before[name])  # which `fully_shard` has replaced
             describe(parameter, before[name], zero.expert_shards if of_experts else zero.shards)
+
+
+def kept_whole(module: nn.Module, zero: ZeroSharding) -> set[nn.Parameter]:
+    """Return the parameters of a module that ZeRO neither shards nor gathers: frozen ones, except in stage 3."""
+    return {each for each in module.parameters() if not each.requires_grad} if zero.stage < 3 else set()
+
+
+def _as_plain(kept: set[nn.Parameter], parameter: nn.Parameter) -> nn.Parameter:
+    return parameter if parameter in kept else nn.Parameter(local(parameter).detach(), parameter.requires_grad)
 
 
 _Places = Sequence[tuple[nn.Module, str, str]]
@@ -134,8 +147,9 @@ def wrap_layers(
     uses = Counter(parameter for layer in layers for parameter in layer.parameters())
     # Layers with tied weights must be gathered together: the root does it, around all its layers.
     alone = [layer for layer in layers if all(uses[parameter] == 1 for parameter in layer.parameters())]
+    kept = kept_whole(root, zero)
     for module in (*alone, root):
-        _wrap(module, zero.shards, zero.stage, policy, None, compression, tp)
+        _wrap(module, zero.shards, zero.stage, policy, None, kept, compression, tp)
 
 
 def _wrap(
@@ -144,11 +158,13 @@ def _wrap(
     stage: int,
     policy: MixedPrecisionPolicy,
     place: Callable[[nn.Parameter], Shard | None] | None,
+    kept: set[nn.Parameter],
     compression: torch.dtype | None = None,
     tp: Axis | None = None,
 ) -> None:
     mesh, reshard = axis.device_mesh, stage == 3
-    fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, shard_placement_fn=place)
+    how = partial(fully_shard, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, shard_placement_fn=place)
+    how(module, ignored_params=kept or None)
     _set_up(module, axis, compression, tp)
 
 

@@ -249,6 +249,7 @@ class LeastBytes:
             size = RankSize(held, held * wide + copies, held * wide, local @ np.array(self._states) * wide)
             gathered: Any = whole.sum(axis=1)
             if self._frozen:
+                held = held if zero == ZERO_WEIGHTS else gathered
                 size = RankSize(held, held * narrow, 0, 0, held)
             frozen = gathered if self._frozen else 0
             size = standing_states(size, gathered, parallel, precision, self._keeps, grow, frozen)

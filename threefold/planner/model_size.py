@@ -147,7 +147,7 @@ class ModelSize:
         precision, zero = self._config.precision, self._config.parallel.zero
         narrow, wide = precision.itemsize, precision.master_itemsize
         layers = self.layers_of_rank(pp_rank)
-        local = self.weights.held(layers, place)
+        local = self.held(layers, place)
         held, trained = local.all, local.trained
         states = (self._states(layers, place) + trained * average_states(self._config)) * wide
         masters = trained * wide + local.frozen * narrow
@@ -155,7 +155,7 @@ class ModelSize:
             copies = trained * narrow if narrow < wide else 0
             return RankSize(held, masters + copies, trained * wide, states, local.frozen)
         whole = self.weights.held(layers, place.unshared)
-        gathered = (self._most_together(pp_rank, place) if zero == ZERO_WEIGHTS else whole.all) * narrow
+        gathered = (self._most_together(pp_rank, place) if zero == ZERO_WEIGHTS else whole.trained) * narrow
         reduced = self._most_together(pp_rank, place, trained=True) * narrow
         if zero != ZERO_STATE:
             gradients = trained * wide + reduced
@@ -164,6 +164,13 @@ class ModelSize:
         else:
             gradients = max(trained, whole.trained) * wide
         return RankSize(held, masters + gathered, gradients, states, local.frozen)
+
+    def held(self, layers: Sequence[str], place: ShardCoordinates) -> "HeldElements":
+        """Count the elements of some layers on the rank at `place`, of which ZeRO 1 and 2 leave frozen ones whole."""
+        local = self.weights.held(layers, place)
+        if self._config.parallel.zero not in (ZERO_STATE, ZERO_GRADIENTS):
+            return local
+        return local._replace(frozen=self.weights.held(layers, place.unshared).frozen)
 
     def _states(self, layers: Sequence[str], place: ShardCoordinates) -> int:
         """Return the elements of optimizer state of some layers on the rank at `place`."""
@@ -214,9 +221,9 @@ class ModelSize:
             groups = [[name] for name in layers if name not in together]
             for group in [*groups, together]:
                 held = self.weights.held(group, place)
-                if trained:  # models with their own experts freeze none
-                    held = held._replace(frozen=0)
-                found.append((held.all - held.experts, held.experts) if apart else (held.all, 0))
+                experts = held.experts - (held.frozen_experts if trained else 0)
+                counted = held.trained if trained else held.all
+                found.append((counted - experts, experts) if apart else (counted, 0))
         return found
 
 
@@ -245,12 +252,13 @@ def average_states(config: Config) -> int:
 
 class HeldElements(NamedTuple):
     """Numbers of weight elements on a rank: trained weights with two or more dims in layers between the first and the
-    last, all other trained weights, expert weights, which these two include, and frozen weights."""
+    last, all other trained weights, expert weights, which the others include, frozen weights, and frozen experts."""
 
     hidden: int = 0
     others: int = 0
     experts: int = 0
     frozen: int = 0
+    frozen_experts: int = 0
 
     @property
     def all(self) -> int:
@@ -327,17 +335,18 @@ class ModelWeights:
         return name in self.plan.frozen or any(covers(pattern, name) for pattern in self._frozen)
 
     def _sum(self, weights: Iterable[WeightShape], place: ShardCoordinates) -> HeldElements:
-        hidden = others = experts = frozen = 0
+        hidden = others = experts = frozen = frozen_experts = 0
         for weight in weights:
             elements = prod(local_shape(weight.shape, weight.split, weight.last_name, place))
             if self.is_frozen(weight.name):
                 frozen += elements
+                frozen_experts += elements if weight.is_of_experts else 0
             elif self.plan.is_hidden_matrix(weight.name, len(weight.shape)):
                 hidden += elements
             else:
                 others += elements
             experts += elements if weight.is_of_experts else 0
-        return HeldElements(hidden, others, experts, frozen)
+        return HeldElements(hidden, others, experts, frozen, frozen_experts)
 
 
 def model_weights(config: Config) -> ModelWeights:

@@ -118,12 +118,13 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class Run:
-    """Consecutive equal layers of a stage, with the bytes of one layer and its gathered weights' elements, without
-    shared ones."""
+    """Consecutive equal layers of a stage, with the bytes of one layer, the elements of its weights, and of those that
+    are trained, without shared ones."""
 
     layer: LayerBytes
     count: int
     elements: int
+    trained: int
     is_head: bool = False
     is_embedding: bool = False
 
@@ -134,7 +135,7 @@ class StageLayers:
 
     A pass also keeps the stage's `output` (0 bytes for the last stage), which the next stage shares if it is on the
     same rank (`hands_on`); `sent` is the gradient for the previous stage (0 for the first). The `tied` elements of
-    weights that layers of the stage share are gathered for all of them together.
+    layers of the stage that share weights are gathered for all of them together; `tied_trained` have gradients.
     """
 
     runs: tuple[Run, ...]
@@ -142,6 +143,7 @@ class StageLayers:
     sent: int
     hands_on: bool
     tied: int
+    tied_trained: int
 
     @property
     def kept(self) -> int:
@@ -225,14 +227,16 @@ class LayoutMemory:
         runs = []
         for (_, layer), alike in groupby(layers, key=lambda name: (weights.kinds[name], self._layers.of(name))):
             names = list(alike)
-            elements = 0 if names[0] in together else weights.held(names[:1], whole).all
+            held = weights.held([] if names[0] in together else names[:1], whole)
             ends = names[-1] == weights.plan.layers[-1], names[0] == weights.plan.layers[0]
-            runs.append(Run(layer, len(names), elements, *ends))
+            runs.append(Run(layer, len(names), held.all, held.trained, *ends))
         outer, ranks = self._layers.output, self._size.map.ranks
         is_last = number == len(ranks) - 1
         hands_on = not is_last and ranks[number + 1] == pp_rank
-        tied = weights.held(together, whole).all
-        return StageLayers(tuple(runs), 0 if is_last else outer, outer if number else 0, hands_on, tied)
+        tied = weights.held(together, whole)
+        return StageLayers(
+            tuple(runs), 0 if is_last else outer, outer if number else 0, hands_on, tied.all, tied.trained
+        )
 
     def _of_action(self, stage: StageLayers, kind: str) -> Iterator[Moment]:
         """Yield the largest moments of an action (`F`, `B`, `I` or `W`), relative to all that it begins with."""
@@ -251,18 +255,18 @@ class LayoutMemory:
         `deferring`."""
         scattered: float = 0  # last
         if self._zero > 1 and self._repeated:
-            scattered = stage.tied or next((run.elements for run in stage.runs if run.elements), 0)
+            scattered = stage.tied_trained or next((run.trained for run in stage.runs if run.trained), 0)
         freed, tied, reduced = 0.0, 0.0, 0.0  # a tied weight has one gradient once both of its uses have theirs
         for place in range(len(stage.runs) - 1, -1, -1):
             run, layer = stage.runs[place], stage.runs[place].layer
             # Torch prefetches the previous layer, but not the embeddings, whose backward pass needs no weights.
             before = stage.runs[place - 1].elements if place and not stage.runs[place - 1].is_embedding else 0
             each = layer.kept - (layer.deferred if deferring else 0)
-            elements = run.elements + (stage.tied if run.is_head or run.is_embedding else 0)
+            trained = run.trained + (stage.tied_trained if run.is_head or run.is_embedding else 0)
             for number in sorted({0, max(0, run.count - 2), run.count - 1}):
                 ahead = run.elements if number < run.count - 1 else before
                 if number:
-                    scattered = run.elements
+                    scattered = run.trained
                 start = Moment(activations=-(freed + number * each), gradients=self._computed * tied)
                 if self._zero > 1:
                     start = start.plus(buffers=scattered * self._wide)
@@ -271,29 +275,29 @@ class LayoutMemory:
                     start = start.plus(weights=gathered, buffers=ahead * self._narrow)
                 new = 0.0  # gradients that the pass allocates, where they do not exist already
                 if self._zero and self._gradients_grow:
-                    new = (reduced + number * run.elements) * self._wide / (1 if self._zero == 1 else self._shards)
-                for moment in self._of_layer(run, start, elements, scattered, deferring):
+                    new = (reduced + number * run.trained) * self._wide / (1 if self._zero == 1 else self._shards)
+                for moment in self._of_layer(run, start, trained, scattered, deferring):
                     yield moment.plus(gradients=new)
             freed += run.count * each
-            reduced += run.count * run.elements
-            scattered = run.elements or scattered
-            tied = layer.table or layer.largest or (run.count and stage.tied) if run.is_head else tied
+            reduced += run.count * run.trained
+            scattered = run.trained or scattered
+            tied = layer.table or layer.largest or (run.count and stage.tied_trained) if run.is_head else tied
 
-    def _of_layer(self, run: Run, start: Moment, elements: int, scattered: float, deferring: bool) -> Iterator[Moment]:
-        """Yield the moments of one layer's backward pass, from its start, its weights' elements with tied ones, and the
+    def _of_layer(self, run: Run, start: Moment, trained: int, scattered: float, deferring: bool) -> Iterator[Moment]:
+        """Yield the moments of one layer's backward pass, from its start, its trained elements with tied ones, and the
         elements whose reduce-scatter still holds its buffer."""
         layer = run.layer
         largest = 0 if deferring and not run.is_embedding else self._computed * layer.largest
         yield start.plus(gradients=largest, **{"logits" if run.is_head else "working": layer.backward})
         if run.is_head and not deferring:  # the weight's gradient, once the probabilities are freed
-            computed = self._computed * (2 * layer.table or elements)
+            computed = self._computed * (2 * layer.table or trained)
             yield start.plus(activations=-layer.kept, logits=layer.ending, gradients=computed)
         if self._zero:
-            ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=self._computed * elements)
+            ended = start.plus(activations=-layer.kept, working=layer.ending, gradients=self._computed * trained)
             yield ended
             if self._zero > 1:
                 freed_weights = run.elements * self._narrow if self._zero == ZERO_WEIGHTS else 0
-                buffers = elements * self._wide * (1 + 1 / self._shards) - scattered * self._wide
+                buffers = trained * self._wide * (1 + 1 / self._shards) - scattered * self._wide
                 yield ended.plus(weights=-freed_weights, working=-layer.ending, buffers=buffers)
 
 
@@ -319,7 +323,7 @@ def standing_states(
             weights = found.frozen * precision.itemsize + trained * narrow + trained * wide // replicas
             found = found._replace(weights=weights, optimizer=found.optimizer // replicas)
         return found._replace(gradients=trained * added)
-    gathered = whole * precision.itemsize if parallel.zero < 3 else 0
+    gathered = (whole - frozen) * precision.itemsize if parallel.zero < 3 else 0
     gradients = 0 if gradients_grow else (whole - frozen if parallel.zero == 1 else trained) * added
     weights = trained * wide + found.frozen * precision.itemsize + gathered
     return found._replace(weights=weights, gradients=gradients)

@@ -10,7 +10,7 @@ from threefold.comm.axis import Axis
 from threefold.parallel.gradients import GradientBuckets, Gradients, JoinedGradients
 from threefold.parallel.leaf import local, with_marks
 from threefold.parallel.parameter import replace_parameters
-from threefold.parallel.zero import ZeroSharding, describe, units_of, when_accumulated, wrap_layers
+from threefold.parallel.zero import ZeroSharding, describe, kept_whole, units_of, when_accumulated, wrap_layers
 
 
 def buckets_by_dtype(
@@ -41,14 +41,17 @@ def shard_values(
     `tp` the tensor ranks if it is given.
     """
     before = dict(module.named_parameters())
-    # `fully_shard` cuts contiguous tensors only.
-    replace_parameters(
-        module, lambda each: nn.Parameter(local(each).detach().contiguous(), requires_grad=each.requires_grad)
-    )
+    kept = kept_whole(module, zero)
+
+    def plain(each: nn.Parameter) -> nn.Parameter:  # `fully_shard` cuts contiguous tensors only
+        return each if each in kept else nn.Parameter(local(each).detach().contiguous(), each.requires_grad)
+
+    replace_parameters(module, plain)
     policy = MixedPrecisionPolicy(cast_forward_inputs=False)
     wrap_layers(module, _listed_layers(module), zero, policy, compression, tp)
     for name, parameter in module.named_parameters():
-        describe(with_marks(parameter, before[name]), before[name], zero.shards)
+        if before[name] not in kept:
+            describe(with_marks(parameter, before[name]), before[name], zero.shards)
 
 
 def report_gradients(module: nn.Module, report: Callable[[str], None]) -> None:
