@@ -4,14 +4,28 @@ import os
 import signal
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.cli.runs import command, end_of, losses, read_until, start, start_ready, wait_for
 from tests.support import ready
+from threefold.train.callbacks.base import Callback
 
 STEPS = ("--set", "train.max_steps=40", "--set", "checkpoint.every=10", "--set", "log.every=1")
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--max-restarts", "2", "--nproc-per-node", "2")
+
+
+class Hold(Callback):
+    """Stop before step 25, after two checkpoints, until the process is killed; never again once `file` is there."""
+
+    def __init__(self, file: str) -> None:
+        self.file = Path(file)
+
+    def before_step(self, step: int, batch: Any) -> None:
+        if step == 25 and not self.file.exists():
+            self.file.touch()
+            signal.pause()
 
 
 def run_to_its_end(arguments: list[str]) -> subprocess.CompletedProcess[str]:
@@ -60,11 +74,12 @@ def test_auto_does_not_train_over_a_damaged_checkpoint(threefold, config_file: P
 def test_killed_rank_under_torchrun_is_started_again(config_file: Path, tmp_path: Path) -> None:
     """The run ends with the losses of an undisturbed one, bit for bit, and each step once in the metrics."""
     run = tmp_path / "run"
-    # So many steps that the run does not end between its first checkpoint and the kill.
-    options = (*STEPS, "--set", "train.max_steps=200", "--set", "parallel.dp=2", "--set", "train.eval_every=0")
-    arguments = command(config_file, run, *options, "--resume=auto")
+    options = (*STEPS, "--set", "parallel.dp=2", "--set", "train.eval_every=0")
+    held = tmp_path / "held"
+    callback = f"train.callbacks=[{{name: '{__file__}:Hold', file: '{held}'}}]"
+    arguments = command(config_file, run, *options, "--set", callback, "--resume=auto")
     process = start([arguments[0], *TORCHRUN, *arguments[1:]])
-    read_until(process, "checkpoint: ")
+    wait_for(held.exists, process)
     ranks = [
         int(path.name)
         for path in Path("/proc").glob("[0-9]*")
@@ -78,7 +93,7 @@ def test_killed_rank_under_torchrun_is_started_again(config_file: Path, tmp_path
     whole = run_to_its_end(command(config_file, tmp_path / "whole", *options))
     assert whole.returncode == 0
     assert losses(run) == losses(tmp_path / "whole")
-    assert len(losses(run)) == 200
+    assert len(losses(run)) == 40
 
 
 def _cmdline(process: Path) -> bytes:
