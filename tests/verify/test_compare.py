@@ -95,8 +95,9 @@ def test_a_weight_is_allowed_what_its_own_gradient_could_move_it() -> None:
 
 def test_an_export_lacks_nothing() -> None:
     comparison = Comparison(trace(), {}, 0)
-    comparison.exported(0, {"large": WHOLE})
-    comparison.exported(0, {"large": WHOLE.t(), "tiny": TINY})
+    expected = comparison.expected.weights[0]
+    comparison.exported(0, {"large": WHOLE}, expected, {})
+    comparison.exported(0, {"large": WHOLE.t(), "tiny": TINY}, expected, {})
     assert [error.relative for error in comparison.errors] == [0.0, inf, inf, 0.0]
 
 

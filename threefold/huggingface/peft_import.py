@@ -134,9 +134,10 @@ class PeftAdapter:
         """Return our factors of a weight of this shape from those of its layers in transformers."""
         parts: dict[str, Tensor] = {}
         (outputs, inputs), rank = shape, self._rank
-        both = torch.zeros(outputs, rank)
+        both = torch.zeros(0)
         for layer in layers:
             a, b = self._factors(layer.path, len(layer.rows), inputs)
+            both = both if both.numel() else b.new_zeros(outputs, rank)
             if layer.path in self._tensors and "EA" in self._tensors[layer.path]:
                 return a, b
             count = len(layer.parts)
@@ -156,7 +157,7 @@ class PeftAdapter:
         return torch.cat([parts[part] for part in chosen]), both
 
     def _factors(self, path: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
-        """Return A and B of a layer of transformers in fp32, B with its factor in units of the section's."""
+        """Return A and B of a layer of transformers in fp32 at least, B with its factor in units of the section's."""
         stored = self._tensors[path]
         prefix = "E" if "EA" in stored else ""
         if stored.keys() != {f"{prefix}A", f"{prefix}B"}:
@@ -186,7 +187,7 @@ def _of(pattern: Mapping[str, float], path: str, default: float) -> float:
 def _tensor(stored: Stored) -> Tensor:
     with opened(stored.file) as file:
         read: Tensor = file.get_tensor(stored.key)
-        return read.float()
+        return read.to(torch.promote_types(read.dtype, torch.float32))
 
 
 def _together(targets: Sequence[str], layers: int, shapes: Shapes) -> list[str]:

@@ -141,10 +141,16 @@ class Comparison:
         for name, count in counts.items():
             self.number(UPDATES, step, float(count), self.expected.updates[step], name)
 
-    def exported(self, step: int, weights: Mapping[str, Tensor]) -> None:
+    def exported(
+        self,
+        step: int,
+        weights: Mapping[str, Tensor],
+        expected: Mapping[str, Tensor],
+        leverage: Mapping[str, Tensor],
+    ) -> None:
         """Compare whole weights, read back from an export of those after a step (from 0); missing ones depart."""
-        for name, whole in self.expected.weights[step].items():
-            got, allowance = weights.get(name), self.expected.leverage.get(name, 0.0) + (largest(whole) or 1.0)
+        for name, whole in expected.items():
+            got, allowance = weights.get(name), leverage.get(name, 0.0) + (largest(whole) or 1.0)
             relative = inf
             if got is not None and got.shape == whole.shape:
                 relative = largest((got - whole) / allowance)

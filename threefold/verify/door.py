@@ -2,7 +2,7 @@
 
 from typing import Final
 
-NEEDS: Final = ("cpu", "exact", "huggingface", "report")
+NEEDS: Final = ("adapters", "cpu", "exact", "huggingface", "report")
 COMMANDS: Final = {
     "inspect": ("Check", "threefold.verify.inspect_command:command"),
     "verify": ("Check", "threefold.verify.command:command"),

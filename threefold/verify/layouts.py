@@ -226,7 +226,7 @@ def compose(base: Config, spec: LayoutSpec) -> Config:
 
 
 def with_further_features(config: Config, attention_dropout: bool, documents: bool) -> Config:
-    """Return the config of the second run: with dropout if the model supports it, and with packed documents.
+    """Return the config of the second run: with dropout if model and adapters support it, and with packed documents.
 
     Attention drops too if `attention_dropout`; otherwise as in `config`. Documents are kept apart if `documents`. A
     sliding window ends inside a chunk of a context-parallel rank, a soft cap bends scores, Muon scales its updates in
@@ -257,6 +257,9 @@ def with_further_features(config: Config, attention_dropout: bool, documents: bo
         if name not in unused:
             settings["model"][name] = getattr(config.model, name) or _DROPOUT
     settings["data"]["separate_documents"] = documents
+    inner = all(each.startswith("blocks.") for each in config.adapter.targets or ())
+    if config.adapter.rank and inner and not config.model.num_experts:  # others cannot drop by the samples' keys
+        settings["adapter"]["dropout"] = config.adapter.dropout or _DROPOUT
     return resolve(config_of(settings), vocab_size=1)
 
 

@@ -4,30 +4,20 @@ from collections import Counter
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Final
 
-import torch
 from torch import Tensor
 
-from threefold.checkpoint.errors import MODEL
 from threefold.checkpoint.folder import CONFIG, path_of
 from threefold.checkpoint.manifest import Checkpoint, Facts, read_manifest
 from threefold.checkpoint.resume import consumed_by
 from threefold.checkpoint.save import save_checkpoint
-from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.comm.layout import Layout, LayoutSpec
 from threefold.comm.mesh import Event, Mesh
 from threefold.config import Config
-from threefold.config.model import CUSTOM
 from threefold.data.order import ConsumedSamples
-from threefold.errors import UserError
-from threefold.huggingface.export_hf import Export, export_model
-from threefold.huggingface.files import choose_type
-from threefold.huggingface.import_hf import Import, import_model
 from threefold.models.loss_terms import LOSS
-from threefold.models.source import ConfigSource, ModelSource
-from threefold.output import SILENT
+from threefold.models.source import ModelSource
 from threefold.parallel.parallelize import ChunkSizes
 from threefold.parallel.parameter import axes_of, offset
 from threefold.parallel.running_statistics import stored_buffers
@@ -36,12 +26,12 @@ from threefold.train.state import checkpoint_tensors, loss_scale_facts, restore_
 from threefold.train.step import Engine
 from threefold.verify.batches import BatchSource
 from threefold.verify.compare import CONSUMED, EVALUATED, EVALUATION, SCALE, TOLERANCE, Comparison, Error, Held
+from threefold.verify.exported import compare_exports, is_exported
 from threefold.verify.layouts import compose
 from threefold.verify.reference import CLIP_SHARE, RATE, READ, SAMPLES, TOKENS, OneProcess, Trace
 
 CHUNKS: Final = ChunkSizes(bucket_bytes=8 << 10, norm_elements=16, logits_at_once=1 << 5)
 SHARED_MEMORY: Final = (4 << 10, 2 << 10)
-FILE_BYTES: Final = 16 << 10
 """Sizes that divide even a shrunk model's tensors into several full and partial chunks, so that a mistake at a bound,
 or in all but the first chunk, is no smaller than in the full model."""
 
@@ -209,15 +199,7 @@ class _Training:
     def export(self, folder: Path) -> None:
         """Export the checkpoint in a folder to Hugging Face, read the export back, and compare its weights."""
         self.comparison.check = EXPORT
-        with TemporaryDirectory(dir=folder.parent) as made:  # apart from what is read
-            theirs, back = Path(made) / "export", Path(made) / "back"
-            export_model(Export(folder, theirs, FILE_BYTES, self.config.precision.dtype), SILENT)
-            import_model(Import(theirs, back, allow_not_finite=True), SILENT)
-            path = path_of(back, 0)
-            read = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(path).items()}
-            load_tensors(read, path, alone=True)
-            weights = {name.removeprefix(MODEL): tensor for name, tensor in read.items()}
-            self.comparison.exported(_SAVED, weights)
+        compare_exports(self.comparison, self.config, folder, _SAVED)
 
     def _compare_state(self, place: int) -> None:
         """Compare weights and averages, counts of updates in the optimizer state if it has them, and any loss scale."""
@@ -286,7 +268,7 @@ def _second_errors(source: ModelSource, config: Config, run: SecondRun, mesh: Me
     # An evaluation gathers weights, which must not outlive the load of other weights.
     second.engine.eval_batch(run.rows.batch(config, 0, mesh.dp.index, mesh.dp.size), second.engine.loss)
     second.resume(_checkpoint(path / _OF_ONE_PROCESS), MOVED)
-    if mesh.rank == 0 and _is_exported(source, config):
+    if mesh.rank == 0 and is_exported(source, config):
         first.export(path / _OF_LAYOUT)
     return first.comparison.errors + second.comparison.errors
 
@@ -299,16 +281,6 @@ def _second_training(
     for place in range(steps):
         training.step(place, CHECKS[place])
     return training
-
-
-def _is_exported(source: ModelSource, config: Config) -> bool:
-    if not isinstance(source, ConfigSource) or config.model.architecture == CUSTOM or config.adapter.rank:
-        return False
-    try:
-        choose_type(config.model, None)
-    except UserError:
-        return False
-    return True
 
 
 def _checkpoint(folder: Path) -> Checkpoint:
