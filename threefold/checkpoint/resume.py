@@ -38,7 +38,7 @@ _FREE_KEYS = frozenset(
     f"{section}.{name}"
     for section, names in (
         # Contents are compared instead of paths and keys, the text rule instead of special_tokens and chat_template.
-        ("data", "path tokenizer key cache special_tokens chat_template"),
+        ("data", "path validation tokenizer key cache special_tokens chat_template"),
         # The file's content is compared; initializer_range affects only the initial weights.
         ("model", "file preset initializer_range"),
         # max_steps is derived from epochs; policies take effect, and are reported, only at an anomalous step.

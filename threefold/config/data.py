@@ -38,6 +38,9 @@ class DataConfig(Section):
     """Several corpora instead of `path`: maps the path of each to its weight. Only the ratios of the weights matter,
     such as `{books: 3, code: 1}`. A weight may change by step, as in `{books: 3, code: {0: 0, 1000: 1}}`. All corpora
     must have the same tokenizer. Default: none."""
+    validation: PathText = derived(min_length=1)
+    """Validation data, as for `path`: token files, or a JSON Lines file, which is encoded like the training data. Then
+    `split` is 1 unless it is given: all of `path` is for training. Default: none, documents that `split` holds out."""
     tokenizer: PathText = derived(min_length=1)
     """The `tokenizer.json` for JSON Lines, and for token files of other systems, which do not include one; without it,
     such token files need `model.vocab_size`. Default: none."""
@@ -73,6 +76,14 @@ class DataConfig(Section):
     """Steps of the run to skip on purpose, counted from 1: a list of steps and inclusive ranges, such as
     `[120, 300-320]`. A skipped step reads no samples and makes no update, but the step counter advances, so the
     learning rate and the samples of all other steps stay the same. Default: none."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _train_on_all(cls, given: Any) -> Any:
+        """Hold out no training data, unless told to, if there are validation data."""
+        if isinstance(given, dict) and given.get("validation") and given.get("split") is None:
+            return given | {"split": "1"}
+        return given
 
     @model_validator(mode="after")
     def _check_one_is_given(self) -> Self:

@@ -15,9 +15,9 @@ from threefold.constants import IGNORE_INDEX
 from threefold.data.conversations import ChatTemplate
 from threefold.data.corpus import Corpus
 from threefold.data.formats.custom_data import CustomData, is_custom_data
-from threefold.data.formats.registry import holds_tokens, open_corpus
+from threefold.data.formats.registry import holds_tokens, is_prepared, open_corpus
 from threefold.data.packed import PackedSamples
-from threefold.data.samples import MixedSamples, MixturePart, Samples
+from threefold.data.samples import HELD_OUT, MixedSamples, MixturePart, Samples
 from threefold.data.sources import is_json_lines
 from threefold.data.tokenizer import TextRule
 from threefold.doors import needed
@@ -40,10 +40,14 @@ class NamedCorpus:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Dataset that a config names: one source, or several that share a vocabulary, in the config's order."""
+    """Dataset that a config names: one source, or several that share a vocabulary, in the config's order.
+
+    `validation` are validation data of its own (`data.validation`); without them, a part of the sources is held out.
+    """
 
     sources: tuple[NamedCorpus, ...]
     settings: DataConfig  # which may not be resolved yet
+    validation: NamedCorpus | None = None
 
     @property
     def vocab_size(self) -> int:
@@ -85,25 +89,33 @@ class Dataset:
             return config
         return config.model_copy(update={"data": config.data.model_copy(update={"separate_documents": True})})
 
+    def sources_of(self, name: str) -> tuple[NamedCorpus, ...]:
+        """Return the sources that the samples of a split come from."""
+        return (self.validation,) if name == "valid" and self.validation is not None else self.sources
+
     def samples(self, name: str, settings: DataConfig | None = None, progress: Progress = SILENT) -> Samples:
         """Return the samples of a split, with the dataset's own settings if None are given."""
-        settings = settings or self.settings
+        settings, sources = settings or self.settings, self.sources_of(name)
+        if sources != self.sources:
+            settings = settings.model_copy(update={"split": HELD_OUT})
+            _check_length(sources[0], settings.sequence_length, progress)
         parts = [
             MixturePart(source.name, _samples(source.data, name, settings, progress), source.weight)
-            for source in self.sources
+            for source in sources
         ]
         return parts[0].samples if len(parts) == 1 else MixedSamples(parts)
 
     def require_labels(self, name: str, samples: Samples) -> None:
         """Check that each source has a label, other than a custom dataset, whose reading may take long."""
-        for source, part in zip(self.sources, samples.parts, strict=True):
+        for source, part in zip(sources := self.sources_of(name), samples.parts, strict=True):
             size, read_together = len(part.samples), 64
             chunks = (np.arange(first, min(first + read_together, size)) for first in range(0, size, read_together))
             if isinstance(source.data, CustomData) or any(
                 (part.samples.labelled(chunk)[1] != IGNORE_INDEX).any() for chunk in chunks
             ):
                 continue
-            key = "data.path" if len(self.sources) == 1 else "data.mixture"
+            key = "data.path" if len(sources) == 1 else "data.mixture"
+            key = key if sources is self.sources else "data.validation"
             raise UserError(
                 f"{key} has {source.name}, where no token of the {name} split counts for the loss, as where each "
                 "document is a single token; give data with documents of two tokens or more."
@@ -142,13 +154,58 @@ def open_dataset(config: Config) -> Dataset:
     sources = [NamedCorpus(name, weight, _open(name, config)) for name, weight in config.data.corpora.items()]
     for one, other in combinations(sources, 2):
         _check_shared(one, other)
-    dataset = Dataset(tuple(sources), config.data)
+    dataset = Dataset(tuple(sources), config.data, _open_validation(sources[0], config))
     if dataset.is_nested and len(sources) > 1:
         raise UserError(
             f"data.mixture names {' and '.join(source.name for source in sources)}, of which one has other samples "
             "than tokens, which are not mixed; name one data set as data.path, such as one that joins them."
         )
     return dataset
+
+
+def _open_validation(train: NamedCorpus, config: Config) -> NamedCorpus | None:
+    """Open `data.validation`, whose text is encoded as the training data are."""
+    if config.data.validation is None:
+        return None
+    name, settings, data = config.data.validation, config.data, train.data
+    path, given = Path(name), f"{config.origin('data.validation')}data.validation is {shown(name)}"
+    parts = 'a function that returns a mapping of data sets, {"train": …, "valid": …}'
+    if is_custom_data(name) and not holds_tokens(path):
+        raise UserError(f"{given}, a Python data set; have data.path name {parts}, instead.")
+    if isinstance(data, CustomData) and data.is_nested:
+        raise UserError(f"{given}, which holds no samples like those of data.path; have that name {parts}, instead.")
+    if not os.path.lexists(path) and not holds_tokens(path):
+        where = "" if path.is_absolute() else f" in {shown(Path.cwd())}"
+        raise UserError(
+            f"{given}, which does not exist{where}; give a JSON Lines file, or make token files with `threefold data "
+            "prepare INPUT --out FOLDER`."
+        )
+    changes: dict[str, Any] = {"tokenizer": None, "special_tokens": None}
+    if is_json_lines(path) or not is_prepared(path):
+        changes["tokenizer"] = settings.tokenizer or (data.tokenizer_file and str(data.tokenizer_file))
+        changes["special_tokens"] = settings.special_tokens or (
+            None if data.rule.is_assumed else data.rule.special_tokens
+        )
+        changes["eod"] = data.eod if settings.eod is None else settings.eod
+    opened = _open(name, config.model_copy(update={"data": settings.model_copy(update=changes)}), "data.validation")
+    found = NamedCorpus(name, 1.0, opened)
+    _check_shared(train, found, f"{'data.mixture' if settings.mixture else 'data.path'} and data.validation name")
+    if opened.holds_chat != data.holds_chat:
+        there, here = ("texts", "conversations") if data.holds_chat else ("conversations", "texts")
+        raise UserError(f"{given}, which holds {there}, and the training data hold {here}; give {here}.")
+    return found
+
+
+def _check_length(source: NamedCorpus, length: int, progress: Progress) -> None:
+    """Raise a `UserError` if validation data that are packed do not fill a sample."""
+    if _is_text(source.data) or source.data.holds_chat:
+        return  # whose samples are filled up
+    if (tokens := len(stored_corpus(source.data, length, progress).tokens)) <= length:
+        use = f"a data.sequence_length of at most {tokens - 1}, or longer texts" if tokens > 1 else "longer texts"
+        raise UserError(
+            f"data.validation is {shown(source.name)}, which holds {tokens:,} tokens, and one sample takes one more "
+            f"than data.sequence_length, {length}; use {use}."
+        )
 
 
 def names_data(config: Config) -> bool:
@@ -163,7 +220,7 @@ def missing_data(name: str, config: Config) -> str:
     return f"{setting} {shown(name)}, which does not exist{where}"
 
 
-def _open(name: str, config: Config) -> Source:
+def _open(name: str, config: Config, key: str = "data.path") -> Source:
     settings, path = config.data, Path(name)
     if is_custom_data(name) and not holds_tokens(path):
         return CustomData.open(name, config.model.vocab_size, config.model.architecture == CUSTOM)
@@ -186,11 +243,11 @@ def _open(name: str, config: Config) -> Source:
             f"with `threefold data prepare {path} --out FOLDER`."
         )
     cache, template = (Path(each) if each else None for each in (settings.cache, settings.chat_template))
-    text = needed("json_lines", f"data.path {shown(name)}, a file of text,", "convert")
+    text = needed("json_lines", f"{key} {shown(name)}, a file of text,", "convert")
     return text(path, tokenizer, settings.key, settings.eod, cache, settings.special_tokens or "parse", template)
 
 
-def _check_shared(one: NamedCorpus, other: NamedCorpus) -> None:
+def _check_shared(one: NamedCorpus, other: NamedCorpus, named: str = "data.mixture names") -> None:
     first, second = one.data, other.data
     what = None
     if first.tokenizer_sha256 and second.tokenizer_sha256 and first.tokenizer_sha256 != second.tokenizer_sha256:
@@ -199,7 +256,7 @@ def _check_shared(one: NamedCorpus, other: NamedCorpus) -> None:
         what = f"have vocabularies of {first.vocab_size:,} and {second.vocab_size:,} tokens"
     if what:
         raise UserError(
-            f"data.mixture names {one.name} and {other.name}, which {what}, so their tokens mean different things; "
+            f"{named} {one.name} and {other.name}, which {what}, so their tokens mean different things; "
             "prepare one with the other's tokenizer.json (`threefold data prepare --tokenizer`)."
         )
     assumed = first.rule.is_assumed or second.rule.is_assumed
@@ -209,7 +266,7 @@ def _check_shared(one: NamedCorpus, other: NamedCorpus) -> None:
             made = (second if _is_text(first) else first).rule.special_tokens
             remedy = f"set data.special_tokens to {made}, which JSON lines follow"
         raise UserError(
-            f"data.mixture names {one.name}, made with special_tokens {first.rule.special_tokens}, and "
+            f"{named} {one.name}, made with special_tokens {first.rule.special_tokens}, and "
             f"{other.name}, made with {second.rule.special_tokens}; {remedy}."
         )
 

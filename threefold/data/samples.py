@@ -18,6 +18,8 @@ from threefold.errors import UserError
 from threefold.random import Int64Array, KeyedPermutation, samples_at
 
 SPLITS: Final = ("train", "valid", "test")
+HELD_OUT: Final = "0,1"
+"""Split of validation data of a run's own (`data.validation`): all documents are in its part "valid"."""
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
@@ -26,7 +28,8 @@ def parse_split(text: str) -> tuple[float, float, float]:
         weights = [float(field) for field in text.split(",")]
     except ValueError:
         weights = []
-    if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or weights[0] == 0:
+    usual = 1 <= len(weights) <= 3 and all(0 <= w < math.inf for w in weights) and weights[0] > 0
+    if not usual and text != HELD_OUT:
         raise UserError(
             f'data.split is "{text}" but must be weights of train, valid and test, none negative and train above 0, '
             'such as "949,50,1"'

@@ -28,6 +28,7 @@ from threefold.resilience.agreement import facts_of_process, processor, require_
 NOT_COMPARED: Final = {
     "data.path": "each host may keep the data elsewhere; its content is compared",
     "data.mixture": "as data.path; contents and weights are compared",
+    "data.validation": "as data.path",
     "data.tokenizer": "a path; the tokens are compared",
     "data.chat_template": "a path; the tokens are compared",
     "data.cache": "a folder that holds only what follows from other files",
@@ -95,10 +96,12 @@ def code(config: Config, source: ModelSource) -> dict[str, str]:
 def data_of(dataset: Dataset, parts: Iterable[Samples | None]) -> dict[str, str]:
     """Return what this rank sees of the data: sizes, checksums, tokenizer, and the number of samples of each part."""
     found, several = {}, len(dataset.sources) > 1
-    for number, each in enumerate(dataset.sources, start=1):
-        name = f"the data of data.mixture {number}" if several else "the data at data.path"
-        if several:
-            found[f"the weight of data.mixture {number}"] = repr(each.weight)
+    named = [f"the data of data.mixture {number}" for number, _ in enumerate(dataset.sources, start=1)]
+    named = named if several else ["the data at data.path"]
+    for number, each in enumerate(dataset.sources if several else (), start=1):
+        found[f"the weight of data.mixture {number}"] = repr(each.weight)
+    validation = (("the data at data.validation", dataset.validation),) if dataset.validation else ()
+    for name, each in (*zip(named, dataset.sources, strict=True), *validation):
         if not isinstance(each.data, CustomData):  # which `require_same_custom_data` compares, with advice of its own
             corpus = stored_corpus(each.data, dataset.settings.sequence_length)
             tokenizer = corpus.tokenizer_sha256

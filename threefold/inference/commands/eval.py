@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from typer import Option
 
 from threefold import terminal
+from threefold.data.sources import is_json_lines
 from threefold.errors import UserError
 from threefold.files import first_bytes, shown
 from threefold.inference.commands import options
@@ -23,13 +24,20 @@ if TYPE_CHECKING:
 
 def command(
     run: terminal.RunFolder,
-    data: Path = Option(
-        ..., metavar="FILE", help="Texts to evaluate: JSON lines (.jsonl, also .gz or .zst) or plain text (.txt)."
+    data: Path | None = Option(
+        None,
+        metavar="FILE",
+        help="Texts to evaluate: JSON lines (.jsonl, also .gz or .zst) or plain text (.txt).",
+        show_default="data.validation, as trained",
     ),
     task: Literal["perplexity", "lambada"] = Option(
         "perplexity", help="Metric; lambada is the accuracy on the last word of each text."
     ),
-    key: str = Option("text", help="Key of the text, or of the messages, in a JSON line."),
+    key: str | None = Option(
+        None,
+        help="Key of the text, or of the messages, in a JSON line.",
+        show_default="text; of data.validation, its own",
+    ),
     stride: int | None = Option(None, help="Tokens between the starts of windows.", show_default="half the context"),
     context: int | None = Option(None, min=1, help="Context length, in tokens.", show_default="as trained"),
     batch_size: int = Option(8, min=1, help="Windows per batch of a replica.", rich_help_panel=options.LAYOUT),
@@ -58,6 +66,7 @@ def command(
 
     Examples:
       threefold eval runs/run --data held-out.jsonl
+      threefold eval runs/run  # of a run with data.validation
       threefold eval runs/run --data lambada.jsonl --task lambada --dp 4
     """
     from threefold.comm.layout import Layout
@@ -71,6 +80,8 @@ def command(
         raise UserError(f"--stride is {stride} but --task lambada has one window per text; leave --stride out.")
     if stride is not None and config is not None:
         check_stride(stride, config.data.sequence_length if context is None else context)
+    if data is None:
+        data, key = _validation(run, config), key or (config and config.data.key)
     if json_file is not None:
         named, folder = f"--json {shown(json_file)}", json_file.parent
         if not folder.is_dir():
@@ -91,7 +102,7 @@ def command(
     length = trained.data.sequence_length if context is None else context
     between = (length + 1) // 2 if stride is None else stride
     chosen: EvalTask = LastWord(length) if task == "lambada" else Perplexity(length, between, counted)
-    texts = read_texts(data, key)
+    texts = read_texts(data, key or "text")
     with Steps("reading", len(texts)) as steps:
         work = chosen.prepare(inference.trained.documents(special_tokens), texts, steps.advance)
     about = {
@@ -105,6 +116,19 @@ def command(
         **vars(chosen),
     }
     inference.start(measure, chosen, work, batch_size, about, json_file)
+
+
+def _validation(run: Path, config: "Config | None") -> Path:
+    """Return the text of a run's `data.validation`, which the command evaluates unless it is given others."""
+    name = None if config is None else config.data.validation
+    if name is None:
+        raise UserError(
+            f"--data is missing, and {shown(run)} was trained without data.validation; give a file of texts."
+        )
+    if not is_json_lines(Path(name)):
+        what = "holds tokens" if Path(name).exists() else "does not exist"
+        raise UserError(f"--data is missing, and data.validation is {shown(name)}, which {what}; give a file of texts.")
+    return Path(name)
 
 
 def _check_context(context: int | None, config: "Config | None") -> None:
