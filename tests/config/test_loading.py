@@ -32,7 +32,16 @@ _OPTIONAL = (
     *(f"checkpoint.{key}" for key in ("every_seconds", "keep_every", "keep_best", "async_save", "remote")),
     *(
         f"data.{key}"
-        for key in ["mixture", "tokenizer", "eod", "special_tokens", "chat_template", "cache", "skip_steps"]
+        for key in [
+            "mixture",
+            "validation",
+            "tokenizer",
+            "eod",
+            "special_tokens",
+            "chat_template",
+            "cache",
+            "skip_steps",
+        ]
     ),
 )
 

@@ -173,4 +173,4 @@ def test_eval_says_what_it_misses(
     assert "was trained without data.validation; give" in threefold("eval", tmp_path / "plain").error
     shutil.copytree(held["folder"], tmp_path / "tokens")
     pool.run(1, train_rank, run_with(small_run, tmp_path / "tokens", steps=1), tmp_path / "run")
-    assert "which holds tokens; give a file" in threefold("eval", tmp_path / "run").error
+    assert "which is no file of texts here; give one." in threefold("eval", tmp_path / "run").error

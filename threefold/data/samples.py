@@ -18,18 +18,19 @@ from threefold.errors import UserError
 from threefold.random import Int64Array, KeyedPermutation, samples_at
 
 SPLITS: Final = ("train", "valid", "test")
-HELD_OUT: Final = "0,1"
+HELD_OUT: Final = "validation"
 """Split of validation data of a run's own (`data.validation`): all documents are in its part "valid"."""
 
 
 def parse_split(text: str) -> tuple[float, float, float]:
     """Parse weights of train, valid and test such as "949,50,1"; missing ones are 0. Raises UserError if malformed."""
+    if text == HELD_OUT:
+        return 0.0, 1.0, 0.0
     try:
         weights = [float(field) for field in text.split(",")]
     except ValueError:
         weights = []
-    usual = 1 <= len(weights) <= 3 and all(0 <= w < math.inf for w in weights) and weights[0] > 0
-    if not usual and text != HELD_OUT:
+    if not 1 <= len(weights) <= 3 or not all(0 <= w < math.inf for w in weights) or weights[0] == 0:
         raise UserError(
             f'data.split is "{text}" but must be weights of train, valid and test, none negative and train above 0, '
             'such as "949,50,1"'

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 from typer import Option
 
 from threefold import terminal
-from threefold.data.sources import is_json_lines
 from threefold.errors import UserError
 from threefold.files import first_bytes, shown
 from threefold.inference.commands import options
@@ -81,7 +80,7 @@ def command(
     if stride is not None and config is not None:
         check_stride(stride, config.data.sequence_length if context is None else context)
     if data is None:
-        data, key = _validation(run, config), key or (config and config.data.key)
+        data, key = _validation(run, config), key or (None if config is None else config.data.key)
     if json_file is not None:
         named, folder = f"--json {shown(json_file)}", json_file.parent
         if not folder.is_dir():
@@ -120,14 +119,16 @@ def command(
 
 def _validation(run: Path, config: "Config | None") -> Path:
     """Return the text of a run's `data.validation`, which the command evaluates unless it is given others."""
+    from threefold.data.sources import is_json_lines
+
     name = None if config is None else config.data.validation
     if name is None:
         raise UserError(
             f"--data is missing, and {shown(run)} was trained without data.validation; give a file of texts."
         )
     if not is_json_lines(Path(name)):
-        what = "holds tokens" if Path(name).exists() else "does not exist"
-        raise UserError(f"--data is missing, and data.validation is {shown(name)}, which {what}; give a file of texts.")
+        what = f"--data is missing, and data.validation is {shown(name)}, which is no file of texts here"
+        raise UserError(f"{what}; give one.")
     return Path(name)
 
 
