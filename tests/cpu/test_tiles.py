@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.ops.attention import hidden, numbered
-from threefold.cpu.tiles import tiles
+from threefold.cpu.tiles import shortest_tile, tile_inputs, tiles
 from threefold.ops.kernels import AttentionMask
 
 DEVICE = torch.device("cpu")
@@ -17,15 +17,17 @@ SHAPES = [  # queries and keys
 ]
 
 
-@pytest.mark.parametrize("longest", [None, 0])
+@pytest.mark.parametrize(("longest", "shortest"), [(None, 64), (0, 64), (None, 256)])
 @pytest.mark.parametrize("kind", ["none", "one", "single tokens", "few", "many", "apart"])
 @pytest.mark.parametrize("window", [0, 1, 70, 300])
 @pytest.mark.parametrize(("queries", "keys"), SHAPES, ids=str)
-def test_every_pair_is_in_one_tile(queries: range, keys: range, window: int, kind: str, longest: int | None) -> None:
+def test_every_pair_is_in_one_tile(
+    queries: range, keys: range, window: int, kind: str, longest: int | None, shortest: int
+) -> None:
     documents = numbered(kind, 2, 333)
     wanted = ~hidden(333, 333, window, documents).expand(2, -1, -1)
     times = torch.zeros(2, 333, 333, dtype=torch.int64)
-    for tile in tiles(2, queries, keys, AttentionMask(window, documents), longest):
+    for tile in tiles(2, queries, keys, AttentionMask(window, documents), longest, shortest):
         seen = ~tile.hidden(DEVICE)
         assert seen.any()
         if tile.is_full:
@@ -51,6 +53,17 @@ def test_the_work_is_what_is_attended_to(length: int, window: int, kind: str) ->
     attended = int((~hidden(length, length, window, documents)).sum())
     assert attended <= area <= 2 * attended + 64 * length
     assert len(found) <= length / 64 + (0 if documents is None else 2 * int(documents.max())) + 2
+
+
+@pytest.mark.parametrize(("dtype", "queries"), [(torch.bfloat16, 256), (torch.float32, 64), (torch.float64, 64)])
+def test_a_small_window_has_few_tiles_where_a_call_costs_more_than_its_products(
+    dtype: torch.dtype, queries: int
+) -> None:
+    q = torch.zeros(1, 300, 1, 4, dtype=dtype)
+    least = shortest_tile(q)
+    assert least == queries
+    parts = tile_inputs(q, q, q, AttentionMask(20), None, least)
+    assert [len(each.tile.queries) for each in parts] == [queries] * (300 // queries) + [300 % queries]
 
 
 def test_rows_that_are_alike_share_tiles() -> None:

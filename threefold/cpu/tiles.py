@@ -27,15 +27,23 @@ _SHORTEST_QUERIES: Final = 64
 """Maximum number of queries for which neighboring documents share a tile, and minimum for a tile of a small window."""
 
 
-def tiles(rows: int, queries: range, keys: range, mask: AttentionMask, longest: int | None = None) -> Iterator[Tile]:
+def tiles(
+    rows: int,
+    queries: range,
+    keys: range,
+    mask: AttentionMask,
+    longest: int | None = None,
+    shortest: int = _SHORTEST_QUERIES,
+) -> Iterator[Tile]:
     """Yield tiles that together contain every pair of a query and a key that it attends to, each once.
 
     `queries` and `keys` are local positions. A tile that is only causal has at most `longest` queries; None for no
-    limit, as fused kernels skip masked blocks.
+    limit, as fused kernels skip masked blocks. With a small window, a tile has `shortest` queries at least, if there
+    are so many.
     """
     if mask.documents is None:
         whole = np.array([0, max(queries.stop, keys.stop)])
-        yield from _of_rows(slice(0, rows), _Runs(whole), queries, keys, mask.window, longest)
+        yield from _of_rows(slice(0, rows), _Runs(whole), queries, keys, mask.window, longest, shortest)
         return
     documents = mask.documents.numpy(force=True)
     row = 0
@@ -43,7 +51,7 @@ def tiles(rows: int, queries: range, keys: range, mask: AttentionMask, longest: 
         end = row + 1
         while end < rows and np.array_equal(documents[end], documents[row]):
             end += 1
-        yield from _of_rows(slice(row, end), _runs(documents[row]), queries, keys, mask.window, longest)
+        yield from _of_rows(slice(row, end), _runs(documents[row]), queries, keys, mask.window, longest, shortest)
         row = end
 
 
@@ -69,9 +77,11 @@ def _runs(ids: Ids) -> _Runs:
     return _Runs(bounds, ids, frozenset(mixed))
 
 
-def _of_rows(rows: slice, runs: _Runs, queries: range, keys: range, window: int, longest: int | None) -> Iterator[Tile]:
+def _of_rows(
+    rows: slice, runs: _Runs, queries: range, keys: range, window: int, longest: int | None, shortest: int
+) -> Iterator[Tile]:
     bounds = runs.bounds
-    most = min(_LONGEST_QUERIES, max(_SHORTEST_QUERIES, window or _LONGEST_QUERIES))
+    most = min(_LONGEST_QUERIES, max(shortest, window or _LONGEST_QUERIES))
     place = queries.start
     number = int(np.searchsorted(bounds, place, "right")) - 1
     while place < queries.stop:
@@ -114,13 +124,19 @@ class TileInputs:
 
 
 def tile_inputs(
-    q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, shortest_fused: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: AttentionMask,
+    shortest_fused: int | None,
+    shortest: int = _SHORTEST_QUERIES,
 ) -> Iterator[TileInputs]:
     """Yield the inputs of `tiles` of `q` [B, Q, heads, d], and `k` and `v` [B, K, key-value heads, d]."""
     # A fused kernel takes tiles of `shortest_fused` keys at least, which may be long and need no bias if causal.
     first, end = k.shape[1] - q.shape[1], k.shape[1]
     alike: dict[tuple[int, int, int], Tensor] = {}
-    for tile in tiles(len(q), range(first, end), range(end), mask, 0 if shortest_fused is None else None):
+    longest = 0 if shortest_fused is None else None
+    for tile in tiles(len(q), range(first, end), range(end), mask, longest, shortest):
         at_queries = tile.rows, slice(tile.queries.start - first, tile.queries.stop - first)
         at_keys = tile.rows, slice(tile.keys.start, tile.keys.stop)
         fused = shortest_fused is not None and len(tile.keys) >= shortest_fused
@@ -292,7 +308,7 @@ def _forward(
     out, sums = _forward_shapes(q, k, v)
     scoring = Scoring(scale, softcap, sinks)
     shortest = _shortest_fused(q, v, scoring)
-    for part in tile_inputs(q, k, v, AttentionMask(window, documents), shortest):
+    for part in tile_inputs(q, k, v, AttentionMask(window, documents), shortest, shortest_tile(q)):
         if _is_fused(part, shortest):
             found, total = cpu_attention(part.q, part.k, part.v, part.bias, part.tile.is_causal, scale)
             if sinks is not None:
@@ -328,7 +344,7 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     gradients, scoring = TileGradients(q, k, v, sinks), Scoring(scale, softcap, sinks)
     shortest = _shortest_fused(q, v, scoring)
-    for part in tile_inputs(q, k, v, AttentionMask(window, documents), shortest):
+    for part in tile_inputs(q, k, v, AttentionMask(window, documents), shortest, shortest_tile(q)):
         upper, of_sinks = part.of_queries(grad), None
         if _is_fused(part, shortest):
             below, total, causal = part.of_queries(out), part.of_queries(sums), part.tile.is_causal
@@ -344,6 +360,15 @@ def _backward(
 
 TILED_ATTENTION: Final[Any] = operator("tiled_attention", _forward_shapes)(_forward)
 TILED_ATTENTION_BACKWARD: Final[Any] = operator("tiled_attention_backward", gradient_shapes)(_backward)
+
+
+def shortest_tile(q: Tensor) -> int:
+    """Return the minimum number of queries of a tile of a small window.
+
+    A bf16 tile is computed by plain products, which take hardly longer for more queries: what each operation costs by
+    itself counts.
+    """
+    return _LONGEST_QUERIES if q.dtype == torch.bfloat16 else _SHORTEST_QUERIES
 
 
 def _shortest_fused(q: Tensor, v: Tensor, scoring: Scoring) -> int | None:

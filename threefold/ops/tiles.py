@@ -40,11 +40,11 @@ class Tile:
 
     def hidden(self, device: torch.device) -> Tensor:
         """Return the mask, bool [queries, keys]: True for keys that a query does not attend to."""
-        query = torch.arange(self.queries.start, self.queries.stop, device=device).unsqueeze(1)
-        key = torch.arange(self.keys.start, self.keys.stop, device=device)
-        hidden = key > query
+        ahead = self.queries.start - self.keys.start
+        hidden = torch.ones(len(self.queries), len(self.keys), dtype=torch.bool, device=device).tril_(ahead)
         if self.crosses_window:
-            hidden |= key <= query - self.window
+            hidden.triu_(ahead + 1 - self.window)
+        hidden.logical_not_()
         if self.ids is not None:
             ids = torch.from_numpy(self.ids)
             apart = ids[self.queries.start : self.queries.stop, None] != ids[self.keys.start : self.keys.stop]

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry
 from threefold.comm.mesh import Event
 from threefold.config import Config
 from threefold.cpu.dropped_attention import DROPPED_ATTENTION, DROPPED_ATTENTION_BACKWARD
-from threefold.cpu.tiles import TILED_ATTENTION, TILED_ATTENTION_BACKWARD, tiles
+from threefold.cpu.tiles import TILED_ATTENTION, TILED_ATTENTION_BACKWARD, shortest_tile, tiles
 from threefold.data.loader import Batch
 from threefold.ops.kernels import AttentionMask
 from threefold.torch_private import fake
@@ -134,17 +134,18 @@ def _attention_backward(_grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_rest: 
     return 2 * batch * heads * queries * k.shape[2] * (3 * width + 2 * v.shape[3])
 
 
-def _tiled(q: Tensor, k: Tensor, v: Tensor, *rest: Any, products: int = 1) -> int:
+def _tiled(q: Tensor, k: Tensor, v: Tensor, *rest: Any, products: int = 1, drops: bool = False) -> int:
     """Count a window's tiles; documents count as one, as tensors without memory hold no boundaries."""
     window = next(each for each in rest if isinstance(each, int))
     queries = range(k.shape[1] - q.shape[1], k.shape[1])
-    parts = tiles(1, queries, range(k.shape[1]), AttentionMask(window))
+    least = {} if drops else {"shortest": shortest_tile(q)}
+    parts = tiles(1, queries, range(k.shape[1]), AttentionMask(window), **least)
     widths = (2 * products - 1) * q.shape[3] + products * v.shape[3]
     return 2 * len(q) * q.shape[2] * widths * sum(len(tile.queries) * len(tile.keys) for tile in parts)
 
 
-def _tiled_backward(_grad: Tensor, *arguments: Any) -> int:
-    return _tiled(*arguments, products=2)
+def _tiled_backward(_grad: Tensor, *arguments: Any, drops: bool = False) -> int:
+    return _tiled(*arguments, products=2, drops=drops)
 
 
 def _linear(x: Tensor, weight: Tensor, *_rest: Any, **_options: Any) -> int:
@@ -157,8 +158,8 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     fake.ONEDNN_LINEAR: _linear,
     TILED_ATTENTION.overloadpacket: _tiled,
     TILED_ATTENTION_BACKWARD.overloadpacket: _tiled_backward,
-    DROPPED_ATTENTION.overloadpacket: _tiled,
-    DROPPED_ATTENTION_BACKWARD.overloadpacket: _tiled_backward,
+    DROPPED_ATTENTION.overloadpacket: partial(_tiled, drops=True),
+    DROPPED_ATTENTION_BACKWARD.overloadpacket: partial(_tiled_backward, drops=True),
 }
 """Formulas for operations that torch's registry lacks."""
 
