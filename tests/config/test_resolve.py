@@ -1,5 +1,6 @@
 """Filling and checking a config: derived settings, batch arithmetic, rules between settings."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from threefold.config import Config, load_config, resolve
+from threefold.config.model import FAMILIES
 from threefold.config.presets import PRESETS
 from threefold.config.resolve import default_largest, with_micro_batch
 from threefold.config.schema import ParallelConfig
@@ -144,6 +146,17 @@ def test_explicit_settings_override_the_preset(preset: str) -> None:
     assert config.model.vocab_size == 2000
     assert config.model.hidden_size == PRESETS[preset]["hidden_size"]
     assert config.data.sequence_length == PRESETS[preset]["max_position_embeddings"]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_familys_default_overrides_the_preset_too(preset: str) -> None:
+    values = PRESETS[preset]
+    fields = FAMILIES.load(values.get("architecture", "gpt")).config.model_fields
+    for name in values.keys() - {"architecture"}:
+        default = fields[name].default
+        if default not in (None, values[name]):
+            with suppress(UserError):  # about another setting, which goes with the preset's value
+                assert getattr(resolved(model={"preset": preset, name: default}).model, name) == default
 
 
 Sizes = tuple[int | None, int | None, int | None]

@@ -325,8 +325,13 @@ class ModelConfig(Section):
         return bool(getattr(self, name) == unset)
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings that have a value, but no default of settings without effect or in `unlisted`."""
+        """Return the settings that have a value, but no default of settings without effect or in `unlisted`.
+
+        A default that was given instead of the preset's value stays, since the preset is read again with the rest.
+        """
+        preset = PRESETS.get(self.preset or "", {})
         idle = {name for name in self.unlisted.union(dict(self.unused())) if self.is_as_unset(name)}
+        idle -= {name for name in idle & preset.keys() if preset[name] != getattr(self, name)}
         values = {name: value for name, value in super().settings().items() if name not in idle}
         if not values.keys() - ModelConfig.model_fields.keys() and not self._of_others:
             return values

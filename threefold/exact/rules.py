@@ -52,7 +52,7 @@ def exact_rules(config: Config) -> Broken:
                 yield f"train.{key}", "train.exact is false; leave it out or use train.exact true"
         return
     of_part, ours = train.global_batch_size // samples, _is_of_this_package(config)
-    along = takes_context_pieces(config)
+    along, mixture = takes_context_pieces(config), config.model.num_experts > 0
     for key, broken, use in (
         ("model.architecture", config.model.key_value_rank > 0, "llama"),  # latent attention
         ("parallel.sequence_parallel", parallel.sequence_parallel and not ours, "false"),
@@ -63,8 +63,8 @@ def exact_rules(config: Config) -> Broken:
         ("precision.master_weights", precision.dtype == "bf16" and not precision.master_weights, "true"),
         ("model.qk_norm_over", config.model.qk_norm_over != "head", "head"),
         ("precision.fp8", precision.fp8, "false"),
-        ("model.expert_bias", config.model.expert_bias, "false"),
-        ("model.expert_gate_limit", config.model.expert_gate_limit > 0, "0"),
+        ("model.expert_bias", mixture and config.model.expert_bias, "false"),
+        ("model.expert_gate_limit", mixture and config.model.expert_gate_limit > 0, "0"),
         ("model.attention_softcap", config.model.attention_softcap > 0, "0"),
         ("model.attention_sinks", config.model.attention_sinks, "false"),
         ("model.mtp_layers", config.model.mtp_layers > 0, "0"),
