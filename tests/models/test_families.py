@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.huggingface.test_models import MODELS as ROUND_TRIPS
+from tests.huggingface.small_models import MODELS as ROUND_TRIPS
 from tests.support.exact import EXACT, exact_run, spread
 from tests.support.exact import check as check_bits
 from tests.support.layouts import laid_out
