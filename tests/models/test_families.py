@@ -185,6 +185,14 @@ def case_of(family: str) -> Case:
     return replace(LLAMA, model=model, layers=4, batch=8, positions="learned" if family == "gpt" else "rope")
 
 
+def case_in(family: str, word: str, words: str) -> Case:
+    """Return the case in a layout of a word of the table; for `ep`, with experts if it has none."""
+    case = case_of(family)
+    if word == "ep" and "num_experts" not in dict(case.model):
+        case = replace(case, model=(*case.model, *EXPERTS))
+    return laid_out(case, words)
+
+
 def refused_layouts(family: str) -> set[str]:
     cell = ROWS[family]["Layouts"]
     assert re.fullmatch(r"all( but `\w+`(, `\w+`)*)?", cell)
@@ -216,17 +224,18 @@ PROVEN = [
 def test_a_layout_computes_what_one_process_does(
     pool: WorkerPool, expected: Callable[[Case], Trace], family: str, word: str, words: str
 ) -> None:
-    case = case_of(family)
-    if word == "ep" and "num_experts" not in dict(case.model):
-        case = replace(case, model=(*case.model, *EXPERTS))
-    check(pool, expected, laid_out(case, words))
+    check(pool, expected, case_in(family, word, words))
 
 
-@pytest.mark.parametrize(("family", "word"), [(family, word) for family in ROWS for word in refused_layouts(family)])
-def test_any_other_layout_is_refused_by_name(family: str, word: str) -> None:
-    for words in LAYOUTS[word]:
-        with pytest.raises(UserError, match=rf"^parallel\.{word} is .* but [^.]*model\.[^.]*; use .*\.$"):
-            _ = laid_out(case_of(family), words).config
+@pytest.mark.parametrize("family", ROWS)
+def test_a_layout_is_taken_or_refused_by_name(family: str) -> None:
+    refused = refused_layouts(family)
+    for word, words in ((word, words) for word, several in LAYOUTS.items() for words in several):
+        if word not in refused:
+            _ = case_in(family, word, words).config
+        else:
+            with pytest.raises(UserError, match=r"^(parallel|model)\.\w+ is \d+ but model\.[^.]*; use .*\.$"):
+                _ = case_in(family, word, words).config
 
 
 @pytest.mark.slow
