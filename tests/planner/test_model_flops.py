@@ -7,9 +7,11 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from threefold.config import ModelConfig
+from threefold.config import Config, ModelConfig, resolve
 from threefold.models.family import make_model
+from threefold.models.source import ConfigSource
 from threefold.planner.block import Latents, block_shapes, describe_model, further_blocks, model_flops_per_token
+from threefold.planner.model_size import flops_per_token
 
 
 def filled(sequence_length: int, **settings: object) -> ModelConfig:
@@ -107,6 +109,38 @@ def test_latents_are_known_from_the_shapes_of_weights(narrow: int) -> None:
     assert further_blocks(described) == (last, last)
     assert (last.heads, last.key_heads, last.head_dim, last.value_dim, last.norms) == (4, 4, 18, 10, 2)
     assert last.latents == Latents(queries=narrow, keys=58, rotary=6, value=10)
+
+
+TRAINS = {
+    "adapters": {"adapter": {"rank": 3}},
+    "adapters of all": {"adapter": {"rank": 5, "targets": ["**"]}},
+    "adapters of values": {"adapter": {"rank": 2, "targets": ["blocks.1.attn.*", "blocks.2.mlp.down"]}},
+    "upper blocks": {"optimizer": {"frozen": ["embed", "blocks.0", "blocks.1.attn"]}},
+    "parts": {"optimizer": {"frozen": ["blocks.1.mlp.down", "head.output", "blocks.*.attn.proj.weight"]}},
+    "head": {"optimizer": {"frozen": ["embed", "blocks.*"]}},
+}
+
+
+@pytest.mark.parametrize("trains", TRAINS)
+@pytest.mark.parametrize(
+    "model", [{"architecture": "gpt"}, {"architecture": "llama", "num_key_value_heads": 3}, LATENT]
+)
+def test_frozen_products_have_no_gradients_and_a_backward_pass_is_as_deep_as_needed(
+    model: dict[str, object], trains: str
+) -> None:
+    sizes = {"num_layers": 3, "hidden_size": 36, "num_attention_heads": 3, "vocab_size": 101, "tie_embeddings": False}
+    given = {"data": {"path": "unused", "sequence_length": 33}, "model": {**sizes, **model}, **TRAINS[trains]}
+    config = resolve(Config.model_validate(given), 101)
+    make, plan = ConfigSource().load(config)
+    with torch.device("meta"):
+        built, tokens = make(), torch.zeros(2, 33, dtype=torch.int64)
+    for name, parameter in built.named_parameters():
+        parameter.requires_grad_(name not in plan.frozen)
+    with FlopCounterMode(display=False) as counter:
+        built(tokens, tokens).backward()
+    counted, of_step = counter.get_total_flops(), tokens.numel() * flops_per_token(config)
+    # Of latents, the keys' product counts as reached by the queries' adapter in the first block.
+    assert counted <= of_step <= counted * (1.03 if model is LATENT and trains == "adapters" else 1)
 
 
 def test_a_model_of_ones_own_tells_none() -> None:

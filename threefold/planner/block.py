@@ -5,8 +5,10 @@ and a feed-forward network or mixture of experts is planned from its weights; an
 """
 
 from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import groupby
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -40,8 +42,21 @@ class WeightShape(NamedTuple):
     @property
     def multiply_adds(self) -> int:
         """Multiply-adds of one token, or one token of one expert; a single row, such as a gate, counts as none."""
-        shape = self.shape[1:] if self.is_of_experts else self.shape
+        shape = self.whole_of_expert
         return 0 if len(shape) < 2 or min(self.shape) == 1 else prod(shape)
+
+    @property
+    def base(self) -> str:
+        """Name of the weight itself, or for a weight of an adapter that of the weight beside it."""
+        if not sharding.is_of_adapter(self.name):
+            return self.name
+        of_expert, found, _ = self.last_name.partition("_lora_")
+        return f"{_module(self.name)}.{of_expert if found else 'weight'}"
+
+    @property
+    def whole_of_expert(self) -> tuple[int, ...]:
+        """Whole shape, without the dim of the experts."""
+        return self.shape[1:] if self.is_of_experts else self.shape
 
     @property
     def parts(self) -> dict[str, int]:
@@ -62,21 +77,59 @@ class ModelDescription:
 
     @cached_property
     def flops_per_token(self) -> float:
-        """FLOPs of a training step per token; attention counts all pairs of positions within its window."""
-        counted = 0
-        for number, layer in enumerate(self.plan.layers[1:]):  # the look-up in the first layer is not a product
-            for weight in self.weights[layer]:
-                counted += weight.multiply_adds * (self.config.experts_per_token if weight.is_of_experts else 1)
-            window = self.config.window(min(number, len(self.plan.layers) - 3))  # further blocks are like the last one
-            seen = min(window or self._length, self._length)
-            heads = sum(rule.heads for rule in self.rules(layer) if isinstance(rule, sharding.AttentionCore))
-            both = (weight.parts for weight in self.weights[layer] if "key" in weight.parts)
-            parts = next(both, {"key": self.config.head_dim, "value": self.config.head_dim})
-            counted += heads * (parts["key"] + self.config.rope_head_dim + parts["value"]) * seen
+        """FLOPs of a training step of all weights per token; attention counts all pairs of positions in its window."""
+        return self.flops(self.weights, lambda name: True)
+
+    def flops(self, weights: Mapping[str, Sequence[WeightShape]], is_trained: Callable[[str], bool]) -> float:
+        """Return the FLOPs per token of a training step that trains some of the weights of each layer.
+
+        A product is two operations in the forward pass, two for the gradient of its weight, if that is trained, and two
+        for the gradient of its input, if a trained weight comes before. Those of adapters stand behind their layer's.
+        """
+        total, reached = 0, False
+        for number, layer in enumerate(self.plan.layers):
+            attends, of_part, part = False, reached, ""
+            for _, group in groupby(weights[layer], key=lambda weight: weight.base):
+                alike, ranks = list(group), 1
+                name, first = alike[0].name.removeprefix(f"{layer}.").partition(".")[0], alike[0]
+                if name != part:
+                    part, of_part = name, reached
+                # Several products may take the input of attention, or of the network. Projections of latents count as
+                # if those of queries came before those of keys, one product too many in the first trained layer.
+                takes_input = first.whole_of_expert[-1] == self.config.hidden_size
+                takes_input = takes_input and not isinstance(first.split, sharding.Row)
+                before = of_part if takes_input else reached
+                trains = any(is_trained(weight.name) for weight in alike)
+                for weight in alike:
+                    of_adapter = sharding.is_of_adapter(weight.name)
+                    counted = prod(weight.whole_of_expert) if of_adapter else weight.multiply_adds
+                    if weight.name.endswith(sharding.LORA_A):
+                        ranks = weight.whole_of_expert[0]
+                    elif weight.name.endswith(sharding.LORA_B):  # one product for all projections of the layer
+                        counted = counted // weight.whole_of_expert[1] * ranks
+                    if number == 0 and not weight.name.endswith(sharding.TABLE_B):  # a look-up is not a product
+                        continue
+                    trained = is_trained(weight.name)
+                    inner = trained and weight.name.endswith((sharding.LORA_B, sharding.TABLE_B))
+                    passes = 1 + (before or inner) + trained
+                    total += passes * counted * (self.config.experts_per_token if weight.is_of_experts else 1)
+                reached = reached or trains
+                if any("key" in weight.parts for weight in alike):
+                    attends = reached
+            if number:
+                total += (3 if attends else 1) * self._attention(number - 1, layer)
         # Of the projections to the vocabulary of further tokens, the table that is looked up again stands for one.
-        counted += max(0, self.config.mtp_layers - 1) * (self.config.vocab_size or 0) * self.config.hidden_size
-        # Two operations each in the forward pass, the gradient of the input, and the gradient of the weight.
-        return float(6 * counted)
+        table = max(0, self.config.mtp_layers - 1) * (self.config.vocab_size or 0) * self.config.hidden_size
+        return float(2 * (total + table * (2 + is_trained(weights[self.plan.layers[0]][0].name))))
+
+    def _attention(self, number: int, layer: str) -> int:
+        """Return the multiply-adds per token of a layer's attention."""
+        window = self.config.window(min(number, len(self.plan.layers) - 3))  # further blocks are like the last one
+        seen = min(window or self._length, self._length)
+        heads = sum(rule.heads for rule in self.rules(layer) if isinstance(rule, sharding.AttentionCore))
+        both = (weight.parts for weight in self.weights[layer] if "key" in weight.parts)
+        parts = next(both, {"key": self.config.head_dim, "value": self.config.head_dim})
+        return heads * (parts["key"] + self.config.rope_head_dim + parts["value"]) * seen
 
     @cached_property
     def model(self) -> "nn.Module":

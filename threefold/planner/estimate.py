@@ -13,11 +13,17 @@ from threefold.config.section import nearest_multiple
 from threefold.errors import UserError
 from threefold.parallel.pipeline.partition import stage_map
 from threefold.planner import cost, layer_cost
-from threefold.planner.block import block_shapes, describe_model, further_blocks, model_flops_per_token
+from threefold.planner.block import block_shapes, describe_model, further_blocks
 from threefold.planner.cost import Number, Pipeline
 from threefold.planner.hardware import Hardware
 from threefold.planner.layer_cost import Passes, Seconds
-from threefold.planner.model_size import average_states, described_blocks, optimizer_states
+from threefold.planner.model_size import (
+    average_states,
+    described_blocks,
+    flops_per_token,
+    model_weights,
+    optimizer_states,
+)
 from threefold.planner.stage_memory import RESERVE, StageMemory, as_executed, stage_memory
 from threefold.planner.systems import SYSTEMS, System, find_system
 
@@ -233,8 +239,7 @@ class Estimate:
     @cached_property
     def model_flops(self) -> float:
         """Operations of a step over all ranks that the model needs, however it is computed."""
-        per_token = model_flops_per_token(self.config.model, self.config.data.sequence_length)
-        return (per_token or 0.0) * self.tokens_per_step
+        return (flops_per_token(self.config) or 0.0) * self.tokens_per_step
 
     @cached_property
     def hardware_flops(self) -> float:
@@ -254,7 +259,7 @@ class Estimate:
             again = 2 * sum(seen) * treated
         elif train.recompute != "none":
             head = (1 + len(further)) * model.vocab_size + len(further) * 2 * model.hidden_size
-            again = (described.flops_per_token / 3 - 2 * model.hidden_size * head) * treated
+            again = (model_weights(self.config).forward_flops_per_token - 2 * model.hidden_size * head) * treated
         return self.model_flops + again * self.tokens_per_step
 
     @property

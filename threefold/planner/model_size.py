@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from math import ceil, prod
 from typing import Any, Final, NamedTuple
 
@@ -286,10 +286,15 @@ class ModelWeights:
     ) -> None:
         self.description, self.plan, self.layers = description, description.plan, dict(description.weights)
         self._frozen, self._has_adapters = frozen, bool(adapters)
+        beside: dict[str, list[WeightShape]] = {}
         for name, shape in adapters:
-            layer, split = next(each for each in self.layers if name.startswith(f"{each}.")), self.plan.split_of(name)
+            split = self.plan.split_of(name)
             assert split is not None  # that of the weight beside it
-            self.layers[layer] += (WeightShape(name, split, shape),)
+            weight = WeightShape(name, split, shape)
+            beside.setdefault(weight.base, []).append(weight)
+        if adapters:
+            for layer, given in self.layers.items():
+                self.layers[layer] = tuple(one for each in given for one in (each, *beside.get(each.name, ())))
         uses = Counter(weight.name for weights in self.layers.values() for weight in set(weights))
         self.shared: dict[str, tuple[WeightShape, ...]] = {}
         self.kinds: dict[str, int] = {}
@@ -325,6 +330,15 @@ class ModelWeights:
         uses = Counter(weight for name in layers for weight in set(self.shared[name]))
         return [name for name in layers if any(uses[weight] > 1 for weight in self.shared[name])]
 
+    @cached_property
+    def flops_per_token(self) -> float:
+        """FLOPs of a training step per token; see `ModelDescription.flops`."""
+        return self.description.flops(self.layers, lambda name: not self.is_frozen(name))
+
+    @cached_property
+    def forward_flops_per_token(self) -> float:
+        return self.description.flops(self.layers, lambda name: False)
+
     def recomputed(self, mode: str, every: int) -> frozenset[str]:
         """Return the layers that `train.recompute` and `train.recompute_every` recompute."""
         return frozenset(chosen_layers(self.plan.layers, self.plan.recompute, mode, every))
@@ -351,25 +365,51 @@ class ModelWeights:
 
 def model_weights(config: Config) -> ModelWeights:
     """Return the weights of a resolved config's model, cached unless it is a custom one."""
+    return _weights_of(config, config.data.sequence_length)
+
+
+def _weights_of(config: Config, sequence_length: int) -> ModelWeights:
     frozen = tuple(config.optimizer.frozen or ())
-    return _of_description(describe_model(config.model, config.data.sequence_length), frozen, _adapters(config))
+    return _of_description(describe_model(config.model, sequence_length), frozen, _adapters(config))
 
 
 def _adapters(config: Config) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return the names and shapes of the weights of a model's adapters."""
     if not config.adapter.rank:
         return ()
+    return _named_adapters(_Adapted(config.model.model_dump_json() + config.adapter.model_dump_json(), config))
+
+
+@dataclass(frozen=True)
+class _Adapted:
+    """Config of a model with adapters; those with the same `text` have the same adapters."""
+
+    text: str
+    config: Config = field(compare=False)
+
+
+@lru_cache(maxsize=16)
+def _named_adapters(given: _Adapted) -> tuple[tuple[str, tuple[int, ...]], ...]:
     import torch
 
     from threefold.models.source import ConfigSource
 
-    make_model, _ = ConfigSource().load(config)
+    make_model, _ = ConfigSource().load(given.config)
     with torch.device("meta"):
         named = make_model().named_parameters()
     return tuple((name, tuple(weight.shape)) for name, weight in named if is_of_adapter(name))
 
 
 _of_description = lru_cache(maxsize=16)(ModelWeights)
+
+
+def flops_per_token(config: Config, sequence_length: int | None = None) -> float | None:
+    """Return the FLOPs of a resolved config's step per token, in sequences of some length (None for the config's); None
+    for a custom model, whose operations are not known."""
+    if config.model.architecture == CUSTOM:
+        return None
+    length = sequence_length or config.data.sequence_length
+    return _weights_of(config, length).flops_per_token
 
 
 @dataclass(frozen=True)

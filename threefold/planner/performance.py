@@ -9,7 +9,7 @@ from typing import Final, cast
 import torch
 
 from threefold.config.by_step import value_at
-from threefold.planner.block import model_flops_per_token
+from threefold.planner.model_size import flops_per_token
 from threefold.resilience.heartbeat import PageHeartbeat
 from threefold.train.callbacks.base import RunContext
 from threefold.train.callbacks.records import Performance
@@ -28,7 +28,7 @@ class PerformanceMeter:
         mesh, config, self._peak, self._began = run.mesh, run.config, run.peak_rate, run.attempt.began
         self._mesh, self._heartbeat = mesh, cast(PageHeartbeat, mesh.heartbeat)
         self._config, self._ranks = config, mesh.layout.world_size
-        self._of_token = cache(partial(model_flops_per_token, config.model))
+        self._of_token = cache(partial(flops_per_token, config))
         self._waited = self._looked = 0.0
         self._largest = 0, mesh.rank  # memory, and the first rank that had it
 
