@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import threefold as t3
+from tests.adapters.support import ALPHA, RANK, with_adapter
 from tests.support.parity import BOTH, DEEPSEEK, LLAMA, MOE, WIDE, Case
 from threefold.errors import UserError
 from threefold.models.source import ConfigSource
 
-RANK, ALPHA = 3, 7.0
 CASES = {
     "gpt": Case(dtype="fp64", tie=False),
     "llama": LLAMA,
@@ -27,11 +27,6 @@ PARTS = {
     "key": lambda config: config.head_dim,
     "value": lambda config: config.head_dim,
 }
-
-
-def with_adapter(case: Case, **settings: object) -> Case:
-    given = {"rank": RANK, "alpha": ALPHA, **settings}
-    return replace(case, update=tuple((f"adapter.{key}", value) for key, value in given.items()))
 
 
 def projection_of_rows(name: str, rows: int, case: Case) -> list[int]:

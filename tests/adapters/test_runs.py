@@ -5,13 +5,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from tests.train.support import Run, same, steps_of, train_rank
 from threefold.checkpoint.errors import MODEL, OPTIMIZER
-from threefold.checkpoint.folder import newest
-from threefold.checkpoint.tensors import load_tensors, stored_tensors
+from threefold.checkpoint.folder import newest, path_of
+from threefold.checkpoint.index import weight_names
+from threefold.checkpoint.resume import find_warm_start
+from threefold.checkpoint.tensors import load_tensors, read_tensor, stored_tensors
 from threefold.config import Config
 from threefold.errors import UserError
+from threefold.huggingface.peft_format import export_adapter
 from threefold.inference.generate import GenerationRequest, Sampling, complete
 from threefold.inference.model import Trained
 from threefold.models.source import ConfigSource
@@ -86,10 +90,56 @@ def test_generation_uses_the_adapters(trained, small_run: Run) -> None:
     assert written
 
 
+@pytest.mark.slow
+def test_adapters_of_a_step_and_averages_of_adapters_are_exported(trained, small_run: Run, tmp_path: Path) -> None:
+    settings = (*WITH, *ADAPTER[3:], ("optimizer.lr", 0.3), ("optimizer.ema_decay", 0.5))
+    best = (("checkpoint.keep_best", "valid_loss"), ("train.eval_every", 1))
+    folder = trained("averaged", small_run.but(dtype="fp64", dropout=0.0, steps=4, set=(*settings, *best)))
+    for number, chosen in enumerate(({}, {"step": "2"}, {"step": "best"}, {"average": True})):
+        out = tmp_path / str(number)
+        made = export_adapter(folder, out, **chosen)
+        path = path_of(folder, made.step)
+        key = weight_names(path, "average" in chosen)["blocks.1.mlp.up.lora_b"]
+        expected = read_tensor(path, key)
+        assert torch.equal(exported_tensor(out, "base_model.model.transformer.h.1.mlp.c_fc.lora_B.weight"), expected)
+        assert made.step == {0: 4, 1: 2, 3: 4}.get(number, made.step)
+    plain, averaged = (read_tensor(path, weight_names(path, each)["blocks.1.mlp.up.lora_b"]) for each in (False, True))
+    assert not torch.equal(plain, averaged)
+
+
+def exported_tensor(folder: Path, name: str) -> torch.Tensor:
+    with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
+        return file.get_tensor(name)
+
+
+@pytest.mark.slow
+def test_magnitudes_resume_in_another_layout_and_generate(trained, small_run: Run) -> None:
+    settings = (*PLAIN, *ADAPTER, ("adapter.dora", True))
+    run = small_run.but(dtype="fp64", dropout=0.0, set=settings)
+    alone = trained("dora alone", run.but(steps=5))
+    cut = trained("dora cut", run.but(steps=2, tp=2, dp=2))
+    cut = trained("dora cut", run.but(steps=5, pp=3), resume=True)
+    after, again = values(alone), values(cut)
+    assert any(after[name].any() for name in after if name.endswith("lora_magnitude"))
+    assert all(torch.allclose(after[name], again[name], rtol=1e-10, atol=1e-13) for name in after)
+    with_tp = GenerationRequest(6, Sampling(temperature=0))
+    [[written], [same_written]] = (
+        complete(Trained.find(each).load(dtype="fp64"), [[5, 9, 2]], with_tp) for each in (alone, cut)
+    )
+    assert written == same_written
+    for dora in (False, True):
+        changed = small_run.but(set=(*settings[:-1], ("adapter.dora", dora), ("train.init_from", str(alone)))).config
+        if dora:
+            find_warm_start(changed)
+        else:
+            with pytest.raises(
+                UserError, match=r"adapter\.dora is False but .* has adapters with True; set it to True"
+            ):
+                find_warm_start(changed)
+
+
 def test_another_adapter_is_refused(trained, small_run: Run, tmp_path: Path, pool) -> None:
     folder = trained("all", small_run.but(dtype="fp64", dropout=0.0, steps=3, set=(*WITH, ("optimizer.lr", 0.3))))
-    from threefold.checkpoint.resume import find_warm_start
-
     for settings, says in (
         (PLAIN, r"adapter\.rank is 0 but .* has adapters with 3; set it to 3"),
         ((*PLAIN, ("adapter.rank", 2)), r"adapter\.rank is 2 but .* has adapters with 3"),

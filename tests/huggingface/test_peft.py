@@ -1,5 +1,6 @@
 """Adapters to and from the package `peft`: the same logits, and the same merged weights."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,15 @@ MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, int]]] = 
     "pairs": ("glm", SIZES | {"head_dim": 8, "pad_token_id": 0}, {}, {"tp": 2}),
     "fused": ("phi3", SIZES | {"pad_token_id": 0}, {"rank_stabilized": True}, {}),
     "gpt2": ("gpt2", GPT | {"tie_word_embeddings": False}, {"targets": ["blocks.**", "embed.tokens"]}, {"tp": 2}),
+    "magnitudes": ("qwen2", SIZES, {"dora": True, "targets": ["blocks.**", "head.output"]}, {"tp": 2}),
+    "magnitudes of some": (
+        "phi3",
+        SIZES | {"pad_token_id": 0},
+        {"dora": True, "rank_stabilized": True, "targets": ["blocks.*.attn.qkv.query", "blocks.*.mlp.**"]},
+        {"pp": 2},
+    ),
+    "magnitudes of pairs": ("glm", SIZES | {"head_dim": 8, "pad_token_id": 0}, {"dora": True}, {"dp": 2, "zero": 3}),
+    "magnitudes of gpt2": ("gpt2", GPT | {"tie_word_embeddings": False}, {"dora": True}, {"tp": 2}),
     "shared expert": (
         "qwen2_moe",
         SIZES | EXPERTS | {"shared_expert_intermediate_size": 20},
@@ -112,6 +122,9 @@ def test_peft_computes_with_exported_adapters_what_the_merged_export_does(
     tokens = torch.arange(2 * LENGTH).view(2, -1) % 90 + 1
     before = model(tokens).logits.detach()
     export_adapter(run, tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(
+        base
+    )
     adapted = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), tmp_path / "adapter").eval()
     logits = adapted(tokens).logits.detach()
     assert (logits - before).abs().max() > 1e-3
@@ -123,7 +136,7 @@ def test_peft_computes_with_exported_adapters_what_the_merged_export_does(
         torch.testing.assert_close(weight, theirs[name], rtol=1e-6, atol=1e-6, msg=name)
 
 
-@pytest.mark.parametrize("made", list(MODELS), indirect=True)
+@pytest.mark.parametrize("made", [name for name in MODELS if name != "magnitudes of some"], indirect=True)
 def test_adapters_come_back_as_they_were(made: tuple[Path, Path, nn.Module], tmp_path: Path) -> None:
     base, run, _ = made
     export_adapter(run, tmp_path / "adapter")
@@ -134,7 +147,8 @@ def test_adapters_come_back_as_they_were(made: tuple[Path, Path, nn.Module], tmp
     assert before.keys() == after.keys()
     assert any("lora" in name for name in after)
     for name, tensor in before.items():
-        torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=0, msg=name)
+        # Of magnitudes, peft has the sum with the norms of the rows.
+        torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=1e-6 * name.endswith("magnitude"), msg=name)
 
 
 PEFT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -146,6 +160,21 @@ PEFT: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "fused": ("phi3", SIZES | {"pad_token_id": 0}, {"target_modules": ["qkv_proj", "gate_up_proj"]}),
     "gpt2": ("gpt2", GPT | {"tie_word_embeddings": False}, {"target_modules": ["c_attn", "c_proj", "wte"]}),
+    "magnitudes": (
+        "qwen3",
+        SIZES | {"head_dim": 8},
+        {"target_modules": ["q_proj", "down_proj", "lm_head"], "use_dora": True},
+    ),
+    "magnitudes of fused": (
+        "phi3",
+        SIZES | {"pad_token_id": 0},
+        {"target_modules": ["qkv_proj", "gate_up_proj"], "use_dora": True},
+    ),
+    "magnitudes of gpt2": (
+        "gpt2",
+        GPT | {"tie_word_embeddings": False},
+        {"target_modules": ["c_attn", "c_fc"], "use_dora": True},
+    ),
     "one layer": ("llama", SIZES, {"target_modules": ["up_proj"], "layers_to_transform": [1], "use_rslora": True}),
 }
 
@@ -159,7 +188,8 @@ def adapt(model: nn.Module, folder: Path, **settings: Any) -> nn.Module:
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                start = parameter if "magnitude" in name else 0
+                parameter.copy_(start + torch.randn(parameter.shape, generator=generator) * 0.1)
     adapted.save_pretrained(folder)
     return adapted.eval()
 
@@ -184,7 +214,7 @@ def test_imported_adapters_compute_what_peft_does(tmp_path: Path, name: str) -> 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"target_modules": ["q_proj"], "use_dora": True}, "use_dora is True, which Threefold does not know"),
+        ({"target_modules": ["embed_tokens"], "use_dora": True}, "embeddings have none in Threefold"),
         ({"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}, "modules_to_save is ['lm_head'], which"),
         ({"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 2}}, "v_proj has the rank 2, and others"),
         ({"target_modules": ["q_proj"], "bias": "all"}, "bias is 'all'; Threefold has bias 'none' alone"),

@@ -86,6 +86,43 @@ CASES = {
 }
 
 
+ROWS = ("blocks.**", "head.output")
+DORA = {
+    "key-value heads that ranks share": (SHARED, {"tp": 4}),
+    "queries and gates alone": CASES["queries and gates alone"],
+    "head in chunks": (
+        with_adapter(FUSED, targets=ROWS),
+        {"tp": 3, "settings": (("train.loss_chunk_size", 9), ("parallel.sequence_parallel", True))},
+    ),
+    "head in a pipeline with ZeRO": (
+        with_adapter(FUSED, targets=ROWS),
+        {"dp": 2, "pp": 2, "accumulation": 4, "settings": (("parallel.zero", 3),)},
+    ),
+    "dropout": (with_adapter(GPT, dropout=0.3), {"dp": 2, "tp": 2}),
+    "dropout with sequence parallelism": (
+        with_adapter(FUSED, dropout=0.3),
+        {"tp": 2, "cp": 2, "settings": (("parallel.sequence_parallel", True), ("train.recompute", "full"))},
+    ),
+    "layers beside experts": (
+        with_adapter(EXPERTS, targets=("blocks.*.attn.*", "blocks.*.mlp.shared.*", "blocks.*.mlp.router")),
+        {"dp": 2, "tp": 2, "settings": (("parallel.ep", 2), ("parallel.sequence_parallel", True))},
+    ),
+    "latent attention": CASES["latent attention"],
+}
+
+
+@sweep("layout", LAYOUTS, ids=str, quick=(0,))
+@pytest.mark.parametrize("case", [GPT, FUSED], ids=["gpt", "llama"])
+def test_magnitudes_are_as_in_one_process(pool, expected, case: Case, layout: dict) -> None:
+    check(pool, expected, replace(with_adapter(case, dora=True), **layout))
+
+
+@sweep("which", DORA, quick=(4,))
+def test_magnitudes_of_other_layers_are_as_in_one_process(pool, expected, which: str) -> None:
+    case, layout = DORA[which]
+    check(pool, expected, replace(with_adapter(case, dora=True), **layout))
+
+
 @sweep("which", CASES, quick=(0, 6, 11))
 def test_adapters_of_other_layers_are_as_in_one_process(pool, expected, which: str) -> None:
     case, layout = CASES[which]

@@ -83,6 +83,7 @@ CASES = {
     "gpt": ({}, {}, "dp2·tp2"),
     "llama": (LLAMA, {}, "tp2·pp2"),
     "all layers": (LLAMA, {"targets": ["**"]}, "dp2·tp2"),
+    "magnitudes": (LLAMA, {"dora": True, "targets": ["blocks.**", "head.output"]}, "dp2·tp2"),
     "experts": (MOE, {}, "dp2·ep2"),
 }
 

@@ -21,6 +21,7 @@ from threefold.models.plan import nearest
 from threefold.models.sharding import (
     LORA_A,
     LORA_B,
+    MAGNITUDE,
     TABLE_A,
     TABLE_B,
     Column,
@@ -73,7 +74,7 @@ def _initial_of(known: Mapping[str, Initial], others: Callable[[str], Initial], 
 
 
 def _initial(name: str, parameter: Tensor) -> Initial:
-    """Return the initial values of an adapter's weight: A has the variance of PEFT's, and B is zero."""
+    """Return the initial values of an adapter's weight: A has the variance of PEFT's, all else is zero."""
     is_inner = name.endswith((LORA_A, TABLE_A))
     return Normal((3 * parameter.shape[-1]) ** -0.5) if is_inner else Constant(0.0)
 
@@ -86,13 +87,15 @@ def add_adapter(
     alpha: float | None = None,
     dropout: float = 0.0,
     rank_stabilized: bool = False,
+    dora: bool = False,
     seed: int = 0,
 ) -> nn.Module:
     """Give layers of a model low-rank adapters (LoRA), in place, and freeze all its other weights; return the model.
 
     Call it where the model is made, so that each rank makes the same: in the function that `parallelize` gets, or
     before `prepare`. A layer gets the parameters `lora_a` [rank, in], drawn from `seed` and its name, and `lora_b`
-    [out, rank], which is zero; an embedding `lora_embedding_a` and `lora_embedding_b`.
+    [out, rank], which is zero, and with `dora` the changes of its rows' magnitudes, `lora_magnitude` [out], zero too;
+    an embedding `lora_embedding_a` and `lora_embedding_b`.
 
     Args:
         model: model of one device, on any device.
@@ -101,6 +104,7 @@ def add_adapter(
         alpha: numerator of the factor alpha / rank of the adapters; None for `rank`.
         dropout: dropout of an adapter's input, by the keys of the `samples` that a layer of the model takes.
         rank_stabilized: whether the factor is alpha / √rank.
+        dora: whether the rows of the weights have trained magnitudes (DoRA); not for embeddings.
         seed: seed of the initial values.
 
     Raises:
@@ -116,7 +120,7 @@ def add_adapter(
         return UserError(f"{name} is {given.get(name)!r} but {rule}.")
 
     given: dict[str, Any] = {"rank": rank, "alpha": alpha, "targets": targets, "dropout": dropout}
-    given["rank_stabilized"] = rank_stabilized
+    given |= {"rank_stabilized": rank_stabilized, "dora": dora}
     if not isinstance(model, nn.Module):
         raise UserError(f"model is a {type(model).__name__} but must be a Module; give the model itself.")
     if isinstance(targets, str) or not all(isinstance(each, str) for each in targets) or not targets:
@@ -147,6 +151,11 @@ def _attach(model: nn.Module, settings: AdapterConfig, plan: ModelPlan | None, r
     if not targets:
         raise refuse("targets", "the model has no linear layer that tensor parallelism shards; name layers of it")
     _check_tied(model, targets, refuse)
+    for target in targets if settings.dora else ():
+        if not isinstance(target.module, nn.Linear):
+            kind = "experts" if isinstance(target.module, Experts) else "an embedding"
+            rule_ = f"{target.name!r} is {kind}, whose rows have no magnitudes; use false, or name linear layers alone"
+            raise refuse("dora", f"{rule_} in targets")
     for parameter in model.parameters():
         parameter.requires_grad_(False)
     samples = _kept_samples(model, targets, refuse) if settings.dropout else None
@@ -262,6 +271,8 @@ def _add(target: Target, settings: AdapterConfig, rule: Any, samples: PassSample
         (TABLE_B if looks_up else LORA_B, (outputs, settings.rank)),
     ):
         module.register_parameter(each, nn.Parameter(weight.new_empty(shape)))
+    if settings.dora:
+        module.register_parameter(MAGNITUDE, nn.Parameter(weight.new_empty(outputs)))
     kind = mixin_of(module)
     assert kind is not None
     prepend(module, kind)

@@ -4,6 +4,11 @@ Of a layer whose output features are divided, each rank has all of A, and the ro
 input features are divided, the columns of A for its features, and all of B. The sum that such a layer needs anyway then
 includes its adapter, so that a forward or backward pass has no further collective. The gradient of the weight that each
 rank has whole is partial (`Split.partial`), and is summed once a step.
+
+With magnitudes (DoRA, arXiv 2402.09353), y = g · (W·x + s · B·(A·x)) row by row, where g = m / ‖W + s·B·A‖ and
+m = ‖W‖ + a trained change, which is zero at first. As in `peft`, the norm is a constant in the backward pass, and
+dropout is that of the input of all but the plain W·x: y = W·x + (g − 1) · W·x' + g · s·B·A·x'. Of a layer whose input
+features are divided, the squares of each row are summed over the ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,11 +20,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from threefold.comm.axis import Axis
+from threefold.comm.differentiable import reduce_from
 from threefold.comm.layout import shard_bounds
 from threefold.errors import UserError
 from threefold.models.layers.decoder import NOTHING, Embedding, Linear
 from threefold.models.layers.experts import Experts
-from threefold.models.sharding import LORA_A, LORA_B, TABLE_A, TABLE_B
+from threefold.models.sharding import LORA_A, LORA_B, MAGNITUDE, TABLE_A, TABLE_B
 from threefold.ops.kernels import embedding, linear
 from threefold.parallel.context import ShardingContext
 from threefold.parallel.experts import ParallelExperts
@@ -65,35 +72,67 @@ class Adapter:
         """Return B [..., features, projections · rank] for all rows of A, from its factors [..., features, rank]."""
         if self.spans is None:
             return b
-        place = (torch.arange(b.shape[-2], device=b.device) + self.first) % self.period
-        chosen = torch.stack([(place >= start) & (place < end) for start, end in self.spans], -1)
-        return (b.unsqueeze(-2) * chosen.unsqueeze(-1).to(b.dtype)).flatten(-2)
+        return (b.unsqueeze(-2) * self._projection_of_rows(b).unsqueeze(-1).to(b.dtype)).flatten(-2)
 
-    def inner(self, x: Tensor, a: Tensor) -> Tensor:
-        """Compute s · A·x [..., projections · rank] of `x` [..., in]."""
-        if self.dropout is not None and self.samples is not None:
-            keys = self.samples.keys
-            if keys is not None and (x.dim() != 3 or len(x) != len(keys)):
-                raise UserError(
-                    f"{self.dropout.name} drops elements of an input of the shape {[*x.shape]}, which must be that of "
-                    f"{len(keys)} samples, positions and features; use dropout 0."
-                )
-            x = self.dropout(x, keys)
-        return linear(x, a) * self.factor
+    def _projection_of_rows(self, b: Tensor) -> Tensor:
+        """Return whether each of B's features is one of each projection [features, projections]."""
+        assert self.spans is not None
+        place = (torch.arange(b.shape[-2], device=b.device) + self.first) % self.period
+        return torch.stack([(place >= start) & (place < end) for start, end in self.spans], -1)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """Drop elements of the input; return `x` itself if nothing is dropped."""
+        if self.dropout is None or self.samples is None:
+            return x
+        keys = self.samples.keys
+        if keys is not None and (x.dim() != 3 or len(x) != len(keys)):
+            raise UserError(
+                f"{self.dropout.name} drops elements of an input of the shape {[*x.shape]}, which must be that of "
+                f"{len(keys)} samples, positions and features; use dropout 0."
+            )
+        dropped: Tensor = self.dropout(x, keys)
+        return dropped
 
     def output(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Compute s · B·A·x [..., out]."""
-        return linear(self.inner(x, a), self.spread(b))
+        """Compute s · B·A·x [..., out] of `x` [..., in] after its dropout."""
+        return linear(linear(x, a) * self.factor, self.spread(b))
+
+    def scale(self, weight: Tensor, a: Tensor, b: Tensor, change: Tensor, axis: Axis | None = None) -> Tensor:
+        """Return g [out] of the changes of the magnitudes; `axis` has the other columns of the weight."""
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        with torch.no_grad():
+            base = weight.detach().to(wide)
+            both = base + dense_delta(self, a.detach().to(wide), b.detach().to(wide))
+            squares = torch.stack([base.square().sum(-1), both.square().sum(-1)])
+            if axis is not None:
+                squares = reduce_from(squares, axis)
+            plain, norm = squares.sqrt()
+            used = norm > 0  # a row of zeros has no direction
+            if self.spans is not None:
+                used &= self._projection_of_rows(b).any(-1)
+            norm = norm.masked_fill(norm == 0, 1.0)
+        return torch.where(used, (plain + change.to(wide)) / norm, 1.0).to(weight.dtype)
 
     def looked_up(self, ids: Tensor, a: Tensor, b: Tensor) -> Tensor:
         """Compute s · B·A·(one-hot vectors of the `ids`) [..., H] with `a` [rank, V]."""
         return linear(embedding(ids, a.t()) * self.factor, b)
 
-    def product(self, compute: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Any:
+    def product(
+        self, compute: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor, change: Tensor | None = None
+    ) -> Any:
         """Return the function that computes with an input and a weight so that their product includes the adapter."""
 
         def joined(x: Tensor, weight: Tensor) -> Tensor:
-            return compute(torch.cat([x, self.inner(x, a)], -1), torch.cat([weight, self.spread(b)], -1))
+            dropped = self.dropped(x)
+            inputs, weights = [x, linear(dropped, a) * self.factor], [weight, self.spread(b)]
+            if change is not None:
+                scale = self.scale(weight, a, b, change).unsqueeze(-1)
+                weights[1] = scale * weights[1]
+                if dropped is x:
+                    weights[0] = scale * weight
+                else:
+                    inputs, weights = [*inputs, dropped], [*weights, (scale - 1) * weight]
+            return compute(torch.cat(inputs, -1), torch.cat(weights, -1))
 
         return joined
 
@@ -125,13 +164,31 @@ class AdaptedLayer(Extended):
         a, b = (local(getattr(self, name)) for name in names)
         return a, b
 
+    @property
+    def sums_columns_over(self) -> Axis | None:
+        """Axis whose ranks have the other columns of the weight."""
+        return None
+
+    def added(self, x: Tensor, product: Tensor) -> Tensor:
+        """Return what the adapter adds to the `product` W·x."""
+        adapter, (a, b) = self.adapter, self.factors()
+        dropped = adapter.dropped(x)
+        out = adapter.output(dropped, a, b)
+        if not hasattr(self, MAGNITUDE):
+            return out
+        weight: Tensor = local(self.weight)  # type: ignore[arg-type]
+        scale = adapter.scale(weight, a, b, local(getattr(self, MAGNITUDE)), self.sums_columns_over)
+        if dropped is not x:
+            product = linear(dropped, weight)
+        return (scale - 1) * product + scale * out
+
     def extend_replacement(self, made: nn.Module, context: ShardingContext) -> None:
         positions = context.cut if made is self else context.cut.across_context
         if made is self:
             self.adapter = self.adapter.of_part({1: positions})
             return
         assert isinstance(made, SplitLayer)
-        for name in (LORA_A, LORA_B, TABLE_A, TABLE_B):
+        for name in (LORA_A, LORA_B, MAGNITUDE, TABLE_A, TABLE_B):
             if hasattr(self, name):
                 made.register_parameter(name, made._split(name, getattr(self, name)))
         axis = made.axis
@@ -149,11 +206,17 @@ class AdaptedLinear(AdaptedLayer):
 
     def forward(self, input: Tensor) -> Tensor:
         out: Tensor = super().forward(input)
-        return out + self.adapter.output(input, *self.factors())
+        return out + self.added(input, self.without_bias(out))
+
+    def without_bias(self, out: Tensor) -> Tensor:
+        """Return W·x of an output that has the bias added."""
+        bias: Tensor | None = self.bias  # type: ignore[assignment]
+        return out if bias is None or not hasattr(self, MAGNITUDE) else out - local(bias)
 
     def with_weight(self, compute: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> Any:
         """Return `compute(x, weight)` for an input and a weight whose product includes the adapter."""
-        return super().with_weight(self.adapter.product(compute, *self.factors()), x)  # type: ignore[misc]
+        change = local(getattr(self, MAGNITUDE)) if hasattr(self, MAGNITUDE) else None
+        return super().with_weight(self.adapter.product(compute, *self.factors(), change), x)  # type: ignore[misc]
 
 
 class AdaptedTable(AdaptedLayer):
@@ -173,16 +236,22 @@ class AdaptedColumn(AdaptedLinear):
 
     def _local_features(self, x: Tensor) -> Tensor:
         out: Tensor = super()._local_features(x)  # type: ignore[misc]
-        return out + self.adapter.output(x, *self.factors())
+        return out + self.added(x, self.without_bias(out))
 
 
 class AdaptedRow(AdaptedLayer):
     """Linear layer with divided input features, and an adapter, whose input is this rank's part already."""
 
+    axis: Axis
+
+    @property
+    def sums_columns_over(self) -> Axis | None:
+        return self.axis
+
     def partial_sum(self, x: Tensor) -> Tensor:
         """Return this rank's summand of the output, with that of the adapter."""
         out: Tensor = super().partial_sum(x)  # type: ignore[misc]
-        return out + self.adapter.output(x, *self.factors())
+        return out + self.added(x, out)
 
 
 class AdaptedVocab(AdaptedLayer):

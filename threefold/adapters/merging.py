@@ -7,23 +7,34 @@ from torch import Tensor, nn
 
 from threefold.adapters.layers import Adapter, dense_delta
 from threefold.config import Config
-from threefold.models.sharding import LORA_A, LORA_B, TABLE_A, TABLE_B
+from threefold.models.sharding import LORA_A, LORA_B, MAGNITUDE, TABLE_A, TABLE_B
 from threefold.models.source import ConfigSource
 
 
 class Factors(NamedTuple):
-    """Adapter of a weight, with the names of its factors; of a table that is looked up, the product is transposed."""
+    """Adapter of a weight, with the names of its factors; of a table that is looked up, the product is transposed.
+
+    With magnitudes (DoRA), `magnitude` is the name of their changes.
+    """
 
     adapter: Adapter
     a: str
     b: str
     is_table: bool = False
+    magnitude: str | None = None
 
-    def merged(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """Return W + s · B·A, in fp32 at least."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of its weights, in the order of the arguments of `merged`."""
+        return (self.a, self.b) if self.magnitude is None else (self.a, self.b, self.magnitude)
+
+    def merged(self, weight: Tensor, a: Tensor, b: Tensor, magnitude: Tensor | None = None) -> Tensor:
+        """Return W + s · B·A, in fp32 at least, its rows scaled to their magnitudes."""
         wide = torch.promote_types(weight.dtype, torch.float32)
-        change = dense_delta(self.adapter, a.to(wide), b.to(wide))
-        return weight.to(wide) + (change.mT if self.is_table else change)
+        weight, a, b = (each.to(wide) for each in (weight, a, b))
+        change = dense_delta(self.adapter, a, b)
+        merged = weight + (change.mT if self.is_table else change)
+        return merged if magnitude is None else merged * self.adapter.scale(weight, a, b, magnitude).unsqueeze(-1)
 
 
 def factors_of(config: Config) -> dict[str, Factors]:
@@ -47,4 +58,5 @@ def _of(name: str, module: nn.Module) -> list[tuple[str, Factors]]:
         return []
     is_table = hasattr(module, TABLE_A)
     a, b = (TABLE_A, TABLE_B) if is_table else (LORA_A, LORA_B)
-    return [(f"{name}.weight", Factors(own["adapter"], f"{name}.{a}", f"{name}.{b}", is_table))]
+    magnitude = f"{name}.{MAGNITUDE}" if hasattr(module, MAGNITUDE) else None
+    return [(f"{name}.weight", Factors(own["adapter"], f"{name}.{a}", f"{name}.{b}", is_table, magnitude))]

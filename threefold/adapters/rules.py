@@ -16,3 +16,8 @@ def adapter_rules(config: Config) -> Broken:
         yield "precision.fp8", f"adapter.rank is {adapter.rank}, and adapters are not computed in float8; use false"
     if config.train.compile and adapter.dropout:
         yield "train.compile", f"adapter.dropout is {adapter.dropout:g}, which compiled layers do not draw; use false"
+    if config.train.exact and adapter.dora:
+        yield (
+            "train.exact",
+            "adapter.dora is true, and norms of rows are not summed in an order of their own; use false",
+        )

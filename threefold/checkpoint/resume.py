@@ -67,7 +67,7 @@ SHAPES = frozenset(
     )
 )
 """Settings that determine the shapes of the weights."""
-_OF_ADAPTER = ("adapter.rank", "adapter.targets")
+_OF_ADAPTER = ("adapter.rank", "adapter.targets", "adapter.dora")
 _ORDER = ("train.seed", "data.sequence_length", "data.split")
 _BATCH, _MIXTURE = "train.global_batch_size", "data.mixture"
 
@@ -434,7 +434,7 @@ def _other_adapter(config: Config, stored: Config, checkpoint: Checkpoint) -> It
     if not stored.adapter.rank:
         return
     before, now = stored.adapter.settings(), config.adapter.settings()
-    for name in ("rank", "targets", "alpha", "rank_stabilized"):
+    for name in ("rank", "targets", "dora", "alpha", "rank_stabilized"):
         key, old, new = f"adapter.{name}", before.get(name), now.get(name)
         if old == new:
             continue

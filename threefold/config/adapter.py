@@ -24,6 +24,9 @@ class AdapterConfig(Section):
     """Dropout of an adapter's input; embeddings have none."""
     rank_stabilized: bool = False
     """Whether s is `alpha` / √`rank` (rsLoRA, arXiv 2312.03732), which suits large ranks."""
+    dora: bool = False
+    """Whether each row of a weight with an adapter also has a trained magnitude (DoRA, arXiv 2402.09353): W becomes
+    m·(W + s·B·A) / ‖W + s·B·A‖, row by row, with m = ‖W‖ at first. Not for experts and embeddings."""
 
     @property
     def factor(self) -> float:

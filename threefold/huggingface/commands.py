@@ -6,6 +6,7 @@ from typing import Literal
 import typer
 from typer import Argument, Option
 
+from threefold.errors import UserError
 from threefold.files import first_of, format_bytes
 from threefold.terminal import (
     Average,
@@ -55,7 +56,8 @@ def import_(
     from threefold.huggingface.import_hf import Import, import_model  # imports torch
 
     with Bars() as bars:
-        found = import_model(Import(folder, out, tuple(ignore or ()), overwrite, allow_not_finite, adapter), bars)
+        name = None if folder == Path(source) else source
+        found = import_model(Import(folder, out, tuple(ignore or ()), overwrite, allow_not_finite, adapter, name), bars)
     model = found.config.model
     experts = f", {model.num_experts} experts, {model.experts_per_token} active per token" if model.num_experts else ""
     facts = {
@@ -89,6 +91,12 @@ def export(
     trust_code: TrustCode = False,
     shard_size: str = Option("5GB", metavar="SIZE", help="Largest file size, such as 500MB."),
     adapter: bool = Option(False, "--adapter", help="Export the adapters (LoRA) alone, in the format of PEFT."),
+    base: str | None = Option(
+        None,
+        metavar="HF_DIR|ID",
+        help="With --adapter: the model that PEFT adds them to.",
+        show_default="what the model was imported from",
+    ),
     overwrite: Overwrite = False,
 ) -> None:
     """Export the newest checkpoint of RUN in the format that transformers' from_pretrained reads.
@@ -105,8 +113,10 @@ def export(
     size, file = byte_size(shard_size, "--shard-size", "5GB"), model_file(model)
     check_export(run, out, overwrite)
     if adapter:
-        _export_adapter(run, out, dtype, overwrite, average, step)
+        _export_adapter(run, out, dtype, overwrite, average, step, base)
         return
+    if base is not None:
+        raise UserError(f"--base is {base}, which a merged model does not name; give it with --adapter.")
     from threefold.huggingface.export_hf import Export, export_model  # imports torch
 
     with Bars() as bars:
@@ -127,10 +137,12 @@ def export(
     print_table((str(out), ""), shown_facts)
 
 
-def _export_adapter(run: Path, out: Path, dtype: str | None, overwrite: bool, average: bool, step: str | None) -> None:
+def _export_adapter(
+    run: Path, out: Path, dtype: str | None, overwrite: bool, average: bool, step: str | None, base: str | None
+) -> None:
     from threefold.huggingface.peft_format import export_adapter  # imports torch
 
-    made = export_adapter(run, out, dtype, overwrite, average, step)
+    made = export_adapter(run, out, dtype, overwrite, average, step, base)
     print_warnings(made.warnings)
     facts = {
         "family": made.family,

@@ -88,7 +88,8 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
     read, facts = weight_names(checkpoint.path, request.average), stored_tensors(checkpoint.path)
     stored, adapters = {name: facts[key] for name, key in read.items()}, factors_of(config)
     for factors in adapters.values():  # which the weights will have merged
-        del stored[factors.a], stored[factors.b]
+        for name in factors.names:
+            del stored[name]
     names = list(stored) if kind is None else sorted(stored, key=_place)
     weights: dict[str, list[WeightMap]] = {name: [] for name in names}
     for weight in () if kind is None else kind.weights(config.model, {name: stored[name][0] for name in names}):
@@ -143,8 +144,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
 
 def _merged(weight: Tensor, factors: Factors, checkpoint: Path, names: Mapping[str, str]) -> Tensor:
     """Return a weight with its adapter merged; `names` are those of a checkpoint's tensors, by ours."""
-    a, b = (read_tensor(checkpoint, names[each]) for each in (factors.a, factors.b))
-    return factors.merged(weight, a, b)
+    return factors.merged(weight, *(read_tensor(checkpoint, names[each]) for each in factors.names))
 
 
 def _place(name: str) -> tuple[int, int, str]:

@@ -25,6 +25,8 @@ from threefold.huggingface.source import CONFIG, read_json
 WHOLE: Final = "model.safetensors"
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+SOURCE: Final = "_name_or_path"
+"""Key of a checkpoint's config.json: the folder or id that its model was imported from."""
 _FILE = re.compile(r"[\w@+=-][\w@+=., -]{0,240}\.safetensors")
 _BUFFERS = re.compile(r".*(\.rotary_emb\.inv_freq|\.attn\.bias|\.attn\.masked_bias)")
 """Names of tensors in old files that are not weights: masks and frequencies, which follow from the config."""

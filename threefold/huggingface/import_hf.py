@@ -1,6 +1,7 @@
 """`threefold checkpoint import`: make a run of a Hugging Face model, with its weights as the first checkpoint."""
 
 import hashlib
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,7 +27,9 @@ from threefold.files import first_of
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import (
+    SOURCE,
     Box,
+    Stored,
     TensorFiles,
     boxes,
     check_tokenizer,
@@ -36,7 +39,8 @@ from threefold.huggingface.files import (
     texts_of,
 )
 from threefold.huggingface.mapping import HuggingFaceType, Repeated, SourceRows, WeightMap
-from threefold.huggingface.peft_import import PeftAdapter, require_fitting
+from threefold.huggingface.peft_format import Layer, norms_of_rows
+from threefold.huggingface.peft_import import PeftAdapter, require_fitting, whole_tensor
 from threefold.huggingface.source import read_json
 from threefold.models.family import make_model, model_plan
 from threefold.models.sharding import ModelPlan
@@ -55,6 +59,7 @@ class Import:
     overwrite: bool = False
     allow_not_finite: bool = False
     adapter: Path | None = None  # folder of `peft`
+    name: str | None = None  # id on the hub; None for a folder
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,8 @@ def import_model(request: Import, progress: Progress) -> Imported:
     config = resolve(config_of(sections), 1)
     weights = _checked_weights(kind, config, files, values)
     texts = texts_of(request.source)
+    known_as = {SOURCE: request.name or str(request.source.absolute())}
+    texts[PREFIX + THEIR_CONFIG] = json.dumps({**json.loads(texts[PREFIX + THEIR_CONFIG]), **known_as}, indent=2) + "\n"
     if TOKENIZER in texts:
         check_tokenizer(texts[TOKENIZER], request.source / TOKENIZER, config.model.vocab_size or 0)
     eod = next(iter(end_tokens(request.source)), None)
@@ -105,7 +112,9 @@ def import_model(request: Import, progress: Progress) -> Imported:
         shapes = {name.removeprefix(MODEL): tuple(tensor.size()) for name, tensor in tensors.items()}
         peft = PeftAdapter(request.adapter, request.ignored)
         peft.check_base(files.tensors)
-        sections["adapter"], added = peft.section_and_weights(kind, config, shapes)
+        sections["adapter"], added = peft.section_and_weights(
+            kind, config, shapes, lambda layer: _norms_of_rows(files.tensors, layer)
+        )
         template["adapter"] = sections["adapter"]
         config = resolve(config_of(sections), 1)
         require_fitting(config, added)
@@ -137,6 +146,12 @@ def import_model(request: Import, progress: Progress) -> Imported:
     parameters = sum(tensor.numel() for tensor in tensors.values())
     names = tuple(name_of(dtype) for dtype, _ in dtypes.most_common())
     return Imported(kind.name, config, parameters, names, total, TOKENIZER in texts)
+
+
+def _norms_of_rows(tensors: Mapping[str, Stored], layer: Layer) -> Tensor:
+    """Return the norms of the rows of a layer's weight in files of Hugging Face."""
+    weight = whole_tensor(tensors[f"{layer.path}.weight"])
+    return norms_of_rows(weight.t() if layer.is_transposed else weight)
 
 
 def _checked_weights(

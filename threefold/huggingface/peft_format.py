@@ -26,7 +26,7 @@ from threefold.config.model import CUSTOM
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
 from threefold.foreign import write_nofollow
-from threefold.huggingface.files import choose_type, imported_config, split
+from threefold.huggingface.files import SOURCE, choose_type, imported_config, split
 from threefold.huggingface.mapping import HuggingFaceType, Shapes, WeightMap
 from threefold.huggingface.shards import Shards
 from threefold.huggingface.source import choose_exported
@@ -36,6 +36,7 @@ from threefold.output import staged_directory
 
 CONFIG: Final = "adapter_config.json"
 STEM: Final = "adapter_model"
+MAGNITUDES: Final = "lora_magnitude_vector"
 _PREFIX: Final = "base_model.model."
 _WEIGHT: Final = ".weight"
 
@@ -59,6 +60,11 @@ class Layer:
     names: tuple[str, ...]
     parts: tuple[str, ...]
     is_transposed: bool = False
+
+
+def norms_of_rows(weight: Tensor) -> Tensor:
+    """Return the norm of each row of a weight, in fp32 at least."""
+    return weight.to(torch.promote_types(weight.dtype, torch.float32)).norm(dim=1)
 
 
 def layers_of(kind: HuggingFaceType, config: Config, shapes: Shapes) -> Iterator[Layer]:
@@ -106,19 +112,29 @@ def export_adapter(
     overwrite: bool = False,
     average: bool = False,
     step: str | None = None,
+    base: str | None = None,
 ) -> ExportedAdapter:
-    """Write the adapters of a run's checkpoint, the newest by default that proves undamaged, for `peft`."""
+    """Write the adapters of a run's checkpoint, the newest by default that proves undamaged, for `peft`.
+
+    `base` is the folder or id of the model in transformers, by default what the run's model was imported from.
+    """
     damaged: dict[Path, str] = {}
     while True:
         choice = choose_exported(run, damaged, step)
         try:
-            return _export(choice, run, out, dtype, overwrite, average)
+            return _export(choice, run, out, dtype, overwrite, average, base)
         except DamagedCheckpoint as damage:
             damaged[damage.path] = damage.reason
 
 
 def _export(
-    choice: SelectedCheckpoint, run: Path, out: Path, dtype: str | None, overwrite: bool, average: bool
+    choice: SelectedCheckpoint,
+    run: Path,
+    out: Path,
+    dtype: str | None,
+    overwrite: bool,
+    average: bool,
+    base: str | None,
 ) -> ExportedAdapter:
     checkpoint, config = choice.checkpoint, choice.config
     adapter = config.adapter
@@ -129,10 +145,11 @@ def _export(
             f"{checkpoint.path} is of a model of your own, of which peft knows no layers; export it without --adapter, "
             "which merges the adapters into the weights."
         )
-    kind = choose_type(config.model, imported_config(checkpoint.path).get("model_type"))
+    imported = imported_config(checkpoint.path)
+    kind = choose_type(config.model, imported.get("model_type"))
     stored, adapters = stored_tensors(checkpoint.path), factors_of(config)
     names = weight_names(checkpoint.path, average)
-    factors = {name for each in adapters.values() for name in (each.a, each.b)}
+    factors = {name for each in adapters.values() for name in each.names}
     layers = list(layers_of(kind, config, {name: stored[key][0] for name, key in names.items() if name not in factors}))
     known = {layer.weight for layer in layers}
     for name in adapters:
@@ -160,6 +177,9 @@ def _export(
         columns = torch.cat([torch.arange(adapter.rank) + part * adapter.rank for part in parts])
         spread = chosen.adapter.spread(b)[layer.rows]
         found |= {f"{path}lora_A.weight": a[columns], f"{path}lora_B.weight": spread[:, columns]}
+        if chosen.magnitude is not None:
+            weight, change = (read_tensor(checkpoint.path, names[each]) for each in (layer.weight, chosen.magnitude))
+            found[f"{path}{MAGNITUDES}"] = norms_of_rows(weight)[layer.rows] + change[layer.rows]
         ranks[layer.path] = len(columns)
     wanted = None if dtype is None else DTYPES[dtype]
     found = {name: tensor if wanted is None else tensor.to(wanted) for name, tensor in found.items()}
@@ -167,6 +187,7 @@ def _export(
     values = _config_json(
         adapter, ranks, [layer.path for layer in layers], kind, any(layer.is_transposed for layer in layers)
     )
+    values["base_model_name_or_path"] = base or imported.get(SOURCE)
     with staged_directory(out, inputs=[run], overwrite=overwrite) as partial:
         write_nofollow(partial / CONFIG, json.dumps(values, indent=2) + "\n")
         with Shards(partial, planned, 1 << 62, STEM) as shards:
@@ -198,12 +219,12 @@ def _config_json(
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": None,
         "inference_mode": True,
         "r": adapter.rank,
         "lora_alpha": adapter.alpha if adapter.alpha is not None else adapter.rank,
         "lora_dropout": adapter.dropout,
         "use_rslora": adapter.rank_stabilized,
+        "use_dora": adapter.dora,
         "target_modules": targets,
         "rank_pattern": wider,
         "alpha_pattern": scaled,

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from typing import Any, Final
@@ -17,10 +17,10 @@ from threefold.errors import UserError
 from threefold.foreign import FolderFiles
 from threefold.huggingface.files import Stored, contents, opened
 from threefold.huggingface.mapping import ConfigJson, HuggingFaceType, Shapes, shortened
-from threefold.huggingface.peft_format import CONFIG, STEM, Layer, layers_of
+from threefold.huggingface.peft_format import CONFIG, MAGNITUDES, STEM, Layer, layers_of
 from threefold.huggingface.source import read_json
 from threefold.models.family import model_plan
-from threefold.models.sharding import LORA_A, LORA_B, TABLE_A, TABLE_B, Column
+from threefold.models.sharding import LORA_A, LORA_B, MAGNITUDE, TABLE_A, TABLE_B, Column
 
 _HARMLESS: Final = frozenset(
     (
@@ -30,7 +30,9 @@ _HARMLESS: Final = frozenset(
         *("fan_in_fan_out", "megatron_core", "qalora_group_size", "ensure_weight_tying", "runtime_config"),
     )
 )
-_KEY: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.(?:lora_([AB])\.weight|lora_embedding_([AB]))")
+_KEY: Final = re.compile(
+    r"(?:base_model\.model\.)?(.+)\.(?:lora_([AB])\.weight|lora_embedding_([AB])|(lora_magnitude_vector)(?:\.weight)?)"
+)
 _COPY: Final = re.compile(r"(?:base_model\.model\.)?(.+)\.base_layer\.weight")
 
 
@@ -57,6 +59,8 @@ class PeftAdapter:
             self.section["dropout"] = dropout
         if stabilized:
             self.section["rank_stabilized"] = True
+        if given.flag("use_dora"):
+            self.section["dora"] = True
         given.finish({*_HARMLESS, *ignored})
         self._given = given
         self._copies: dict[str, Stored] = {}  # weights of the base that `peft` stores beside adapters of an embedding
@@ -69,37 +73,38 @@ class PeftAdapter:
         return {name: given.checked_number(f"{key} of {name}", each) for name, each in value.items()}
 
     def _read(self) -> dict[str, dict[str, Stored]]:
-        """Return the factors `A` and `B` of each layer of transformers, `EA` and `EB` of an embedding."""
+        """Return the factors `A` and `B` of each layer of transformers, `EA` and `EB` of an embedding, magnitudes."""
         found: dict[str, dict[str, Stored]] = {}
         for stored in contents(self._file):
             if match := _COPY.fullmatch(stored.key):
                 self._copies[f"{match[1]}.weight"] = stored
                 continue
             match = _KEY.fullmatch(stored.key)
-            if match is None or len(stored.shape) != 2:
+            if match is None or len(stored.shape) != (1 if match[4] else 2):
                 raise UserError(
                     f"{self._file} holds {shortened(stored.key)}, which is no factor of a layer's adapter; give LoRA "
                     "adapters alone, without modules that are trained whole."
                 )
-            path, factor, of_table = match.groups()
-            found.setdefault(path, {})[factor or f"E{of_table}"] = stored
+            path, factor, of_table, magnitude = match.groups()
+            found.setdefault(path, {})[factor or magnitude or f"E{of_table}"] = stored
         return found
 
     def check_base(self, base: Mapping[str, Stored]) -> None:
         """Raise a `UserError` if the base's weights that the adapter's file has too are others."""
         for name, stored in self._copies.items():
-            if name not in base or not torch.equal(_tensor(base[name]), _tensor(stored)):
+            if name not in base or not torch.equal(whole_tensor(base[name]), whole_tensor(stored)):
                 raise UserError(
                     f"{self._file} has a {shortened(name)} of its own, which is not that of the model; give the model "
                     "that it was trained with."
                 )
 
     def section_and_weights(
-        self, kind: HuggingFaceType, config: Config, shapes: Shapes
+        self, kind: HuggingFaceType, config: Config, shapes: Shapes, norms: Callable[[Layer], Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the section `adapter` of a run of the model, and the adapters' weights by their names there.
 
-        `config` is that of the model without adapters, `shapes` are those of its weights.
+        `config` is that of the model without adapters, `shapes` are those of its weights, `norms` returns those of the
+        rows of a layer.
         """
         by_weight: dict[str, list[Layer]] = {}
         known = set[str]()
@@ -127,6 +132,8 @@ class PeftAdapter:
             is_table = "EA" in self._tensors[layers[0].path]
             weights[f"{module}.{TABLE_A if is_table else LORA_A}"] = a
             weights[f"{module}.{TABLE_B if is_table else LORA_B}"] = b
+            if self.section.get("dora"):
+                weights[f"{module}.{MAGNITUDE}"] = self._magnitudes(layers, shapes[name][0], norms)
         section = {**self.section, "targets": _together(targets, config.model.num_layers or 0, shapes)}
         return section, weights
 
@@ -156,13 +163,33 @@ class PeftAdapter:
                     )
         return torch.cat([parts[part] for part in chosen]), both
 
+    def _magnitudes(self, layers: Sequence[Layer], outputs: int, norms: Callable[[Layer], Tensor]) -> Tensor:
+        """Return the changes of the magnitudes of a weight's rows, from the magnitudes of its layers."""
+        changes = torch.zeros(0)
+        for layer in layers:
+            magnitudes = whole_tensor(self._tensors[layer.path][MAGNITUDES])
+            if magnitudes.shape != (len(layer.rows),) or not bool(magnitudes.isfinite().all()):
+                raise UserError(
+                    f"{self._file}: the magnitudes of {shortened(layer.path)} are not {len(layer.rows):,} finite "
+                    "numbers; fetch it again."
+                )
+            changes = changes if changes.numel() else magnitudes.new_zeros(outputs)
+            changes[layer.rows] = magnitudes - norms(layer).to(magnitudes.dtype)
+        return changes
+
     def _factors(self, path: str, outputs: int, inputs: int) -> tuple[Tensor, Tensor]:
         """Return A and B of a layer of transformers in fp32 at least, B with its factor in units of the section's."""
         stored = self._tensors[path]
         prefix = "E" if "EA" in stored else ""
-        if stored.keys() != {f"{prefix}A", f"{prefix}B"}:
+        wanted = {f"{prefix}A", f"{prefix}B", *([MAGNITUDES] if self.section.get("dora") else [])}
+        if prefix and MAGNITUDES in stored:
+            raise UserError(
+                f"{self._file} has magnitudes (DoRA) of {shortened(path)}, and embeddings have none in Threefold; "
+                "merge the adapter into the model with peft."
+            )
+        if stored.keys() != wanted:
             raise UserError(f"{self._file} lacks a factor of the adapter of {shortened(path)}; fetch it again.")
-        a, b = (_tensor(stored[prefix + each]) for each in "AB")
+        a, b = (whole_tensor(stored[prefix + each]) for each in "AB")
         if prefix:
             outputs, inputs = inputs, outputs
         if a.shape != (len(a), inputs) or b.shape != (outputs, len(a)):
@@ -184,7 +211,8 @@ def _of(pattern: Mapping[str, float], path: str, default: float) -> float:
     return next((value for name, value in pattern.items() if f".{path}".endswith(f".{name}")), default)
 
 
-def _tensor(stored: Stored) -> Tensor:
+def whole_tensor(stored: Stored) -> Tensor:
+    """Return a tensor of a file, in fp32 at least."""
     with opened(stored.file) as file:
         read: Tensor = file.get_tensor(stored.key)
         return read.to(torch.promote_types(read.dtype, torch.float32))
@@ -214,6 +242,6 @@ def _together(targets: Sequence[str], layers: int, shapes: Shapes) -> list[str]:
 
 def require_fitting(config: Config, weights: Mapping[str, Tensor]) -> None:
     """Raise a ValueError unless the weights are those of the adapters that a run's config describes."""
-    names = Counter(name for factors in factors_of(config).values() for name in (factors.a, factors.b))
+    names = Counter(name for factors in factors_of(config).values() for name in factors.names)
     if names.keys() != weights.keys():
         raise ValueError(f"the adapters have {sorted(weights)} and the config {sorted(names)}")

@@ -127,7 +127,9 @@ Initial = Normal | Constant | Drawn | AsConstructed
 LORA_A, LORA_B, TABLE_A, TABLE_B = "lora_a", "lora_b", "lora_embedding_a", "lora_embedding_b"
 """Weights of an adapter (the room `adapters`) beside the weight of a linear layer, and beside a table that is looked
 up."""
-_OF_ADAPTER: Final = re.compile(rf"(?:.*[._])?(?:{LORA_A}|{LORA_B}|{TABLE_A}|{TABLE_B})")
+MAGNITUDE: Final = "lora_magnitude"
+"""Changes of the magnitudes of a linear layer's rows (DoRA)."""
+_OF_ADAPTER: Final = re.compile(rf"(?:.*[._])?(?:{LORA_A}|{LORA_B}|{TABLE_A}|{TABLE_B}|{MAGNITUDE})")
 
 
 def is_of_adapter(parameter: str) -> bool:
@@ -240,7 +242,13 @@ class Column(Split):
     groups: int = 1
     sums_input_gradient: bool = True
 
-    parameters = {"weight": (Cut("tp", 0),), "bias": (Cut("tp", 0),), LORA_A: (), LORA_B: (Cut("tp", 0),)}  # noqa: RUF012
+    parameters = {  # noqa: RUF012
+        "weight": (Cut("tp", 0),),
+        "bias": (Cut("tp", 0),),
+        LORA_A: (),
+        LORA_B: (Cut("tp", 0),),
+        MAGNITUDE: (Cut("tp", 0),),
+    }
     partial = frozenset((LORA_A,))
     needs_tensor_axis = True
 
@@ -260,8 +268,14 @@ class Row(Split):
     unit: Unit | None = None
     heads: int = 0
 
-    parameters = {"weight": (Cut("tp", 1),), "bias": (), LORA_A: (Cut("tp", 1),), LORA_B: ()}  # noqa: RUF012
-    partial = frozenset((LORA_B,))
+    parameters = {  # noqa: RUF012
+        "weight": (Cut("tp", 1),),
+        "bias": (),
+        LORA_A: (Cut("tp", 1),),
+        LORA_B: (),
+        MAGNITUDE: (),
+    }
+    partial = frozenset((LORA_B, MAGNITUDE))
     needs_tensor_axis = True
 
     def units(self, parameter: str) -> Mapping[str, Unit]:
@@ -285,6 +299,7 @@ class Vocab(Split):
         "bias": (Cut("tp", 0),),
         LORA_A: (),
         LORA_B: (Cut("tp", 0),),
+        MAGNITUDE: (Cut("tp", 0),),
         TABLE_A: (Cut("tp", 1),),
         TABLE_B: (),
     }

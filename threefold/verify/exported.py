@@ -19,7 +19,7 @@ from threefold.errors import UserError
 from threefold.huggingface.export_hf import Export, export_model
 from threefold.huggingface.files import choose_type
 from threefold.huggingface.import_hf import Import, import_model
-from threefold.huggingface.peft_format import export_adapter
+from threefold.huggingface.peft_format import export_adapter, norms_of_rows
 from threefold.huggingface.peft_import import PeftAdapter
 from threefold.models.layers.experts import Experts
 from threefold.models.source import ConfigSource, ModelSource
@@ -63,8 +63,10 @@ def compare_exports(comparison: Comparison, config: Config, folder: Path, place:
             return
         kind = choose_type(config.model, None)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
-        _, factors = PeftAdapter(alone).section_and_weights(kind, config, shapes)
-        named = {name for each in adapters.values() for name in (each.a, each.b)}
+        _, factors = PeftAdapter(alone).section_and_weights(
+            kind, config, shapes, lambda layer: norms_of_rows(expected[layer.weight][layer.rows])
+        )
+        named = {name for each in adapters.values() for name in each.names}
         comparison.exported(place, factors, {name: expected[name] for name in named}, leverage)
 
 
@@ -77,7 +79,8 @@ def _merged(config: Config, weights: Mapping[str, Tensor], adapters: Mapping[str
         parameter.copy_(weights[plan.whole_name(name)])
     found = dict(weights)
     for name, factors in adapters.items():
-        del found[factors.a], found[factors.b]
+        for each in factors.names:
+            del found[each]
         found[name] = _computed(model.get_submodule(name.rpartition(".")[0]), name, weights[name])
     return found
 
@@ -103,4 +106,6 @@ def _merged_leverage(
     for name, each in adapters.items():
         of_a, of_b = each.merged(leverage[name], leverage[each.a], weights[each.b].abs()), leverage[each.b]
         found[name] = each.merged(of_a, weights[each.a].abs(), of_b)
+        if each.magnitude is not None:  # of which no element moves more than its row's magnitude
+            found[name] += leverage[each.magnitude].unsqueeze(-1)
     return found
