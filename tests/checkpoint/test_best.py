@@ -8,13 +8,16 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.kills import killed_at
+from tests.resilience.faults import Fault, train_with
 from tests.support.sweep import sweep
 from tests.train.support import Run, manifest, train_rank
 from threefold.checkpoint.folder import best_step, complete, named_step, path_of, superfluous
 from threefold.checkpoint.manifest import Facts
 from threefold.errors import UserError
 from threefold.report.metrics import read_metrics
-from threefold.verify.worker_pool import WorkerPool
+from threefold.resilience.remote import RemoteCheckpoints
+from threefold.verify.worker_pool import WorkerError, WorkerPool
 
 
 def facts(step: int, metric: str = "valid_loss", value: float | None = None) -> Facts:
@@ -72,6 +75,49 @@ def test_a_resumed_run_remembers_it(pool: WorkerPool, small_run: Run, tmp_path: 
     best = min(losses, key=lambda step: losses[step])
     assert losses[best] < value
     assert {each.step for each in complete(tmp_path)} == {best, 30}
+
+
+def test_a_loss_that_is_not_finite_is_never_the_best(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    run = small_run.but(set=SETTINGS, steps=10, dropout=0.0)
+    # The step is one micro-batch, so the second of its passes is the evaluation's first.
+    pool.run(1, train_with, [Fault("output", "blocks.1.mlp.up", 0, 2, 1)], run, tmp_path)
+    losses = measured(tmp_path)
+    assert losses.pop(2) is None
+    best = min(losses, key=lambda step: losses[step])
+    assert best > 2
+    assert [each.step for each in complete(tmp_path)] == [best, 10]
+
+
+@pytest.mark.parametrize("event", ["os.rename", pytest.param("shutil.rmtree", marks=pytest.mark.slow)])
+def test_a_kill_while_the_best_is_saved_loses_nothing(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, event: str
+) -> None:
+    """The value of the best is in its manifest, which completes it: neither is there without the other."""
+    run = small_run.but(set=SETTINGS, steps=10, dropout=0.0)
+    pool.run(1, train_rank, run, tmp_path / "whole")
+    best = complete(tmp_path / "whole")[0].step
+    assert best > 2
+    killed_in = best if event == "os.rename" else best - 1  # which is deleted once there is a better one
+    with pytest.raises(WorkerError, match="SIGKILL"):
+        pool.run(1, killed_at, run, tmp_path / "killed", event, f"step_{killed_in:08d}.partial", 0)
+    held = {each.step: each.facts.measured for each in complete(tmp_path / "killed")}
+    assert held
+    assert all(value is not None for value in held.values())
+    assert named_step(tmp_path / "killed", "best") == path_of(tmp_path / "killed", max(held))
+    pool.run(1, train_rank, run, tmp_path / "killed", True)
+    for step in (best, 10):
+        whole, killed = (manifest(path_of(tmp_path / name, step)).get("measured") for name in ("whole", "killed"))
+        assert whole == killed
+    assert [each.step for each in complete(tmp_path / "killed")] == [best, 10]
+
+
+def test_its_copy_is_kept(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    address = f"file://{tmp_path / 'there'}"
+    run = small_run.but(set=(*SETTINGS, ("checkpoint.remote", address)), steps=10, dropout=0.0)
+    pool.run(1, train_rank, run, tmp_path / "run")
+    steps = [each.step for each in complete(tmp_path / "run")]
+    assert RemoteCheckpoints(address).steps() == steps
+    assert len(steps) == 2
 
 
 def test_a_run_without_it_keeps_its_manifests(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

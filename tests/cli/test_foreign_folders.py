@@ -29,6 +29,7 @@ COMMANDS: Final = {
     "export": "checkpoint export {run} --out {out}",
     "convert": "checkpoint convert {run} --out {out}",
     "safetensors": "checkpoint convert {run} --out {out} --format safetensors",
+    "average": "checkpoint average {run} --latest 2 --out {out}",
     "verify": "checkpoint verify {run}",
     "show": "checkpoint show {run}",
     "list": "checkpoint list {run}",

@@ -26,6 +26,7 @@ optimizer:
 _OPTIONAL = (
     *("model.preset", "model.file", "model.arguments", "parallel.fallbacks", "optimizer.arguments", "optimizer.groups"),
     "optimizer.frozen",
+    *("train.init_step", "train.init_average"),
     *("train.epochs", "train.max_seconds", "train.spike_factor", "train.rollback_steps", "train.eval_every_epochs"),
     *("log.layers", "train.callbacks", *(f"train.grain_{key}" for key in ("samples", "tensor", "context", "leaf"))),
     *(f"optimizer.ema_{key}" for key in ("decay", "start", "every", "warmup")),

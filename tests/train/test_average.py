@@ -7,11 +7,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
+from tests.resilience.faults import Fault, train_with
 from tests.support.parity import Case, make_engine, shard_of
 from tests.train.overflows import FP16
 from tests.train.support import Run, engine_of, losses_of, train_rank
-from threefold.checkpoint.folder import newest, path_of
+from threefold.checkpoint.folder import named_step, newest, path_of
+from threefold.checkpoint.resume import find_warm_start
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.config.optimizer import OptimizerConfig
 from threefold.errors import UserError
@@ -19,7 +22,7 @@ from threefold.planner.dry_run import dry_run
 from threefold.planner.model_size import ModelSize
 from threefold.planner.stage_memory import stage_memory
 from threefold.train.average import WeightAverage
-from threefold.train.state import load_weights, restore_engine
+from threefold.train.state import load_weights, model_tensors, restore_engine
 from threefold.verify.worker_pool import WorkerPool
 
 DECAY = ("optimizer.ema_decay", 0.75)
@@ -128,6 +131,64 @@ def test_it_starts_from_the_weights_of_a_checkpoint_without_one(
 ) -> None:
     pool.run(1, train_rank, small_run.but(steps=2), tmp_path)
     assert all(pool.run(1, _loaded, small_run.but(set=EMA), tmp_path, by)[0])
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, pytest.param({"tp": 2, "pp": 2}, marks=pytest.mark.slow)], ids=str)
+def test_a_rollback_restores_it(pool: WorkerPool, small_run: Run, tmp_path: Path, layout: dict[str, int]) -> None:
+    """Step 4 moves the average, and step 5 is bad: both are taken back, as if never made."""
+    settings = (*EMA, ("checkpoint.every", 3), ("parallel.zero", 1 if "dp" in layout else 0))
+    run = small_run.but(steps=7, set=(*settings, ("train.on_nan", "rollback")), **layout)
+    fault = Fault("gradient", "blocks.1.mlp.up", run.world_size - 1, 5)
+    if "pp" in layout:
+        fault = Fault("gradient", "blocks.0.mlp.up", 0, 5)
+    pool.run(run.world_size, train_with, [fault], run, tmp_path / "bad")
+    purpose = run.but(set=(*settings, ("data.skip_steps", ["4-5"])))
+    pool.run(run.world_size, train_rank, purpose, tmp_path / "purpose")
+    found, expected = stored(tmp_path / "bad", 7), stored(tmp_path / "purpose", 7)
+    assert found.keys() == expected.keys()
+    assert all(found[name].equal(average) for name, average in expected.items())
+
+
+def _begun(run: Run) -> dict[str, Tensor]:
+    """Whole weights from which a run begins, on this rank's stage."""
+    engine, found = engine_of(run.config), find_warm_start(run.config)
+    assert found is not None
+    load_weights(engine, found.checkpoint, bool(run.config.train.init_average))
+    return {name.removeprefix("model."): whole(each).clone() for name, each in model_tensors(engine).items()}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@pytest.mark.parametrize("layout", [{"dp": 2}, {"tp": 2}, {"pp": 2}], ids=str)
+def test_another_run_begins_with_the_average_of_the_best(
+    pool: WorkerPool, small_run: Run, tmp_path: Path, layout: dict[str, int]
+) -> None:
+    best = (("checkpoint.keep_best", "valid_loss_average"), ("train.eval_every", 1), ("checkpoint.keep", 1))
+    pool.run(1, train_rank, small_run.but(steps=3, set=(*EMA, *best)), tmp_path)
+    assert named_step(tmp_path, "best") == path_of(tmp_path, 3)
+    begun = (("train.init_from", str(tmp_path)), ("train.init_average", True), ("train.init_step", "best"))
+    found = pool.run(2, _begun, small_run.but(set=begun, **layout))
+    together = found[0] | found[1]
+    averages, weights = stored(tmp_path, 3), stored(tmp_path, 3, "model.")
+    assert together.keys() == averages.keys()
+    assert all(together[name].equal(average) for name, average in averages.items())
+    assert not all(together[name].equal(weight) for name, weight in weights.items())
+
+
+def test_a_start_that_is_not_there_is_one_sentence(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
+    pool.run(1, train_rank, small_run.but(steps=1), tmp_path)
+    begun = ("train.init_from", str(tmp_path))
+    for more, sentence in (
+        (("train.init_step", 7), r"train.init_step is 7 but must be best or the step of a checkpoint, and .* has"),
+        (("train.init_step", "best"), r"train.init_step is best but .* was not trained with checkpoint.keep_best"),
+        (("train.init_average", True), r"train.init_average is true but .* has none; leave it out, or train with"),
+    ):
+        with pytest.raises(UserError, match=sentence):
+            find_warm_start(small_run.but(set=(begun, more)).config)
+    with pytest.raises(UserError, match=r"train.init_step is 7 but train.init_from is not given; leave it out"):
+        _ = small_run.but(set=(("train.init_step", 7),)).config
 
 
 def _thawed(run: Run, folder: Path) -> list[tuple[str, bool]]:

@@ -258,19 +258,24 @@ class SelectedCheckpoint:
 
 
 def select_checkpoint(
-    run_dir: Path, where: str, advice: str, damaged: Damaged | None = None, step: str | None = None
+    run_dir: Path,
+    where: str,
+    advice: str,
+    damaged: Damaged | None = None,
+    step: str | None = None,
+    setting: str = "--step",
 ) -> SelectedCheckpoint:
     """Return the newest valid checkpoint of a run, as far as can be seen without reading its tensors.
 
     If there is none, raises UserError: `where` (such as the folder) has none, with an `advice` unless there are damaged
-    ones. `damaged` are checkpoints that loading found damaged. With a `step`, as in `--step`, only that one counts.
+    ones. `damaged` are checkpoints that loading found damaged. With a `step` (of `setting`), only that one counts.
     """
-    only = None if step is None else named_step(run_dir, step)
+    only = None if step is None else named_step(run_dir, step, setting)
     (checkpoint, config), warnings, skipped = newest_valid(run_dir, inspect_checkpoint, where, advice, damaged, only)
     return SelectedCheckpoint(checkpoint, config, warnings, skipped)
 
 
-def named_step(run_dir: Path, step: str) -> Path:
+def named_step(run_dir: Path, step: str, setting: str = "--step") -> Path:
     """Return the folder of the checkpoint of a step, or of the `best` one; raise a `UserError` if there is none."""
     known = {checkpoint.step: checkpoint for checkpoint in complete(run_dir)}
     steps = first_of(sorted(known, reverse=True), 5)
@@ -278,14 +283,14 @@ def named_step(run_dir: Path, step: str) -> Path:
     if step == BEST:
         if (best := best_step(checkpoint.facts for checkpoint in known.values())) is None:
             raise UserError(
-                f"--step is {BEST} but {shown(run_dir)} was not trained with checkpoint.keep_best and has {has}; give "
-                "one of these, or leave --step out for the newest."
+                f"{setting} is {BEST} but {shown(run_dir)} was not trained with checkpoint.keep_best and has {has}; "
+                f"give one of these, or leave {setting} out for the newest."
             )
         return known[best].path
     if not step.isascii() or not step.isdigit() or int(step) not in known:
         raise UserError(
-            f"--step is {shown(step)} but must be {BEST} or the step of a checkpoint, and {shown(run_dir)} has {has}; "
-            "leave --step out for the newest."
+            f"{setting} is {shown(step)} but must be {BEST} or the step of a checkpoint, and {shown(run_dir)} has "
+            f"{has}; leave {setting} out for the newest."
         )
     return known[int(step)].path
 

@@ -129,11 +129,11 @@ def read_index(folder: Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def weight_names(folder: Path, average: bool = False) -> dict[str, str]:
+def weight_names(folder: Path, average: bool = False, asks: str = "") -> dict[str, str]:
     """Return the names in the index of a checkpoint's weights and buffers, by their names in the model.
 
     With `average`, a weight that has a moving average is read from that; others are as they are, such as frozen ones.
-    Raises a `UserError` if the checkpoint has no averages.
+    Raises a `UserError`, which begins with `asks`, if the checkpoint has no averages.
     """
     stored = read_index(folder)
     names = {name.removeprefix(MODEL): name for name in stored if name.startswith(MODEL)}
@@ -141,10 +141,8 @@ def weight_names(folder: Path, average: bool = False) -> dict[str, str]:
         return names
     averages = {name.removeprefix(AVERAGE): name for name in stored if name.startswith(AVERAGE)}
     if not averages:
-        raise UserError(
-            f"--average asks for averaged weights but {folder} has none; leave --average out, or train with "
-            "optimizer.ema_decay 0.999."
-        )
+        begin, option = (asks, "it") if asks else ("--average asks for averaged weights", "--average")
+        raise UserError(f"{begin} but {folder} has none; leave {option} out, or train with optimizer.ema_decay 0.999.")
     return names | averages
 
 

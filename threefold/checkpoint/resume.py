@@ -42,7 +42,8 @@ _FREE_KEYS = frozenset(
         # The file's content is compared; initializer_range affects only the initial weights.
         ("model", "file preset initializer_range"),
         # max_steps is derived from epochs; policies take effect, and are reported, only at an anomalous step.
-        ("train", "init_from max_steps epochs max_seconds micro_batch_size gradient_accumulation_steps device verify"),
+        ("train", "init_from init_step init_average max_steps epochs max_seconds micro_batch_size device verify"),
+        ("train", "gradient_accumulation_steps"),
         ("train", "timeout max_restarts compile recompute recompute_every loss_chunk_size on_nan on_spike"),
         ("train", "max_skipped_steps max_consecutive_skips max_rollbacks rollback_steps"),
         ("precision", "loss_scale"),  # the checkpoint has its current value
@@ -50,7 +51,14 @@ _FREE_KEYS = frozenset(
     for name in names.split()
 )
 _ROUNDING = "parallel.gradient_compression"  # setting under `_FREE` that changes rounding, and so the results slightly
-_WHOLE_RUN = ("model.initializer_range", "train.init_from", "train.max_steps", "train.epochs")
+_WHOLE_RUN = (
+    "model.initializer_range",
+    "train.init_from",
+    "train.init_step",
+    "train.init_average",
+    "train.max_steps",
+    "train.epochs",
+)
 """Settings under `_FREE_KEYS` that a resumed run may change, but that give other results from the start of a run."""
 _REPORTS = "train.callbacks"
 """Setting whose change is reported at a resume, and that does not decide a run's results."""
@@ -376,7 +384,7 @@ def _check_rule(checkpoint: Checkpoint, rule: TextRule) -> None:
 
 
 def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedCheckpoint | None:
-    """Return the newest valid checkpoint of the run in `train.init_from`, checked against the resolved config.
+    """Return the newest valid checkpoint of the run in `train.init_from`, or that of `train.init_step`, checked.
 
     None if it is not set. Settings that make the weights compute a different function give a warning; weights that do
     not fit the model, or another tokenizer than the data's, are an error.
@@ -385,8 +393,15 @@ def find_warm_start(config: Config, damaged: Damaged | None = None) -> SelectedC
         return None
     where = f"{config.origin('train.init_from')}train.init_from is {config.train.init_from}"
     advice = "; give the folder of a run"
-    choice = select_checkpoint(Path(config.train.init_from), f"{where}, which", advice, damaged)
+    named = f"{config.origin('train.init_step')}train.init_step"
+    step = None if config.train.init_step is None else str(config.train.init_step)
+    choice = select_checkpoint(Path(config.train.init_from), f"{where}, which", advice, damaged, step, named)
     checkpoint = choice.checkpoint
+    if config.train.init_average:
+        from threefold.checkpoint.index import weight_names
+
+        asks = f"{config.origin('train.init_average')}train.init_average is true"
+        weight_names(checkpoint.path, True, asks)  # raises if there is none
     before, now = choice.config.model.settings(), config.model.settings()
     warnings = list(choice.warnings)
     same_function = (

@@ -452,6 +452,9 @@ def _together_rules(config: Config) -> Broken:
 
 
 def _machine_rules(config: Config) -> Broken:
+    for key in () if config.train.init_from else ("init_step", "init_average"):
+        if getattr(config.train, key) is not None:
+            yield f"train.{key}", "train.init_from is not given; leave it out, or name the folder of a run there"
     if 0 < config.train.timeout < 2:  # ranks send a heartbeat twice a second
         yield "train.timeout", "must be at least 2 seconds, or 0; use 2"
     if config.precision.dtype == "fp64" and config.train.device == "cuda":

@@ -133,6 +133,10 @@ class TrainConfig(Section):
     init_from: PathText = ""
     """Run folder whose newest checkpoint provides the initial weights, such as one made by
     `threefold checkpoint import`. Default: none, weights are drawn from `seed`."""
+    init_step: str | int = derived()
+    """For `init_from`: the step of another checkpoint than the newest, or `best` (`checkpoint.keep_best`)."""
+    init_average: bool = derived()
+    """For `init_from`: whether to begin with the moving average of that run's weights (`optimizer.ema_decay`)."""
     verify: bool = True
     """For a model of your own: whether the run first compares its layout with a single process, on two steps of a few
     samples, and looks for state that checkpoints miss. Comparisons that RUN/verified.json records as equal are not

@@ -1,4 +1,4 @@
-"""`threefold checkpoint convert`: checkpoints in other formats."""
+"""`threefold checkpoint convert` and `average`: checkpoints in other formats, and the mean of several."""
 
 from pathlib import Path
 from typing import Literal
@@ -7,7 +7,7 @@ from typer import Option
 
 from threefold.files import first_of, format_bytes
 from threefold.report.commands.checkpoint import RunOrCheckpoint
-from threefold.terminal import Bars, Overwrite, byte_size, print_table, print_warnings
+from threefold.terminal import Bars, Overwrite, RunFolder, byte_size, print_table, print_warnings
 
 
 def convert(
@@ -55,3 +55,24 @@ def convert(
         "other files": ", ".join(made.others) or "none",
     }
     print_table(("written", str(out)), [*facts.items()])
+
+
+def average(
+    run: RunFolder,
+    latest: int = Option(..., min=2, help="Number of checkpoints to average, the newest ones."),
+    out: Path = Option(..., metavar="DIR", help="Run folder to create, with one checkpoint."),
+    overwrite: Overwrite = False,
+) -> None:
+    """Average the weights of a run's latest checkpoints into a new run without optimizer state.
+
+    generate, eval, export and train.init_from open it. Set checkpoint.keep to the number of checkpoints, or more.
+
+    Examples:
+      threefold checkpoint average runs/run --latest 5 --out runs/averaged
+    """
+    from threefold.convert.averaging import average_checkpoints
+
+    with Bars() as bars:
+        steps, tensors = average_checkpoints(run, latest, out, overwrite, bars)
+    sizes = f"{len(tensors):,}, {format_bytes(sum(tensor.bytes for tensor in tensors.values()))}"
+    print_table(("written", str(out)), [("mean of the steps", ", ".join(map(str, steps))), ("tensors", sizes)])

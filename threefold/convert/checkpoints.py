@@ -96,7 +96,7 @@ def _convert(request: Conversion, path: Path, warnings: tuple[str, ...], progres
     texts = sorted(checkpoint.files.keys() - data - {INDEX, WRITER})
     with staged_directory(request.out, inputs=[request.source], overwrite=request.overwrite) as staged:
         if request.format == "threefold":
-            files = _write_run(request, checkpoint, source, texts, staged)
+            files = write_run(request, checkpoint, source, texts, staged)
         else:
             _copy(checkpoint, texts, staged)
             if request.format == "safetensors":
@@ -132,6 +132,7 @@ class TensorSource:
     ) -> None:
         self.folder, self._tensors, self._progress = folder, tensors, progress
         self._files = FolderFiles(folder)
+        self.changes_weights = dtype is not None
         self.planned = dict(tensors)
         for name, tensor in tensors.items():
             if dtype is not None and name.startswith(MODEL) and tensor.dtype.is_floating_point:
@@ -191,9 +192,10 @@ class TensorSource:
         }
 
 
-def _write_run(
+def write_run(
     request: Conversion, checkpoint: Checkpoint, source: TensorSource, texts: Sequence[str], run: Path
 ) -> list[str]:
+    """Write a run with a checkpoint's facts, texts and tensors as `source` reads them; return the tensor files."""
     folder = path_of(run, checkpoint.facts.step)
     folder.mkdir(parents=True)
     _copy(checkpoint, texts, folder)
@@ -212,14 +214,14 @@ def _write_run(
             tensors[each] = replace(tensor, chunks=tuple(replace(chunk, file=name) for chunk in tensor.chunks))
         (part / INDEX).unlink()
         part.rmdir()
-    fingerprint = None if request.dtype else read_fingerprint(checkpoint.path)
+    fingerprint = None if source.changes_weights else read_fingerprint(checkpoint.path)
     write_durably(folder / INDEX, index_text(tensors, files, fingerprint))
     record = read_writer(checkpoint.path)
     weights_only = record.weights_only or request.weights_only
     record = replace(record, saved=saved_at(checkpoint.path, record), weights_only=weights_only)
     if record.layout is not None or weights_only:
         write_durably(folder / WRITER, record.text)
-    facts = checkpoint.facts if request.dtype is None else replace(checkpoint.facts, fingerprint=None)
+    facts = replace(checkpoint.facts, fingerprint=None) if source.changes_weights else checkpoint.facts
     write_manifest(folder, facts)
     if (folder / CONFIG).exists():
         write_durably(run / CONFIG, FolderFiles(folder).text(CONFIG))

@@ -7,6 +7,7 @@ COMMANDS: Final = {
     "config convert": ("", "threefold.convert.command:command"),
     "data sample": ("", "threefold.convert.python_text:sample"),
     "data convert": ("", "threefold.convert.tokens_command:convert"),
+    "checkpoint average": ("", "threefold.convert.checkpoint_command:average"),
     "checkpoint convert": ("", "threefold.convert.checkpoint_command:convert"),
 }
 HOOKS: Final = {

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from threefold.checkpoint.errors import AVERAGE, MODEL, OPTIMIZER, DamagedCheckpoint
 from threefold.checkpoint.folder import SelectedCheckpoint, from_first, newest, stored_config
+from threefold.checkpoint.index import weight_names
 from threefold.checkpoint.manifest import AnomalyFacts, Checkpoint
 from threefold.checkpoint.resume import Resume, consumed_by, continues, find_resumption, find_warm_start
 from threefold.checkpoint.tensors import load_tensors, stored_tensors
@@ -95,7 +96,10 @@ class Start:
             return self._kept.restore(self._in_memory, engine, self._run.run_dir, self._is_unsaved, said)
         while (found := self._found) is not None:
             try:
-                (restore_engine if found.is_resumed else load_weights)(engine, found.checkpoint)
+                if found.is_resumed:
+                    restore_engine(engine, found.checkpoint)
+                else:
+                    load_weights(engine, found.checkpoint, bool(self._run.config.train.init_average))
                 break
             except DamagedCheckpoint as damage:
                 self._damaged[damage.path] = damage.reason
@@ -235,13 +239,15 @@ def restore_random_states(engine: Engine, states: Mapping[str, Tensor]) -> None:
     engine.generators.load_stored(states, shape)
 
 
-def load_weights(engine: Engine, checkpoint: Checkpoint) -> None:
-    """Warm-start from another run's weights, each rank reading its shards; raises like `restore_engine`.
+def load_weights(engine: Engine, checkpoint: Checkpoint, average: bool = False) -> None:
+    """Warm-start from another run's weights, or from their `average`, each rank reading its shards.
 
-    Adapters begin with their initial values if that run had none.
+    Raises like `restore_engine`. Adapters begin with their initial values if that run had none.
     """
     tensors, stored = model_tensors(engine), stored_tensors(checkpoint.path)
     if not any(map(is_of_adapter, stored)):
         tensors = {name: tensor for name, tensor in tensors.items() if not is_of_adapter(name)}
+    names = weight_names(checkpoint.path, True) if average else {}
+    tensors = {names.get(name.removeprefix(MODEL), name): tensor for name, tensor in tensors.items()}
     load_tensors(tensors, checkpoint.path, engine.mesh.world)
     engine.optimizer.restored(())
