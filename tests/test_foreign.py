@@ -200,7 +200,7 @@ FUNCTIONS: Final = {
     """,
     "a new file, in a folder that this save or conversion has made": """
         huggingface/shards.py::Shards.__init__ convert/checkpoints.py::TensorSource.mapped
-        convert/checkpoints.py::_write_run convert/checkpoints.py::_write_torch
+        convert/checkpoints.py::write_run convert/checkpoints.py::_write_torch
         checkpoint/manifest.py::write_manifest checkpoint/tensors.py::Writer._write_file
         verify/reference.py::Trace.load verify/reference.py::Trace.save
     """,

@@ -38,7 +38,7 @@ _ERRORS = {
     "checkpoint verify nowhere": "nowhere is not there; ",
     "checkpoint convert nowhere --out new": "nowhere is not there; ",
     "checkpoint convert run --out new --shard-size much": "--shard-size 'much' is not a size such as 500MB or 5GB; use",
-    "checkpoint average nowhere --latest 2 --out new": "nowhere has no checkpoint; train with",
+    "checkpoint average nowhere --latest 2 --out new": "nowhere is not there; ",
     "checkpoint export nowhere --out new": "nowhere has no complete checkpoint; give the folder of a run.",
     "checkpoint export run --out run": "--out run ",
     "checkpoint export run --out new --model no.py": "--model is no.py but no.py is not a file",

@@ -4,12 +4,24 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.checkpoint.test_conversion import tensors_of, weights
 from tests.support.command import Command
 from tests.train.support import Run, train_rank
 from threefold.checkpoint.folder import newest, path_of
+from threefold.checkpoint.tensors import load_tensors, stored_tensors
 from threefold.verify.worker_pool import WorkerPool
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    found = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(folder).items()}
+    load_tensors(found, folder, alone=True)
+    return found
+
+
+def weights(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items() if name.startswith("model.")}
+
 
 EVERY = (("checkpoint.every", 1), ("checkpoint.keep", 4), ("model.vocab_size", None))
 LATER = ("parallel.zero", 3)

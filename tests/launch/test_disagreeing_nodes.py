@@ -103,8 +103,11 @@ def changed(key: str) -> tuple[dict[str, dict[str, Any]], Any] | None:
     return None
 
 
-WITHOUT_ANOTHER_VALUE = {"model.vocab_size", "model.arguments", "optimizer.arguments", "train.grain_leaf"}
-"""The data decides the first; the next two belong to code of one's own, and the last has one value in such a run."""
+WITHOUT_ANOTHER_VALUE = {"model.vocab_size", "model.arguments", "optimizer.arguments", "train.grain_leaf"} | {
+    *("train.init_step", "train.init_average")
+}
+"""The data decides the first; the next two belong to code of one's own, the fourth has one value in such a run, and the
+others need another run."""
 KEYS = [f"{section}.{key}" for section, settings in section_settings().items() for key in settings]
 
 
@@ -272,6 +275,9 @@ def places(folder: Path, tokens: Path) -> dict[str, Place]:
         given = sections | {section: sections.get(section, {}) | {setting: there[0]}}
         return Place(given, f"{key}={there[1]}", f"{key}={there[2]}", told)
 
+    held = [folder / f"held-{name}.jsonl" for name in ("one", "two", "three")]
+    for number, file in enumerate(held):
+        file.write_text("".join(f'{{"text": "held-out line {line + number // 2}"}}\n' for line in range(9)))
     one, two = str(folder / "one"), str(folder / "two")
     chats = {"path": str(text), "tokenizer": f"{one}/tokenizer.json", "chat_template": f"{one}/a.jinja"}
     mixture = {"data": {"path": None, "mixture": {str(tokens): 2, one: 1}}}
@@ -283,6 +289,12 @@ def places(folder: Path, tokens: Path) -> dict[str, Place]:
             f"data.mixture={{{two}: 2, {one}: 1}}",
             f"data.mixture={{{two}: 3, {one}: 1}}",
             "the weight of data.mixture 1",
+        ),
+        "data.validation": Place(
+            {"data": {"validation": str(held[0])}},
+            f"data.validation={held[1]}",
+            f"data.validation={held[2]}",
+            "the data at data.validation",
         ),
         "data.tokenizer": all_three("data.tokenizer", data, {"data": chats}, "/tokenizer.json"),
         "data.chat_template": all_three("data.chat_template", data, {"data": chats}, "/a.jinja"),
@@ -348,6 +360,8 @@ def custom_code(folder: Path) -> dict[str, tuple[dict[str, dict[str, Any]], str]
             "optimizer.arguments={momentum: 0.8}",
         ),
         "train.grain_leaf": ({"train": {"exact": True}}, "train.grain_leaf=2"),
+        "train.init_step": ({}, "train.init_step=7"),  # refused without a run to begin from
+        "train.init_average": ({}, "train.init_average=true"),
     }
 
 

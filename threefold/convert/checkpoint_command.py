@@ -70,6 +70,9 @@ def average(
     Examples:
       threefold checkpoint average runs/run --latest 5 --out runs/averaged
     """
+    from threefold.report.checkpoints import locate
+
+    locate(run)
     from threefold.convert.averaging import average_checkpoints
 
     with Bars() as bars:
