@@ -4,6 +4,7 @@ import errno
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from contextlib import suppress
@@ -150,14 +151,35 @@ def table(
 
 
 def print_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a `table`, with its columns close together if it is wider than the terminal."""
+    """Print a `table`; if it is wider than the terminal, with its columns close together, and the names of the first
+    column, such as those of weights, folded at their dots."""
     from rich.console import Console
     from rich.measure import Measurement
 
     made, console = table(header, rows), Console()
-    if Measurement.get(console, console.options.update(width=10**6), made).maximum > console.width:
+
+    def excess() -> int:
+        return Measurement.get(console, console.options.update(width=10**6), made).maximum - console.width
+
+    if excess() > 0:
         made.padding = (0, 0)
+    if (more := excess()) > 0:
+        narrow = max(_NARROWEST, max((len(row[0]) for row in rows), default=0) - more)
+        made = table(header, [(folded(row[0], narrow), *row[1:]) for row in rows], padding=(0, 0))
     console.print(made)
+
+
+def folded(name: str, width: int) -> str:
+    """Return a name in lines of at most a width, where the parts between its dots are short enough; text as it is."""
+    if " " in name:
+        return name
+    lines = [""]
+    for part in re.findall(r"[^.]*\.?", name):
+        if len(lines[-1] + part) <= width or not lines[-1].strip():
+            lines[-1] += part
+        else:
+            lines.append(f"  {part}")
+    return "\n".join(lines)
 
 
 def shortened(rows: Sequence[tuple[str, ...]], most: int = 24) -> Sequence[tuple[str, ...]]:

@@ -35,6 +35,27 @@ def test_the_table(threefold, config: Path) -> None:
     assert "To dp 4 · tp 2 · pp 1, weights of each rank:" in lines
 
 
+def test_names_of_weights_fit_the_terminal_and_a_further_block_is_one_row(
+    threefold, config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = "preset: deepseek-v3, num_layers: 6, mtp_layers: 2"
+    config.write_text(CONFIG.replace("num_layers: 2, hidden_size: 32, num_attention_heads: 4, vocab_size: 100", sizes))
+    command = ("show", config, "--no-traffic", "--set", "parallel.ep=2")
+    lines = {}
+    for columns in ("80", "120"):
+        monkeypatch.setenv("COLUMNS", columns)
+        status, output, error = threefold(*command)
+        assert (status, error) == (0, "")
+        lines[columns] = [line.strip() for line in output.splitlines()]
+        assert max(map(len, output.splitlines()[1:])) <= int(columns)
+        assert [line.split() for line in lines[columns] if ".block." in line] == [
+            [f"head.depths.{depth}.block.*", "as", "blocks.*"] for depth in (0, 1)
+        ]
+    at = next(place for place, line in enumerate(lines["80"]) if line.startswith("blocks.*.mlp.shared. "))
+    assert lines["80"][at + 1] == "gate_up.weight"
+    assert any(line.startswith("blocks.*.mlp.shared.gate_up.weight ") for line in lines["120"])
+
+
 @pytest.mark.parametrize("command", [("show",), ("show", "--json"), ("dry-run", "--all-stages"), ("dry-run", "--json")])
 def test_work_of_minutes_tells_where_it_is(
     threefold, config: Path, command: tuple[str, ...], monkeypatch: pytest.MonkeyPatch

@@ -17,7 +17,8 @@ WIDTHS = (375, 1280)
 
 def config(**parallel: Any) -> Config:
     sections = {
-        "model": {"num_layers": parallel.pop("layers", 4), "hidden_size": 32, "num_attention_heads": 4},
+        "model": {"num_layers": parallel.pop("layers", 4), "hidden_size": 32, "num_attention_heads": 4}
+        | parallel.pop("model", {}),
         "data": {"path": "nowhere", "sequence_length": 16},
         "parallel": parallel,
         "train": {"global_batch_size": 64, "micro_batch_size": 4, "device": "cpu"},
@@ -47,6 +48,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "deep": layout_document(config(dp=1, pp=8, layers=94, schedule="interleaved", stage_chunks=3), traffic=False)
         | without,
     }
+    model = {"architecture": "llama", "num_experts": 64, "expert_ffn_hidden_size": 16}
+    documents["experts"] = layout_document(config(dp=4, tp=2, ep=4, layers=27, model=model), traffic=False) | without
     for name, each in documents.items():
         (folder / f"{name}.html").write_text(layout_page(each))
     return {name: folder / f"{name}.html" for name in documents}
@@ -193,3 +196,16 @@ def test_moves_and_errors_are_drawn(opened: Any, pages: dict[str, Path]) -> None
     page.click("#tab-proof")
     assert page.inner_text(".error:last-child").split("\n")[-1] == "∞"
     assert page.locator(".error i.wrong").count() == 1
+
+
+def test_many_experts_are_drawn_as_one_for_each_shard(opened: Any, pages: dict[str, Path]) -> None:
+    names = [kind["name"] for kind in document_in(pages["experts"])["tensors"]]
+    page = opened(pages["experts"], f"#layer=3&weight={names.index('blocks.*.mlp.experts.gate_up')}")
+    assert page.inner_text("#weight code") == "blocks.2.mlp.experts.gate_up"
+    assert page.locator("#weight svg rect").count() == 2 + 4 * 2
+    heights = page.eval_on_selector_all(
+        "#weight svg rect", "all => all.map((each) => each.getBoundingClientRect().height)"
+    )
+    assert min(heights) > 5
+    for name in ("embed", "head"):
+        assert page.eval_on_selector(f".layer[title={name}]", "each => each.scrollWidth <= each.clientWidth")

@@ -1,7 +1,7 @@
 """`threefold show`: a layout in one page, one JSON document or one table."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -20,6 +20,7 @@ from threefold.report.page import fill_page, json_in_script, require_page
 if TYPE_CHECKING:
     from threefold.config import Config
 
+_BLOCKS: Final = "blocks.*."
 _WHEN: Final = {
     "pass": "each pass",
     "backward": "each backward pass",
@@ -125,7 +126,7 @@ def _print_document(document: dict[str, Any]) -> None:
         held = " × ".join(f"{end - start:,}" for start, end in largest)
         whole = " × ".join(f"{size:,}" for size in kind["shape"])
         rows.append((kind["name"], whole, ", ".join(cuts) or "–", held))
-    terminal.print_table(("weight", "shape", "sharded by", "a rank has"), rows)
+    terminal.print_table(("weight", "shape", "sharded by", "a rank has"), _without_repeated(rows))
     if document["collectives"]["ranks"] is not None:
         first = document["collectives"]["ranks"][0]  # the other stages' are in the document
         sent = [
@@ -155,6 +156,27 @@ def _print_document(document: dict[str, Any]) -> None:
             f"Verified: {equal} of {counted(len(proof['layouts']), 'layout')} equal; the worst error is "
             f"{worst[0]:.1e}, of {worst[1]}, and {proof['tolerance']:.0e} is allowed."
         )
+
+
+def _without_repeated(rows: Sequence[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return the rows of weights, with one for all weights of a block elsewhere (multi-token prediction) that are like
+    those of `blocks`."""
+    usual = {name.removeprefix(_BLOCKS): tuple(cells) for name, *cells in rows if name.startswith(_BLOCKS)}
+    parents = {name[: -len(of_block) - 1] for name, *_ in rows for of_block in usual if name.endswith(f".{of_block}")}
+    alike = {
+        f"{parent}."
+        for parent in parents - {_BLOCKS.rstrip(".")}
+        if len(own := [row for row in rows if row[0].startswith(f"{parent}.")]) > 1
+        and all(usual.get(name.removeprefix(f"{parent}.")) == tuple(cells) for name, *cells in own)
+    }
+    kept: dict[str, tuple[str, ...]] = {}
+    for row in rows:
+        whole = next((parent for parent in sorted(alike, key=len) if row[0].startswith(parent)), None)
+        if whole is None:
+            kept[row[0]] = row
+        else:
+            kept[whole] = (f"{whole}*", f"as {_BLOCKS[:-1]}", "", "")
+    return list(kept.values())
 
 
 def _print_stages(document: dict[str, Any]) -> None:

@@ -165,8 +165,16 @@ function sizeOf(shape, most) {
   return [side(columns), side(rows)];
 }
 
+/** A stack of many matrices (experts) as one for each part that shards divide it into: strips of all would be too thin. */
+function thinned(shape, shards) {
+  if (shape.length !== 3 || shape[0] <= 16) return [shape, shards];
+  const edges = [...new Set([0, shape[0], ...shards.flatMap(([outer]) => outer)])].sort((a, b) => a - b);
+  return [[edges.length - 1, ...shape.slice(1)], shards.map(([outer, ...rest]) => [outer.map((edge) => edges.indexOf(edge)), ...rest])];
+}
+
 /** A weight as a picture; `paint` gives each shard's attributes, or null to leave it out. */
-function weightPicture(shape, shards, most, paint) {
+function weightPicture(whole, parts, most, paint) {
+  const [shape, shards] = thinned(whole, parts);
   const [rows, columns] = flat(shape);
   const [width, height] = sizeOf(shape, most);
   const boxes = shards.flatMap((bounds, number) => {

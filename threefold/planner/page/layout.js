@@ -271,7 +271,7 @@ function buildLayers() {
   const of = (stage, number) =>
     h("div", { class: "layer-stage", style: `flex:${stage.end_layer - stage.first_layer} 1 0` }, h("div", {},
       h("div", { class: "row" }, ...layers.slice(stage.first_layer, stage.end_layer).map((name, n) =>
-        h("button", { class: "layer", style: /\d$/.test(name) ? null : "flex-grow:1.5", "data-layer": stage.first_layer + n, "aria-label": name, title: name, onclick: () => select({ layer: stage.first_layer + n }) }, few ? short(name) : ""))),
+        h("button", { class: "layer", style: /\d$/.test(name) ? null : "flex-grow:1.5;min-width:max-content", "data-layer": stage.first_layer + n, "aria-label": name, title: name, onclick: () => select({ layer: stage.first_layer + n }) }, few ? short(name) : ""))),
       h("span", {}, doc.stages.length > 12 ? String(number) : `stage ${number}`)));
   $("layers").append(...doc.stages.map(of));
   moveByKeys($("layers"));
