@@ -15,6 +15,8 @@ HOOKS: Final = {
     "parquet_texts": "threefold.convert.parquet:parquet_texts",
     "json_lines": "threefold.convert.json_lines:JsonLines",
     "audit_cache": "threefold.convert.token_cache:audit_cache",
+    "is_megatron": "threefold.convert.megatron_command:is_megatron",
+    "import_megatron": "threefold.convert.megatron_command:import_checkpoint",
 }
 TOKEN_FORMATS: Final = {
     "megatron": "threefold.convert.megatron_tokens:MEGATRON",

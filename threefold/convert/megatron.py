@@ -251,6 +251,14 @@ def fill(mapping: KeyMapping, world: int | None) -> None:
     mapping.leave(_TABLES["reasons"], _TABLES["unsupported"])
 
 
+def fill_training(mapping: KeyMapping) -> None:
+    """Convert the flags of batches, precision and optimizer alone, of one rank."""
+    mapping.settings["parallel.dp"] = 1
+    mapping.move(row for row in _ROWS["all"] if not row.ours.startswith("parallel."))
+    for part in (_batch, _precision, _optimizer, _schedule):
+        part(mapping)
+
+
 def _layout(mapping: KeyMapping, world: int | None) -> None:
     tp, pp, cp = (mapping.settings.get(f"parallel.{axis}", 1) for axis in ("tp", "pp", "cp"))
     mapping.settings |= {"parallel.tp": tp, "parallel.pp": pp}

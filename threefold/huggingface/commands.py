@@ -6,6 +6,7 @@ from typing import Literal
 import typer
 from typer import Argument, Option
 
+from threefold.doors import call_hook
 from threefold.errors import UserError
 from threefold.files import first_of, format_bytes
 from threefold.terminal import (
@@ -27,7 +28,7 @@ def import_(
         ...,
         metavar="HF_DIR|ID",
         help="Folder with config.json and safetensors files; or, with the package huggingface_hub, a model's id on "
-        "the Hugging Face hub, such as meta-llama/Llama-3.2-1B.",
+        "the Hugging Face hub, such as meta-llama/Llama-3.2-1B; or a folder of checkpoints of Megatron-LM.",
     ),
     out: Path = Option(..., metavar="RUN", help="Run folder to create."),
     ignore: list[str] | None = Option(
@@ -45,11 +46,18 @@ def import_(
 ) -> None:
     """Import a Hugging Face model as a run: GPT-2, Llama, Mistral, Mixtral, Qwen2, Qwen3, their mixtures, or DeepSeek.
 
+    A checkpoint of Megatron-LM (torch_dist or mp_rank_*; GPT or Llama) becomes a run that goes on with its Adam.
+
     Examples:
       threefold checkpoint import models/gpt2 --out runs/gpt2
       threefold checkpoint import meta-llama/Llama-3.2-1B --out runs/llama
       threefold checkpoint import models/llama --adapter lora --out runs/lora
     """
+    if call_hook("is_megatron", source):
+        if adapter is not None or ignore:
+            raise UserError(f"{source} is of Megatron-LM, so leave out --adapter and --ignore.")
+        call_hook("import_megatron", source, out, overwrite, allow_not_finite)
+        return
     from threefold.huggingface.source import check_import
 
     folder = check_import(source, out, overwrite)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,6 +38,19 @@ class Stored:
     key: str
     shape: tuple[int, ...]
     dtype: torch.dtype
+
+
+class WeightFiles(Protocol):
+    """Files of weights, from which boxes of tensors can be read."""
+
+    @property
+    def tensors(self) -> Mapping[str, Any]:
+        """The tensors by name, each with its `shape` and `dtype`."""
+
+    def read(
+        self, name: str, rows: tuple[int, int], columns: tuple[int, int], index: int | None, transposed: bool
+    ) -> Tensor:
+        """Read a copy of a box of a tensor, as `TensorFiles.read`."""
 
 
 class TensorFiles:
@@ -236,7 +249,7 @@ def boxes(weight: WeightMap, itemsize: int, by_columns: bool) -> Iterator[Box]:
         yield Box((0, rows), span) if by_columns else Box(span, (0, columns))
 
 
-def read_box(weight: WeightMap, files: TensorFiles, box: Box) -> Tensor:
+def read_box(weight: WeightMap, files: WeightFiles, box: Box) -> Tensor:
     """Read a box of a parameter. Raises UserError if the files cannot be read."""
     groups = range(box.rows[0] // weight.group, box.rows[1] // weight.group)
     read = []

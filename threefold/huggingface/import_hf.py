@@ -31,6 +31,7 @@ from threefold.huggingface.files import (
     Box,
     Stored,
     TensorFiles,
+    WeightFiles,
     boxes,
     check_tokenizer,
     end_tokens,
@@ -106,7 +107,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
     eod = next(iter(end_tokens(request.source)), None)
     if eod is None and TOKENIZER in texts:
         eod = find_end(loaded(texts[TOKENIZER], str(request.source / TOKENIZER), is_tried=True))
-    tensors = _streamed(weights, model_plan(config.model, 1), files, progress)
+    tensors = streamed_weights(weights, model_plan(config.model, 1), files, progress)
     added: dict[str, Tensor] = {}
     if request.adapter is not None:
         shapes = {name.removeprefix(MODEL): tuple(tensor.size()) for name, tensor in tensors.items()}
@@ -214,7 +215,9 @@ def _check_repeated(files: TensorFiles, weights: list[WeightMap], tensor: str, r
     )
 
 
-def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, progress: Progress) -> dict[str, Tensor]:
+def streamed_weights(
+    weights: list[WeightMap], plan: ModelPlan, files: WeightFiles, progress: Progress
+) -> dict[str, Tensor]:
     """Return the checkpoint's tensors by name, in the files' dtypes; they are read chunk by chunk as they are saved."""
     grouped: dict[str, list[WeightMap]] = {}
     for weight in weights:
@@ -233,7 +236,7 @@ def _streamed(weights: list[WeightMap], plan: ModelPlan, files: TensorFiles, pro
     return tensors
 
 
-def _chunk(weight: WeightMap, box: Box, dtype: torch.dtype, files: TensorFiles, progress: Progress) -> ReadableChunk:
+def _chunk(weight: WeightMap, box: Box, dtype: torch.dtype, files: WeightFiles, progress: Progress) -> ReadableChunk:
     dims = (box.rows, *((0, size) for size in weight.shape[1:-1]), box.columns)[: len(weight.shape)]
     offsets, sizes = tuple(first for first, _ in dims), tuple(end - first for first, end in dims)
 
