@@ -20,9 +20,11 @@ from tests.support.other_systems import write_megatron
 from threefold.checkpoint.folder import newest, stored_config
 from threefold.checkpoint.tensors import read_tensor, stored_tensors
 from threefold.cli.main import app
+from threefold.convert.megatron_export import check_model, export_megatron
 from threefold.convert.megatron_import import import_megatron
 from threefold.convert.megatron_models import read_model, weight_maps
 from threefold.convert.pickled import NotData, read
+from threefold.convert.torch_files import DistributedFolder
 from threefold.errors import UserError
 from threefold.models.family import make_model
 
@@ -119,6 +121,44 @@ def test_files_of_ranks_hold_what_torch_dist_holds(tmp_path: Path, kind: str) ->
     assert ranks.keys() == whole.keys()
     assert any(name.endswith("exp_avg_sq") for name in ranks)
     assert [name for name in ranks if not torch.equal(ranks[name], whole[name])] == []
+
+
+@pytest.mark.parametrize("kind", ["llama", GPT])
+def test_an_export_has_the_bits_of_the_import(tmp_path: Path, kind: str) -> None:
+    """Once imported, once more exported and imported: the same weights, and the same files of them."""
+    source, out = unpacked(kind, tmp_path), tmp_path / "out"
+    weights = {name: each for name, each in imported(source, tmp_path / "run").items() if name.startswith("model.")}
+    export_megatron(tmp_path / "run", out, None, False, False, None, Silent())
+    again = imported(out, tmp_path / "again")
+    assert again.keys() == weights.keys()
+    assert all(torch.equal(again[name], weights[name]) for name in again)
+    theirs, ours = DistributedFolder(source / STEP), DistributedFolder(out / STEP)
+    assert {name for name in theirs.tensors if not name.startswith("optimizer.")} == ours.tensors.keys()
+    assert all(torch.equal(theirs.read(name), ours.read(name)) for name in ours.tensors)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["llama", "gpt"])
+def test_megatron_core_reads_an_export(tmp_path: Path, kind: str) -> None:
+    pytest.importorskip("megatron.core")
+    source, out = unpacked(kind, tmp_path), tmp_path / "out"
+    imported(source, tmp_path / "run")
+    export_megatron(tmp_path / "run", out, None, False, False, None, Silent())
+    subprocess.run([sys.executable, str(HERE / "megatron_core.py"), "read", kind, str(out)], check=True, timeout=300)
+    found, theirs = torch.load(out / "read.pt", weights_only=True), torch.load(source / "tensors.pt", weights_only=True)
+    assert torch.equal(found["logits"], theirs["logits"])
+    assert found["args"]["num_layers"] == 3
+
+
+def test_an_export_refuses_what_the_format_has_no_place_for(tmp_path: Path) -> None:
+    import_megatron(unpacked("llama", tmp_path), tmp_path / "run", False, False, Silent())
+    checkpoint = newest(tmp_path / "run")
+    assert checkpoint is not None
+    config = stored_config(checkpoint.path)
+    for setting, value in (("sliding_window", 4), ("norm_position", "after"), ("architecture", "olmo")):
+        model = config.model.model_copy(update={setting: value})
+        with pytest.raises(UserError, match=rf"^model\.{setting} is {value}"):
+            check_model(config.model_copy(update={"model": model}))
 
 
 class Harmful:

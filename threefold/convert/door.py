@@ -16,6 +16,7 @@ HOOKS: Final = {
     "json_lines": "threefold.convert.json_lines:JsonLines",
     "audit_cache": "threefold.convert.token_cache:audit_cache",
     "is_megatron": "threefold.convert.megatron_command:is_megatron",
+    "export_megatron": "threefold.convert.megatron_command:export_checkpoint",
     "import_megatron": "threefold.convert.megatron_command:import_checkpoint",
 }
 TOKEN_FORMATS: Final = {

@@ -10,7 +10,7 @@ from threefold.convert.megatron_models import LATEST
 from threefold.files import format_bytes
 from threefold.foreign import FolderFiles
 from threefold.output import check_replaceable
-from threefold.terminal import Bars, print_table
+from threefold.terminal import Bars, print_table, print_warnings
 
 _CHECKPOINT: Final = re.compile(r"iter_\d{7,9}|release|mp_rank_\d{2,3}(_\d{3})*")
 
@@ -46,3 +46,22 @@ def import_checkpoint(source: str, out: Path, overwrite: bool, allow_not_finite:
     if made.step:
         typer.echo(f"Next: set data.path in {out / 'config.yaml'}; samples are read on in an order of our own")
         typer.echo(f"      threefold train {out / 'config.yaml'} --run-dir {out} --resume")
+
+
+def export_checkpoint(
+    run: Path, out: Path, dtype: str | None, overwrite: bool, average: bool, step: str | None
+) -> None:
+    """Export a checkpoint as torch_dist, and print what was written."""
+    from threefold.convert.megatron_export import export_megatron  # imports torch
+
+    with Bars() as bars:
+        made = export_megatron(run, out, dtype, overwrite, average, step, bars)
+    print_warnings(made.warnings)
+    facts = {
+        "family": f"{made.config.model.architecture}, of Megatron-LM (torch_dist)",
+        "after": f"{made.step:,} steps",
+        "parameters": f"{made.parameters:,}",
+        "weights": made.dtype,
+        "optimizer": "left out: load it with --no-load-optim --no-load-rng, or --finetune",
+    }
+    print_table((str(out), ""), [*facts.items()])

@@ -28,7 +28,7 @@ _RANK: Final = re.compile(r"mp_rank_(\d{2,3})(?:_(\d{3}))?")
 _ITERATION: Final = re.compile(r"iter_\d{7,9}|release")
 STATES: Final = ("exp_avg", "exp_avg_sq")
 MASTER: Final = "fp32_param"
-_LAYERS: Final = "decoder.layers."
+LAYERS: Final = "decoder.layers."
 
 
 @dataclass(frozen=True)
@@ -136,12 +136,12 @@ class TorchDist(MegatronCheckpoint):
             if not state and stored.startswith(("optimizer.", "chained_")):
                 self.optimizer_lacks = "its state of the optimizer is in the order of Megatron-LM's buffers"
                 continue
-            rest = name.removeprefix(_LAYERS)
+            rest = name.removeprefix(LAYERS)
             if rest == name or rest.partition(".")[0].isdecimal():
                 self._sources[prefix + name] = (stored, None)
             else:  # all layers in one tensor
                 for layer in range(tensor.shape[0] if tensor.shape else 0):
-                    self._sources[f"{prefix}{_LAYERS}{layer}.{rest}"] = (stored, layer)
+                    self._sources[f"{prefix}{LAYERS}{layer}.{rest}"] = (stored, layer)
         self.tensors = {
             name: Whole(self._files.tensors[stored].shape[layer is not None :], self._files.tensors[stored].dtype)
             for name, (stored, layer) in self._sources.items()
@@ -216,7 +216,7 @@ class RankFiles(MegatronCheckpoint):
                 if len(of_stage) > chunk:
                     part = list(of_stage)[chunk]
                     found[stage, part] = first
-                    first += len({name.split(".")[2] for name in of_stage[part] if name.startswith(_LAYERS)})
+                    first += len({name.split(".")[2] for name in of_stage[part] if name.startswith(LAYERS)})
         return found
 
     def _add(self, file: TorchFile, tensors: Mapping[str, PickledTensor]) -> None:
@@ -311,10 +311,10 @@ class RankFiles(MegatronCheckpoint):
 
 def _numbered(name: str, first: int) -> str:
     """Return a name with the layer's number in the model, where `first` layers come before those of its part."""
-    if not name.startswith(_LAYERS):
+    if not name.startswith(LAYERS):
         return name
-    layer, _, rest = name.removeprefix(_LAYERS).partition(".")
-    return f"{_LAYERS}{int(layer) + first}.{rest}" if layer.isdecimal() else name
+    layer, _, rest = name.removeprefix(LAYERS).partition(".")
+    return f"{LAYERS}{int(layer) + first}.{rest}" if layer.isdecimal() else name
 
 
 def _decays(name: str, tensor: PickledTensor) -> bool:

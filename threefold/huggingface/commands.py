@@ -6,7 +6,7 @@ from typing import Literal
 import typer
 from typer import Argument, Option
 
-from threefold.doors import call_hook
+from threefold.doors import call_hook, needed
 from threefold.errors import UserError
 from threefold.files import first_of, format_bytes
 from threefold.terminal import (
@@ -98,6 +98,9 @@ def export(
     model: ModelFile = None,
     trust_code: TrustCode = False,
     shard_size: str = Option("5GB", metavar="SIZE", help="Largest file size, such as 500MB."),
+    format_: Literal["huggingface", "megatron"] = Option(
+        "huggingface", "--format", help="megatron: Megatron-LM's torch_dist, for a gpt or a llama; weights alone."
+    ),
     adapter: bool = Option(False, "--adapter", help="Export the adapters (LoRA) alone, in the format of PEFT."),
     base: str | None = Option(
         None,
@@ -120,6 +123,11 @@ def export(
 
     size, file = byte_size(shard_size, "--shard-size", "5GB"), model_file(model)
     check_export(run, out, overwrite)
+    if format_ == "megatron":
+        if adapter or base is not None or file is not None:
+            raise UserError("--format megatron writes a gpt or a llama; leave out --adapter, --base and --model.")
+        needed("export_megatron", "--format megatron", "convert")(run, out, dtype, overwrite, average, step)
+        return
     if adapter:
         _export_adapter(run, out, dtype, overwrite, average, step, base)
         return
