@@ -5,14 +5,17 @@ import io
 import json
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.train.support import Run, losses_of, train, train_rank
 from threefold.comm.heartbeat import Activity, RunSection, wait_code
+from threefold.planner.dry_run import dry_run
 from threefold.planner.pictures import draw_run_timeline, measured_steps
 from threefold.planner.profiling import ObservedHeartbeat, SpanRecorder, StepProfiler
+from threefold.planner.stage_memory import stage_memory
 from threefold.resilience.heartbeat import PAGE_BYTES, PageHeartbeat, Wait
 from threefold.resilience.rank_state import WatchedHeartbeat, read
 from threefold.verify.worker_pool import WorkerPool
@@ -63,6 +66,40 @@ def test_a_pipeline(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:
     drawn = (folder / "timeline.svg").read_text()
     assert drawn.startswith("<?xml")
     assert f"{run.config.model.title} in dp 1 · tp 2 · pp 2: step " in drawn
+
+
+MEASURED: dict[str, tuple[int, dict[str, Any]]] = {
+    "one process": (1, {}),
+    "dp2 ZeRO 2": (2, {"dp": 2, "set": (("parallel.zero", 2),)}),
+    "dp2 ZeRO 3 bf16": (2, {"dp": 2, "set": (("parallel.zero", 3), ("precision.dtype", "bf16"))}),
+    "tp2 pp2": (4, {"tp": 2, "pp": 2, "set": (("train.micro_batch_size", 2),)}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", MEASURED)
+def test_memory_of_a_step_is_that_of_a_dry_run(pool: WorkerPool, small_run: Run, tmp_path: Path, case: str) -> None:
+    """In the step before the profiled ones; the dry run has no memory, and counts each tensor that the step makes."""
+    ranks, changes = MEASURED[case]
+    run = small_run.but(steps=3, **changes)
+    first, *_ = pool.run(ranks, profile_rank, run, tmp_path / "run", 1)
+    pool.run(ranks, train_rank, run, tmp_path / "plain")
+    assert losses_of(tmp_path / "run") == losses_of(tmp_path / "plain")
+    folder = tmp_path / "run" / "profile"
+    assert f"Memory of step 2 at its peak, of the first rank of each stage; picture in {folder / 'memory.png'}" in first
+    assert (folder / "memory.png").stat().st_size > 10_000
+    found = json.loads((folder / "memory.json").read_text())
+    assert (found["step"], found["unit"], found["device"]) == (2, "bytes", "cpu")
+    estimated = [stage.by_dry_run for stage in stage_memory(run.config, "cpu")]
+    assert [rank["estimate"] for rank in found["ranks"]] == estimated
+    for number, rank in enumerate(found["ranks"]):
+        causes = dry_run(run.config, number * ranks // len(found["ranks"])).causes
+        moments = [dict(moment) for moment in rank["moments"]]
+        largest = max(moments, key=lambda moment: sum(value for cause, value in moment.items() if cause != "at"))
+        assert largest == rank["peak"]
+        assert {"update", "gradient sum"} <= {moment["at"] for moment in moments}
+        assert largest.pop("at")[1] in "FB"  # of a micro-batch
+        assert largest == pytest.approx(causes, rel=0.02, abs=6000)  # tensor ranks sum in memory that they share
 
 
 def test_one_process_whose_run_is_shorter_than_the_warm_up(pool: WorkerPool, small_run: Run, tmp_path: Path) -> None:

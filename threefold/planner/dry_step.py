@@ -216,6 +216,13 @@ class StorageTracker(OperationMode):
             self._note(tensor, kind)
         return self._bytes[kind] - before
 
+    def overlook(self, tensor: Tensor) -> None:
+        """Do not count the storage of a tensor until it is claimed, unless it is counted already."""
+        storage = tensor.untyped_storage()
+        key = storage_key(storage)
+        if key not in self._alive:
+            self._alive[key] = (weakref.ref(storage, partial(self._freed, key)), 0, OTHER)
+
     def __enter__(self) -> Self:
         self._resizes.enter_context(fake.storage_resizes(self._resized))
         entered: Self = super().__enter__()
@@ -248,9 +255,11 @@ class StorageTracker(OperationMode):
             self._alive[key] = (weakref.ref(storage, partial(self._freed, key)), storage.nbytes(), kind or OTHER)
             self._add(storage.nbytes(), kind or OTHER)
         elif kind is not None and kind != known[2]:
-            self._alive[key] = (known[0], known[1], kind)
-            self._bytes[known[2]] -= known[1]
-            self._bytes[kind] += known[1]
+            reference, nbytes, before = known
+            self._alive[key] = (reference, storage.nbytes(), kind)
+            self._bytes[before] -= nbytes
+            self._bytes[kind] += nbytes
+            self._add(storage.nbytes() - nbytes, kind)  # of one overlooked until now
 
     def _add(self, nbytes: int, kind: str) -> None:
         self._bytes[kind] += nbytes
@@ -273,14 +282,64 @@ class StorageTracker(OperationMode):
 _GATHERED, _WHOLE = "gathered weights", "whole gradients"
 
 
+class EngineMemory:
+    """Count the memory of an engine's step by kind within the block; the numbers of the step do not change.
+
+    Args:
+        tracker: counts the storages.
+
+    Attributes:
+        held: bytes of weights, gradients and optimizer state.
+    """
+
+    def __init__(self, engine: Engine, tracker: StorageTracker) -> None:
+        self._engine, self._tracker, self._block = engine, tracker, ExitStack()
+
+    def __enter__(self) -> Self:
+        engine, tracker = self._engine, self._tracker
+        states = [state for _, _, state in engine.optimizer.states()]
+        weights = (each for weight in engine.model.weights for each in (weight.leaf, weight.master))
+        self._block.enter_context(tracker)
+        self.held = {
+            WEIGHTS: tracker.claim(WEIGHTS, weights),
+            OPTIMIZER: tracker.claim(OPTIMIZER, (*states, *(average for _, average in engine.optimizer.averages()))),
+            GRADIENTS: 0,
+        }
+        if engine.parallelism.zero is None:  # else the step makes them
+            self.gradients_made()
+        else:
+            _claim_whole_tensors(engine, tracker, self._block)
+        tracker.begin()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._block.close()
+
+    def gradients_made(self) -> None:
+        """Count the gradients of the trained weights as such; call it when all are made."""
+        trained = self._engine.model.trained
+        self.held[GRADIENTS] += self._tracker.claim(
+            GRADIENTS, (self._engine.gradients[weight.leaf] for weight in trained)
+        )
+
+    def begin(self) -> None:
+        """Restart the search for the peak."""
+        self._tracker.begin()
+
+    @property
+    def peak(self) -> dict[str, int]:
+        """Bytes by kind at the peak; everything but weights, gradients and optimizer state is activations."""
+        return _named(self._tracker.peak, {_GATHERED: ACTIVATIONS, _WHOLE: ACTIVATIONS})
+
+    @property
+    def causes(self) -> dict[str, int]:
+        """Bytes at the peak with gathered weights among the weights and whole gradients among the gradients."""
+        return _named(self._tracker.peak, {_GATHERED: WEIGHTS, _WHOLE: GRADIENTS})
+
+
 @dataclass(frozen=True)
 class Measured:
-    """Memory and collectives of one measured step.
-
-    `held` are the bytes of weights, gradients and optimizer state, `peak` those at the peak by kind, where everything
-    else is activations, and `causes` those at the peak with gathered weights among the weights and whole gradients
-    among the gradients.
-    """
+    """Memory and collectives of one measured step; the memory as in `EngineMemory`."""
 
     held: dict[str, int]
     peak: dict[str, int]
@@ -290,28 +349,15 @@ class Measured:
 
 def measure_step(engine: Engine, batch: Batch, observer: Observer | None = None) -> Measured:
     """Run the first training step of an engine with a replica's rows of a global batch. Collective over the world."""
-    weights, trained = engine.model.weights, engine.model.trained
-    states = [state for _, _, state in engine.optimizer.states()]
-    with StorageTracker(observer) as tracker, engine.mesh.recorder.recording() as events:
-        held = {
-            WEIGHTS: tracker.claim(WEIGHTS, (each for weight in weights for each in (weight.leaf, weight.master))),
-            OPTIMIZER: tracker.claim(OPTIMIZER, (*states, *(average for _, average in engine.optimizer.averages()))),
-            GRADIENTS: 0,
-        }
-        if engine.parallelism.zero is None:  # else the step makes them
-            held[GRADIENTS] = tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in trained))
-        else:
-            _claim_whole_tensors(engine, tracker)
-        tracker.begin()
+    with EngineMemory(engine, StorageTracker(observer)) as memory, engine.mesh.recorder.recording() as events:
         loss, counted = engine.compute_gradients(batch, 0)
-        held[GRADIENTS] += tracker.claim(GRADIENTS, (engine.gradients[weight.leaf] for weight in trained))
+        memory.gradients_made()
         engine.update(loss, counted, 0)
-    causes = _named(tracker.peak, {_GATHERED: WEIGHTS, _WHOLE: GRADIENTS})
-    return Measured(held, _named(tracker.peak, {_GATHERED: ACTIVATIONS, _WHOLE: ACTIVATIONS}), causes, events)
+    return Measured(memory.held, memory.peak, memory.causes, events)
 
 
-def _claim_whole_tensors(engine: Engine, tracker: StorageTracker) -> None:
-    """Count ZeRO's gathered weights, and gradients not reduce-scattered yet, as separate kinds."""
+def _claim_whole_tensors(engine: Engine, tracker: StorageTracker, block: ExitStack) -> None:
+    """Count ZeRO's gathered weights, and gradients not reduce-scattered yet, as separate kinds until the block ends."""
     watched: set[Tensor] = set()
 
     def gathered(module: nn.Module, _arguments: Any) -> None:
@@ -320,7 +366,7 @@ def _claim_whole_tensors(engine: Engine, tracker: StorageTracker) -> None:
         for each in whole:  # torch keeps one object for each
             if each.requires_grad and each not in watched:
                 watched.add(each)
-                each.register_post_accumulate_grad_hook(arrived)
+                block.callback(each.register_post_accumulate_grad_hook(arrived).remove)
 
     def arrived(parameter: Tensor) -> None:
         if parameter.grad is not None:
@@ -342,8 +388,9 @@ def _claim_whole_tensors(engine: Engine, tracker: StorageTracker) -> None:
         sharded = [module for module in stage.modules() if isinstance(module, FSDPModule)]
         for module in sharded:
             assert isinstance(module, nn.Module)
-            module.register_forward_pre_hook(gathered)
-            module.register_forward_hook(partial(computed, sharded))
+            gathered(module, ())  # what an earlier step left whole
+            block.callback(module.register_forward_pre_hook(gathered).remove)
+            block.callback(module.register_forward_hook(partial(computed, sharded)).remove)
 
 
 def _named(peak: dict[str, int], names: Mapping[str, str]) -> dict[str, int]:

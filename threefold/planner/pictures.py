@@ -331,3 +331,35 @@ def draw_memory(path: Path, stages: Sequence[Mapping[str, int]], usable: int, ti
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=figures.TEXT_SIZE)
     figures.save(figure, path)
+
+
+def draw_measured_memory(
+    path: Path, measured: Sequence[Mapping[str, int]], estimated: Sequence[Mapping[str, int]], title: str
+) -> None:
+    """Draw the measured memory of each pipeline rank by cause and, lighter beside it, the estimated one, if any."""
+    largest = max(sum(each.values()) for each in (*measured, *estimated))
+    unit, scale = ("GB", 1e9) if largest >= 2e9 else ("MB", 1e6)
+    beside = "Left: measured on the first rank of each stage. Right, lighter: estimated for its largest rank."
+    figure, axes = figures.new_figure(4.0, title, beside if estimated else "Measured on the first rank of each stage.")
+    width = 0.36 if estimated else 0.7
+    for number, stages in enumerate((measured, estimated)):
+        places = [place + (number - 0.5) * (width + 0.02) * bool(estimated) for place in range(len(stages))]
+        heights = [0.0] * len(stages)
+        for cause, color in CAUSES.items():
+            values = [stage.get(cause, 0) / scale for stage in stages]
+            if any(values):
+                shade = figures.lighter(color, 0.5 * number)
+                label = None if number else cause
+                axes.bar(places, values, width=width, bottom=heights, color=shade, linewidth=0, label=label)
+                heights = [height + value for height, value in zip(heights, values, strict=True)]
+        if len(measured) <= _LABELLED_STAGES:
+            for place, height in zip(places, heights, strict=True):
+                text = f"{height:.3g}" if height < 1000 else f"{height:,.0f}"
+                _note(axes, text, (place, height), (0, 3), fontsize=figures.TEXT_SIZE, ha="center", weight="bold")
+    side = 0.6 + max(0, 4 - len(measured)) / 2
+    axes.set(xlabel="pp rank", ylabel=f"memory ({unit})", ylim=(0, 1.12 * largest / scale or 1.0))
+    axes.set_xlim(-side, len(measured) - 1 + side)
+    axes.set_xticks(range(0, len(measured), max(1, -(-len(measured) // _MARKED))))
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False, fontsize=figures.TEXT_SIZE)
+    figures.save(figure, path)

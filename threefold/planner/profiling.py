@@ -1,4 +1,4 @@
-"""Profiles of some steps of a run: a Perfetto trace of each rank, and a timeline of the pipeline stages."""
+"""Profiles of some steps of a run: a trace of each rank, a timeline of the pipeline stages, and their memory."""
 
 import json
 import threading
@@ -14,12 +14,14 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from threefold.comm.heartbeat import Activity, Heartbeat, RunSection
 from threefold.errors import UserError
 from threefold.foreign import nofollow_file, nofollow_folder, write_nofollow
+from threefold.planner.memory_profile import ActivityMemory, MemoryRecorder, print_memory, report
 from threefold.planner.pictures import draw_run_timeline
 from threefold.resilience.heartbeat import PageHeartbeat, Wait, wait_of
 from threefold.torch_private.runtime import quieten_kineto
 from threefold.train.attachment import Profiler
 from threefold.train.callbacks.base import RunContext, reason_of, say
 from threefold.train.callbacks.records import StepRecord
+from threefold.train.step import Engine
 
 _ACTION_KINDS: Final = {
     Activity.FORWARD: "F",
@@ -47,9 +49,14 @@ class Span(NamedTuple):
 
 
 class SpanRecorder:
-    """Recorder of a heartbeat's activities between `start` and `stop`; on a GPU by events, without waiting for them."""
+    """Recorder of a heartbeat's activities between `start` and `stop`; on a GPU by events, without waiting for them.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        memory: recorder of their memory, which is told of activities too.
+    """
+
+    def __init__(self, device: torch.device, memory: MemoryRecorder | None = None) -> None:
+        self._memory = memory
         self._device, self._on_gpu = device, device.type == "cuda"
         self._base: tuple[Any, float] | None = None  # the same moment by `_now` and by `time.time`, while recording
         self._taken: list[tuple[tuple[str, str, int, int, int], Any, Any]] = []
@@ -95,13 +102,17 @@ class SpanRecorder:
 
     def activity(self, activity: Activity, stage: int, micro_batch: int, name: str) -> None:
         self._end_activity()
-        if self._base is None or activity is Activity.NOTHING:
+        if activity is Activity.NOTHING:
             return
         if kind := _ACTION_KINDS.get(activity, ""):
             name = f"{stage}{kind}{micro_batch}"
         else:
             suffix = {Activity.CALLBACK: f" {name}", Activity.PIPELINE: " exchange"}.get(activity, "")
             name, stage, micro_batch = activity.name.lower().replace("_", " ") + suffix, 0, 0
+        if self._memory is not None:
+            self._memory.activity(name)
+        if self._base is None:
+            return
         self._activity = (name, kind, stage, micro_batch, self._step), self._now(), _begun(name)
 
     def wait(self, operation: str, axis: str) -> None:
@@ -180,7 +191,7 @@ class ObservedHeartbeat(PageHeartbeat):
 
 
 class StepProfiler(Profiler):
-    """Profile some steps of this rank with torch's profiler, after the warm-up.
+    """Profile some steps of this rank with torch's profiler, after the warm-up, in whose last step memory is counted.
 
     The numerical results of the run are unchanged; profiling adds one barrier and one gather of times.
 
@@ -195,23 +206,35 @@ class StepProfiler(Profiler):
         self._begun = self._last_step = 0
         self._profile: profile | None = None
         self._done = False
+        self._moments: list[ActivityMemory] = []
 
     def observing(self, heartbeat: Heartbeat, device: torch.device) -> Heartbeat:
-        self._recorder = SpanRecorder(device)
+        self._memory = MemoryRecorder()
+        self._recorder = SpanRecorder(device, self._memory)
         return ObservedHeartbeat(cast(PageHeartbeat, heartbeat), self._recorder)
 
+    def attach(self, engine: Engine) -> None:
+        self._engine = engine
+
     def setup(self, run: RunContext) -> None:
-        self._mesh, self._model, self._end = run.mesh, run.config.model.title, run.config.train.max_steps
+        self._mesh, self._config, self._end = run.mesh, run.config, run.config.train.max_steps
         self._folder = run.run_dir / FOLDER
 
     def before_fit(self, start: int) -> None:
         left = self._end - start
         self._begun = start + 1 + max(0, min(WARM_UP, left - self._steps))
         self._last_step = min(self._end, self._begun + self._steps - 1)
+        self._counted = 0 if self._begun == start + 1 or self._config.train.compile else self._begun - 1
         if self._begun == start + 1 and left > 0:
             self._start(start)
 
+    def before_step(self, step: int, batch: Any) -> None:
+        if step == self._counted:
+            self._memory.begin(self._engine)
+
     def after_step(self, record: StepRecord) -> None:
+        if record.step == self._counted:
+            self._moments = self._memory.end()
         if self._profile is None and not self._done and record.step == self._begun - 1:
             self._start(record.step)
         elif self._profile is not None and record.step >= self._last_step:
@@ -222,6 +245,7 @@ class StepProfiler(Profiler):
             self._finish(self._profile)
 
     def close(self) -> None:
+        self._memory.end()
         if self._profile is not None:  # after a signal or a failure, when other ranks may be lost
             self._profile.stop()
             self._recorder.stop()
@@ -249,13 +273,18 @@ class StepProfiler(Profiler):
             problem = reason_of(error) if isinstance(error, OSError) else str(error)
         coordinates = self._mesh.coordinates
         shown = not (coordinates.dp or coordinates.cp or coordinates.tp)  # one rank of each pipeline stage
-        gathered = self._mesh.world.gather_objects((coordinates.pp, spans if shown else [], problem))
+        gathered = self._mesh.world.gather_objects(
+            (coordinates.pp, spans if shown else [], self._moments if shown else [], problem)
+        )
         if self._mesh.world.is_first:
-            stages = sorted((place, spans) for place, spans, _ in gathered if spans)
+            stages = sorted((place, spans) for place, spans, *_ in gathered if spans)
+            memory = sorted((place, moments) for place, _, moments, _ in gathered if moments)
             told = next(((rank, problem) for rank, (*_, problem) in enumerate(gathered) if problem), None)
             if told is not None:
                 say(f"Warning: the trace of rank {told[0]} cannot be written to {self._folder} ({told[1]}).")
             self._report(stages)
+            if memory:
+                self._report_memory(memory)
 
     def _write_trace(self, profiled: profile) -> None:
         nofollow_folder(self._folder)
@@ -272,10 +301,21 @@ class StepProfiler(Profiler):
             nofollow_folder(self._folder)
             content = json.dumps({"layout": str(self._mesh.layout), "ranks": held}) + "\n"
             write_nofollow(path, content)
-            pictures = self._draw(path, self._model)
+            pictures = self._draw(path, self._config.model.title)
         except (OSError, UserError) as error:
             say(f"Warning: {path} cannot be written ({reason_of(error)}).")
             return
         drawn = f"; timeline in {' and '.join(map(str, pictures))}" if pictures else ""
         traces = f"traces of all ranks, for https://ui.perfetto.dev, in {self._folder}"
         say(f"Profile of steps {self._begun} to {self._last_step}: {traces}{drawn}")
+
+    def _report_memory(self, stages: list[tuple[int, list[ActivityMemory]]]) -> None:
+        try:
+            picture, rows = report(self._folder, self._config, self._counted, stages)
+        except (OSError, UserError) as error:
+            say(
+                f"Warning: the memory of step {self._counted} cannot be written to {self._folder} ({reason_of(error)})."
+            )
+            return
+        say(f"Memory of step {self._counted} at its peak, of the first rank of each stage; picture in {picture}")
+        print_memory(rows)

@@ -29,6 +29,9 @@ class Profiler(Callback):
         """Return a heartbeat to use in place of the given one, which tells this profiler what the rank does, too."""
         raise NotImplementedError
 
+    def attach(self, engine: Engine) -> None:
+        """Take the engine of this rank, before the setup."""
+
 
 class Checks:
     """Checks that the ranks of a run agree, of an attached room (`checks` of its `HOOKS`); by default none.

@@ -123,6 +123,8 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
     engine = Engine(make_model, plan, mesh, config, stop, options.source.loss(config))
     if config.model.architecture == CUSTOM:
         engine.generators.begin(config.train.seed)
+    if options.profiler is not None:
+        options.profiler.attach(engine)
     heartbeat.activity(Activity.RESTORE)
     start = start_from.load(engine)
     run = replace(run, view=engine.view)
