@@ -55,6 +55,7 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
                 "CountedLoss",
                 "LossTerm",
                 "distributed_optimizer",
+                "Schedule",
             ),
             *(
                 "types.ModelOptimizer",

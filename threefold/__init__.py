@@ -21,6 +21,7 @@ _NAMES: Final = {
     "api.model": "parallelize",
     "api.model_optimizer": "distributed_optimizer",
     "api.pipeline": "PipelineLayers",
+    "api.schedule": "Schedule",
     "api.trainer": "Trainer",
     "comm.mesh": "Mesh",
     "config": "Config load_config",

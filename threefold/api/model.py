@@ -1,7 +1,7 @@
 """Parallel models for custom training loops (`parallelize`)."""
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from difflib import get_close_matches
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.api.checkpoint import LoopModel, LoopState
+from threefold.api.groups import grouped
 from threefold.api.launch import mesh_of_all_ranks
 from threefold.checkpoint.code import checksum_of_code
 from threefold.comm.mesh import Mesh
@@ -94,6 +95,34 @@ class DistributedModel(LoopModel):
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return the tensors of `parameters()` with their names in the whole model."""
         return ((weight.name, weight.master) for weight in self.gradient_step.model.weights)
+
+    def parameter_groups(self, groups: Sequence[Mapping[str, Any]], lr: float | None = None) -> list[dict[str, Any]]:
+        """Return parameter groups for an optimizer of torch: weights by patterns, as `optimizer.groups` of a config.
+
+        Collective over the world.
+
+        Args:
+            groups: mappings with a `match`, a pattern of weights or of modules around them (`*` is any one part of a
+                name, `**` several), and with options of the optimizer, such as `weight_decay`, or an `lr_scale`. The
+                last one that matches a weight decides.
+            lr: learning rate that an `lr_scale` multiplies.
+
+        Returns:
+            the weights that no group matches, then those of each group with its options; a rank may have none of some.
+
+        Raises:
+            UserError: on every rank, if a group matches no weight that is not another's.
+
+        Example:
+            >>> groups = model.parameter_groups([{"match": "**.bias", "weight_decay": 0.0}])
+            >>> optimizer = threefold.distributed_optimizer(torch.optim.AdamW(groups, lr=3e-4), model)
+        """
+        whole = {
+            name
+            for part in self.mesh.world.gather_objects([name for name, _ in self.named_parameters()])
+            for name in part
+        }
+        return grouped(dict(self.named_parameters()), sorted(whole), groups, lr)
 
     @overload
     def train_batch(
