@@ -1,6 +1,8 @@
 """The schedule of a config, for custom training loops (`Schedule`)."""
 
-from typing import Any, Protocol
+from typing import Any
+
+import torch
 
 from threefold.api.trainer import read_config
 from threefold.config import Config, OptimizerConfig, resolve
@@ -9,14 +11,13 @@ from threefold.errors import UserError, require_whole
 from threefold.train.optim import learning_rate
 
 
-class _HasGroups(Protocol):
-    param_groups: list[dict[str, Any]]
-
-
 class Schedule:
     """Learning rate, global batch size and sequence length of each step of a config, as a run of it has them.
 
     Steps count from 1, as in the metrics of a run. Made by `of`.
+
+    Args:
+        config: resolved config.
 
     Example:
         >>> schedule = threefold.Schedule.of("my.yaml")
@@ -73,7 +74,7 @@ class Schedule:
         require_whole("step", step, least=1)
         return int(value_at(self._config.data.sequence_length, step - 1))
 
-    def apply(self, optimizer: _HasGroups, step: int) -> float:
+    def apply(self, optimizer: torch.optim.Optimizer, step: int) -> float:
         """Set the learning rates of an optimizer's groups for a step; return the rate of a group without a factor.
 
         Call it before `optimizer.step()`. A group with an `lr_scale` (`DistributedModel.parameter_groups`) gets that

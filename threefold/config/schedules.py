@@ -31,7 +31,7 @@ class Action(NamedTuple):
 Orders = tuple[tuple[Action, ...], ...]  # actions of each pipeline rank, in order
 
 
-class Schedule(ABC):
+class StageSchedule(ABC):
     """Order in which the ranks of a pipeline compute the micro-batches of a step, named in `parallel.schedule`."""
 
     name: str
@@ -80,7 +80,7 @@ class Schedule(ABC):
 
 
 @dataclass(frozen=True)
-class TorchSchedule(Schedule):
+class TorchSchedule(StageSchedule):
     """Schedule with a class in `torch.distributed.pipelining`."""
 
     name: str
@@ -116,7 +116,7 @@ class TorchSchedule(Schedule):
     def in_flight(self, pp: int, rank: int, stages_per_rank: int) -> float | None:
         return None if self.passes is None else self.passes(pp, rank, stages_per_rank) / stages_per_rank
 
-    def __reduce__(self) -> tuple[Callable[[str], Schedule], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[[str], StageSchedule], tuple[str]]:
         return find_schedule, (self.name,)  # pickled with a run's config, and a row's functions cannot be pickled
 
 
@@ -168,9 +168,9 @@ def schedule_name(given: object) -> str:
     raise ValueError(f"{custom}, or {one_of(given, names)}")
 
 
-def find_schedule(name: str) -> Schedule:
+def find_schedule(name: str) -> StageSchedule:
     """Return the schedule that `parallel.schedule` names; raise a `UserError` for a bad file or function."""
     if is_custom_schedule(name):
-        found: Schedule = needed("custom_schedule", f"parallel.schedule {shown(name)}", "planner")(name)
+        found: StageSchedule = needed("custom_schedule", f"parallel.schedule {shown(name)}", "planner")(name)
         return found
     return SCHEDULES[schedule_name(name)]

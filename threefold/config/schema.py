@@ -16,7 +16,7 @@ from threefold.config.by_step import ByStep
 from threefold.config.data import DataConfig
 from threefold.config.model import MOST_LAYERS, ModelConfig, model_settings
 from threefold.config.optimizer import OptimizerConfig
-from threefold.config.schedules import SCHEDULES, Schedule, find_schedule, schedule_name
+from threefold.config.schedules import SCHEDULES, StageSchedule, find_schedule, schedule_name
 from threefold.config.section import (
     MOST_RANKS,
     MOST_SECONDS,
@@ -101,7 +101,7 @@ class ParallelConfig(Section):
     that it does not name take their defaults. The global batch stays the same. Default: none."""
 
     @cached_property
-    def pipeline_schedule(self) -> Schedule:
+    def pipeline_schedule(self) -> StageSchedule:
         """Schedule named by `schedule`; a custom one is read on first use, which may raise a `UserError`."""
         return find_schedule(self.schedule)
 

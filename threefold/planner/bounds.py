@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from threefold.comm.layout import Coordinates
 from threefold.config.resolve import logits_chunk
-from threefold.config.schedules import Schedule, find_schedule
+from threefold.config.schedules import StageSchedule, find_schedule
 from threefold.config.schema import Config, ParallelConfig
 from threefold.config.section import divisors
 from threefold.errors import UserError
@@ -110,7 +110,7 @@ class RankLayers:
     chunks: Array
 
 
-def _passes(schedule: Schedule, pp: int, rank: int, chunks: int) -> tuple[float, float]:
+def _passes(schedule: StageSchedule, pp: int, rank: int, chunks: int) -> tuple[float, float]:
     """Return the passes that a rank holds at once, and at most how many of them only wait for weight gradients."""
     if pp == 1:
         return 1.0, 0.0

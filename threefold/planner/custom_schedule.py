@@ -15,7 +15,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any, Final
 
-from threefold.config.schedules import Action, Orders, Schedule, is_python_schedule
+from threefold.config.schedules import Action, Orders, StageSchedule, is_python_schedule
 from threefold.errors import UserError
 from threefold.files import read_text, shown
 from threefold.plugins import load_path
@@ -32,7 +32,7 @@ def custom_schedule(name: str) -> "CustomSchedule":
     return CustomSchedule(name, read_schedule_file(name))
 
 
-class CustomSchedule(Schedule):
+class CustomSchedule(StageSchedule):
     """Custom schedule: the actions of a CSV file, or a Python function of (pipeline ranks, micro-batches).
 
     The number of stages, their ranks and whether weight gradients are deferred follow from the actions, and must not
@@ -50,7 +50,7 @@ class CustomSchedule(Schedule):
             self.ranks = len(given)
             self.micro_batches = 1 + max(action.micro_batch for order in given for action in order)
 
-    def __reduce__(self) -> tuple[Callable[..., Schedule], tuple[Any, ...]]:
+    def __reduce__(self) -> tuple[Callable[..., StageSchedule], tuple[Any, ...]]:
         return (custom_schedule, (self.name,)) if callable(self._given) else (CustomSchedule, (self.name, self._given))
 
     def orders(self, pp: int, micro_batches: int) -> Orders:

@@ -11,7 +11,7 @@ from threefold.config.schedules import (
     SCHEDULES,
     Action,
     Orders,
-    Schedule,
+    StageSchedule,
     TorchSchedule,
     find_schedule,
 )
@@ -261,7 +261,7 @@ class _PlannedSchedule(TorchSchedule):
 
     sends_apart = True
 
-    def __reduce__(self) -> tuple[Callable[[str], Schedule], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[[str], StageSchedule], tuple[str]]:
         return find_planned, (self.name,)
 
 
@@ -277,7 +277,7 @@ B and W take equal time.
 """
 
 
-def find_planned(name: str) -> Schedule:
+def find_planned(name: str) -> StageSchedule:
     """Find a schedule by its name in `parallel.schedule` or torch, the path of a custom one, or `zb-h1` or `zb-h2`."""
     if row := ONLY_PLANNED.get(name.lower()):
         return row
@@ -288,17 +288,17 @@ def find_planned(name: str) -> Schedule:
         raise UserError(f"The schedule {name!r} must be the path of a .csv file of actions, or {rule}.") from None
 
 
-def orders_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Orders:
+def orders_of(schedule: StageSchedule | str, pp: int, chunks: int, micro_batches: int) -> Orders:
     """Return the actions of each pipeline rank in a step, exactly as a run executes them."""
     return _orders_of(checked_schedule(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
 
 
-def program_of(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Program:
+def program_of(schedule: StageSchedule | str, pp: int, chunks: int, micro_batches: int) -> Program:
     return _program_of(checked_schedule(schedule, pp, chunks, micro_batches), pp, chunks, micro_batches)
 
 
 @lru_cache(maxsize=64)
-def _orders_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Orders:
+def _orders_of(row: StageSchedule, pp: int, chunks: int, micro_batches: int) -> Orders:
     if (given := row.orders(pp, micro_batches)) is not None:
         return given
     if (order := _WRITTEN.get(row.name)) is not None:
@@ -310,11 +310,11 @@ def _orders_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Order
 
 
 @lru_cache(maxsize=64)
-def _program_of(row: Schedule, pp: int, chunks: int, micro_batches: int) -> Program:
+def _program_of(row: StageSchedule, pp: int, chunks: int, micro_batches: int) -> Program:
     return Program(_orders_of(row, pp, chunks, micro_batches))
 
 
-def checked_schedule(schedule: Schedule | str, pp: int, chunks: int, micro_batches: int) -> Schedule:
+def checked_schedule(schedule: StageSchedule | str, pp: int, chunks: int, micro_batches: int) -> StageSchedule:
     """Find a schedule, and raise a `UserError` with the nearest numbers that work if it does not support these."""
     row = find_planned(schedule) if isinstance(schedule, str) else schedule
     for number, called in ((pp, "pipeline ranks"), (chunks, "stages on each rank"), (micro_batches, "micro-batches")):
@@ -371,7 +371,7 @@ MOST_ACTIONS: Final = 3_000_000
 class Simulation:
     """Timeline of one step under a schedule, in the unit of the given times."""
 
-    schedule: Schedule
+    schedule: StageSchedule
     pp: int
     chunks: int
     micro_batches: int
@@ -403,7 +403,7 @@ class Simulation:
 
 
 def simulated(
-    schedule: Schedule,
+    schedule: StageSchedule,
     pp: int,
     chunks: int,
     micro_batches: int,
@@ -445,7 +445,7 @@ def simulated(
 
 
 def step_length(
-    schedule: Schedule,
+    schedule: StageSchedule,
     forward: Sequence[float],
     backward: Sequence[float],
     weight: Sequence[float],

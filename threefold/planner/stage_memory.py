@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from threefold.config import Config
 from threefold.config.rules import executed_micro_batches
-from threefold.config.schedules import SENDS_UNDER_WAY, Action, Schedule
+from threefold.config.schedules import SENDS_UNDER_WAY, Action, StageSchedule
 from threefold.config.schema import ParallelConfig, PrecisionConfig
 from threefold.planner.activations import LayerBytes, LayerMemory
 from threefold.planner.model_size import ZERO_WEIGHTS, ModelSize, RankSize, described_blocks
@@ -348,7 +348,7 @@ class Flights(NamedTuple):
     alike: dict[tuple[str, int], list[int]]
 
 
-def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> tuple[Flights, ...]:
+def flights_of(schedule: StageSchedule, pp: int, chunks: int, micro_batches: int) -> tuple[Flights, ...]:
     if pp == 1:
         return (_of_rank((Action(0, "F", 0), Action(0, "B", 0)), (0,), 0),)
     rounds = micro_batches // pp
@@ -359,7 +359,7 @@ def flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> 
 
 
 @lru_cache(maxsize=4096)
-def _flights_of(schedule: Schedule, pp: int, chunks: int, micro_batches: int) -> tuple[Flights, ...]:
+def _flights_of(schedule: StageSchedule, pp: int, chunks: int, micro_batches: int) -> tuple[Flights, ...]:
     orders, ranks = orders_of(schedule, pp, chunks, micro_batches), schedule.stage_ranks(pp, chunks)
     under_way = SENDS_UNDER_WAY if schedule.sends_apart else 0
     return tuple(_of_rank(order, ranks, under_way) for order in orders)

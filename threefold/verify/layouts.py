@@ -16,7 +16,7 @@ from threefold.config.loading import config_of
 from threefold.config.model import CUSTOM, ModelConfig
 from threefold.config.optimizer import hyper_parameters
 from threefold.config.rules import batch_sizes
-from threefold.config.schedules import Schedule, find_schedule
+from threefold.config.schedules import StageSchedule, find_schedule
 from threefold.config.section import nearest_divisor
 from threefold.data.formats.custom_data import is_custom_data, is_nested
 from threefold.data.formats.registry import holds_tokens
@@ -270,7 +270,7 @@ def stages(spec: LayoutSpec) -> int:
     return len(schedule.stage_ranks(pp, chunks)) if pp > 1 else 1
 
 
-def _schedule(spec: LayoutSpec) -> Schedule:
+def _schedule(spec: LayoutSpec) -> StageSchedule:
     return find_schedule(spec.setting("parallel.schedule", "1f1b"))
 
 

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from itertools import accumulate, combinations, pairwise
 
-from threefold.config.schedules import Schedule, find_schedule
+from threefold.config.schedules import StageSchedule, find_schedule
 from threefold.config.schema import Config
 from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan, matches
@@ -273,7 +273,7 @@ def stage_map(plan: ModelPlan, config: Config) -> StageMap:
 
 
 def partitioned(
-    plan: ModelPlan, pp: int, schedule: Schedule, chunks: int, partition: str | Sequence[int], zero: int
+    plan: ModelPlan, pp: int, schedule: StageSchedule, chunks: int, partition: str | Sequence[int], zero: int
 ) -> StageMap:
     ranks = schedule.stage_ranks(pp, chunks)
     stages = StageMap(tuple(stage_bounds(plan.costs, plan.kinds, len(ranks), partition, pp)), ranks)

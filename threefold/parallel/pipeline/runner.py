@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from threefold.comm.heartbeat import Activity, Heartbeat, wait_code
-from threefold.config.schedules import Action, Schedule
+from threefold.config.schedules import Action, StageSchedule
 from threefold.doors import hook
 from threefold.parallel.arithmetic import RankArithmetic
 from threefold.parallel.parallelize import Parallelism, TrainingSettings
@@ -108,7 +108,7 @@ class PipelineRunner(Runner):
         self,
         stages: Sequence[Stage],
         parallelism: Parallelism,
-        schedule: Schedule,
+        schedule: StageSchedule,
         activation: tuple[int, int, int] | None,
         add_gradient: Callable[[Tensor, Tensor], None],
         first_trained: int = 0,

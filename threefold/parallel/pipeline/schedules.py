@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import B, F, I, PipelineScheduleSingle, W, get_schedule_class
 
 from threefold.comm.mesh import Mesh
-from threefold.config.schedules import Action, Orders, Schedule, TorchSchedule
+from threefold.config.schedules import Action, Orders, StageSchedule, TorchSchedule
 from threefold.models.custom_batch import inputs_from
 from threefold.parallel.pipeline.partition import StageMap
 from threefold.parallel.pipeline.scheduled_stage import ScheduledStage
@@ -47,7 +47,7 @@ class ActionSchedule(pipelining.AnyOrderRuntime):
 
 
 def training_schedule(
-    schedule: Schedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss, ascending: bool = False
+    schedule: StageSchedule, stages: Sequence[ScheduledStage], micro_batches: int, loss: Loss, ascending: bool = False
 ) -> pipelining.PipelineSchedule:
     """Make torch's object for a schedule; `ascending`: a stage's backward passes go in the order of micro-batches."""
     pp = stages[0].group_size
@@ -96,7 +96,7 @@ def orders_of_all_ranks(schedule: TorchSchedule, pp: int, stages_per_rank: int, 
     return tuple(tuple(actions(lone, rank)) for rank in range(pp))
 
 
-def _torch_class(schedule: Schedule) -> type[pipelining.PipelineSchedule]:
+def _torch_class(schedule: StageSchedule) -> type[pipelining.PipelineSchedule]:
     assert isinstance(schedule, TorchSchedule)  # the others are lists of actions
     return get_schedule_class(schedule.torch_class.removeprefix("Schedule"))
 
