@@ -55,6 +55,7 @@ def test_the_memory_of_a_small_model_is_not_rounded_to_nothing(threefold, tmp_pa
     )
     output = threefold("estimate", path, "--hardware", "h100").output
     assert "MB of each pp rank" in output
+    assert ("working: " in output) == ("   working" in output)  # a column is explained where it is
     row = next(line for line in output.splitlines() if line.split()[:1] == ["0"])
     assert all(float(size) > 0 for size in row.split()[1:])
 

@@ -121,7 +121,8 @@ def _print_estimate(found: "Estimate", built_in: "Estimate | None") -> None:
     parts = [name for name in OF_ACTIVATIONS if any(stage.causes.get(name) for stage in found.stages)]
     activations = {rank: [stage.causes[name] for name in parts] for rank, stage in stages.items()}
     print_sizes(("of the activations", *(OF_ACTIVATIONS[name] for name in parts)), activations)
-    typer.echo(f"{unit} of each pp rank; working: temporary tensors; fragmentation: memory that the allocator loses.")
+    working = "working: temporary tensors; " if "working" in parts else ""
+    typer.echo(f"{unit} of each pp rank; {working}fragmentation: memory that the allocator loses.")
     typer.echo(f"{_fit(found)}.")
     if built_in is not None and built_in.system != found.system:
         typer.echo(
