@@ -29,7 +29,7 @@ from threefold.planner.activations import (
     step_bytes,
 )
 from threefold.planner.block import block_shapes, describe_model, further_blocks
-from threefold.planner.model_size import ModelSize, built_in_attention, rank_block
+from threefold.planner.model_size import ModelSize, built_in_attention, model_weights, rank_block
 from threefold.random.dropout import sample_keys
 from threefold.verify.worker_pool import WorkerPool
 
@@ -148,6 +148,64 @@ def test_what_is_kept_is_never_more_than_the_formula_says(pool: WorkerPool, name
         assert found[1] <= head
         if name in ALONE and "experts" not in name:
             assert found == (block, head)
+
+
+ADAPTER = (("adapter.rank", 3),)
+SOME = (("adapter.rank", 5), ("adapter.targets", ("blocks.*.attn.proj", "blocks.*.mlp.up")))
+GATES = (("adapter.rank", 5), ("adapter.targets", ("blocks.*.attn.proj", "blocks.*.mlp.gate_up.gate")))
+LOWER = (("optimizer.frozen", ("embed", "blocks.0.attn", "blocks.0.attn_norm", "blocks.1.mlp.down", "head.output")),)
+FROZEN = {
+    "gpt": replace(BASE, update=ADAPTER),
+    "gpt, some": replace(BASE, update=SOME),
+    "gpt, dropout": replace(BASE, update=ADAPTER, dropout=0.1),
+    "gpt, relu": replace(BASE, update=SOME, model=(("activation", "relu"),)),
+    "gpt, patterns": replace(BASE, update=LOWER),
+    "gpt, bf16": replace(BASE, update=ADAPTER, dtype="bf16", documents=True),
+    "llama": replace(ROPE, model=LLAMA, update=ADAPTER),
+    "llama, some": replace(ROPE, model=LLAMA, update=GATES, dtype="fp64"),
+    "llama, bf16": replace(ROPE, model=LLAMA, update=GATES, dtype="bf16", sequence=600),
+    "llama, patterns": replace(ROPE, model=LLAMA, update=LOWER),
+    "gpt, tp": replace(BASE, update=ADAPTER, tp=2),
+    "llama, tp": replace(ROPE, model=LLAMA, update=ADAPTER, tp=2),
+    "llama, tp, sequence parallel": replace(ROPE, model=LLAMA, tp=2, settings=SP, update=GATES),
+}
+
+
+def kept_by_frozen(case: Case) -> tuple[int, int, int]:
+    """Bytes that the first and the last block and the head keep; no gradient reaches the embedding."""
+    engine = make_engine(case)
+    (stage,) = engine.stages
+    shape = case.config.train.micro_batch_size, case.sequence // engine.parallelism.context.cut.shares
+    keys = sample_keys(1, 0, torch.arange(shape[0])) if case.dropout else None
+    documents = torch.zeros(shape[0], case.sequence, dtype=torch.int64) if case.documents else None
+    samples = NOTHING if keys is None and documents is None else SampleInfo(keys, documents)
+    labels = torch.zeros(shape[0], case.sequence, dtype=torch.int64)
+    parameters = [local(parameter) for parameter in stage.parameters()]
+    found = []
+    for layer, rest, reached in (("blocks.0", samples, False), ("blocks.1", samples, True), ("head", labels, True)):
+        x = torch.randn(*shape, case.heads * case.head_dim, dtype=engine.settings.dtype)
+        start = x.requires_grad_() * 1 if reached else x
+        with recording_saved(parameters) as saved:
+            out = stage.get_submodule(layer)(start, rest)
+        found.append(saved.nbytes)
+        out.sum().backward()
+    return tuple(found)
+
+
+@sweep("name", FROZEN, quick=(0, 4, 6, 11), slow=slice(0, None, 2))
+def test_frozen_layers_keep_what_gradients_of_adapters_and_inputs_need(pool: WorkerPool, name: str) -> None:
+    """A frozen product keeps no input; no layer before the first trained weight keeps anything for its own input."""
+    case = FROZEN[name]
+    weights = model_weights(case.config)
+    attention = built_in_attention(case.config, weights.blocks[0], "cpu")
+    sizes = [rank_block(case.config, block, attention=attention) for block in weights.blocks]
+    expected = *map(block_bytes, sizes), head_bytes(sizes[-1], case.vocab, 0, *weights.trains_head)
+    first, *others = pool.run(case.world_size, kept_by_frozen, case)
+    if "llama, tp" not in name:
+        assert first == expected
+    for found in (first, *others):
+        assert all(each <= formula for each, formula in zip(found, expected, strict=True))
+    assert expected[0] < expected[1]
 
 
 def config(**sections: dict[str, Any]) -> Config:

@@ -221,7 +221,7 @@ class LinearFunction(torch.autograd.Function):
         multiply: Callable[..., Tensor],
     ) -> Tensor:
         flat = x.reshape(-1, x.shape[-1])
-        ctx.save_for_backward(flat, weight)
+        ctx.save_for_backward(flat if weight.requires_grad else None, weight)  # a frozen weight needs no input
         ctx.multiply = multiply
         # A saved tensor may come back as another one (recomputation detaches it); the store needs the leaf itself.
         ctx.store, ctx.leaves = store, (None, None) if store is None else (weight, bias)
@@ -236,7 +236,7 @@ class LinearFunction(torch.autograd.Function):
         leaf, bias = ctx.leaves
         return (
             ctx.multiply(flat, weight.t()).view(*grad.shape[:-1], weight.shape[1]) if wants_x else None,
-            defer_or_compute(ctx.store, leaf, wants_weight, partial(product, flat.t(), x.t())),
+            defer_or_compute(ctx.store, leaf, wants_weight, lambda: product(flat.t(), x.t())),
             defer_or_compute(ctx.store, bias, wants_bias, partial(flat.sum, 0)),
             None,
             None,

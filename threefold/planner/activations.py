@@ -19,7 +19,7 @@ from threefold.config import Config, resolve
 from threefold.config.resolve import default_largest, on_device
 from threefold.config.rules import default_micro_batches
 from threefold.constants import LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
-from threefold.planner.block import BlockShape, Latents, Mixture, block_shapes, further_blocks
+from threefold.planner.block import BlockShape, Latents, Mixture, further_blocks
 from threefold.planner.model_size import ModelSize, ModelWeights, RankBlock, built_in_attention, rank_block
 from threefold.planner.systems import Keeps
 
@@ -37,6 +37,8 @@ def block_bytes(sizes: RankBlock, recompute: str = "none") -> int:
     sharded over ranks. A GPU keeps the two numbers per token of each norm in fp32.
     """
     outer, kernels = sizes.outer, sizes.kernels
+    if sizes.is_idle:
+        return 0
     if recompute == "full":
         return outer
     inner = sizes.tokens * sizes.ffn // sizes.tp * sizes.itemsize
@@ -44,26 +46,66 @@ def block_bytes(sizes: RankBlock, recompute: str = "none") -> int:
         # The block's input, and the outputs of attention and of every second matrix product.
         sums = sizes.samples * sizes.heads // sizes.tp * sizes.length // sizes.cp * sizes.wide
         return 2 * outer + sizes.queries + sizes.outputs + sums + sizes.keys + inner
-    core = _core_bytes(sizes, recompute == "selective")
-    masks = 2 * outer // sizes.itemsize * (kernels.mask_bytes or sizes.itemsize) if sizes.hidden_dropout else 0
+    core = _core_bytes(sizes, recompute == "selective") if sizes.reaches("proj") else 0
+    masks = 0
+    if sizes.hidden_dropout:
+        each = outer // sizes.itemsize * (kernels.mask_bytes or sizes.itemsize)
+        masks = each * (sizes.reaches("mlp_norm") + (sizes.reaches("down") or sizes.trains("down")))
     if sizes.experts is not None:
         feed_forward = _experts_bytes(sizes, sizes.experts)
-    elif sizes.gated:  # around the activation function, and around the product with the gates
-        feed_forward = (3 if kernels.fused_gate else 4) * inner
     else:
-        feed_forward = _KEPT_BY_ACTIVATION.get(sizes.activation, 2) * inner
+        feed_forward = _network_tensors(sizes) * inner
     # Of the two half blocks; a second norm of one keeps its input besides.
-    inputs = min(sizes.norms, 2) * _norm_bytes(sizes) + max(2 - sizes.norms, 0) * outer
+    norms = (("attn_norm", "qkv"), ("mlp_norm", "up"))[: sizes.norms]
+    inputs = sum(_half_bytes(sizes, norm, product) for norm, product in norms) + max(2 - sizes.norms, 0) * outer
     inputs += max(sizes.norms - 2, 0) * (_norm_bytes(sizes) - outer)
     inputs += sizes.norms * sizes.hidden * sizes.wide if sizes.norm_offset else 0
-    # outputs: of attention, kept for their projection
-    return inputs + core + sizes.outputs + feed_forward + masks
+    # Of attention, kept for their projection, and by fused attention.
+    outputs = sizes.outputs if sizes.trains("proj") or (core and sizes.attention == "fused") else 0
+    return inputs + core + outputs + feed_forward + masks + _adapter_bytes(sizes)
 
 
-def _norm_bytes(sizes: RankBlock) -> int:
-    """Return the bytes of a norm's input and output, and of the numbers that it keeps for each token."""
+def _half_bytes(sizes: RankBlock, norm: str, product: str) -> int:
+    """Return the bytes that a norm and the product after it keep, of trained weights or of a gradient that goes on."""
+    on, trains = sizes.reaches(norm), sizes.trains(norm)
+    reached = on or trains
+    inputs = _norm_bytes(sizes, on, trains) - sizes.outer if reached else 0
+    # Sequence parallelism gathers the output of the norm again in the backward pass, whether a product needs it or not.
+    needed = sizes.trains(product) or (sizes.sequence_parallel and reached)
+    return inputs + (sizes.outer if needed else 0)
+
+
+def _network_tensors(sizes: RankBlock) -> int:
+    """Return how many tensors of inner features a dense network keeps: before, within and after the activation."""
+    needed, reached = int(sizes.trains("down")), sizes.reaches("down")
+    if sizes.gated:  # around the activation function, and around the product with the gates
+        return ((2 if sizes.kernels.fused_gate else 3) if reached else 0) + needed
+    kept = _KEPT_BY_ACTIVATION.get(sizes.activation, 2)
+    if kept == 1:  # the output, for the product and for the activation's own gradient
+        return int(needed or reached)
+    return (kept - 1 if reached else 0) + needed
+
+
+def _adapter_bytes(sizes: RankBlock) -> int:
+    """Return the bytes that adapters keep: what they multiply by B, and the B of several projections, with zeros."""
+    found = 0
+    for product, rows, parts in sizes.adapters:
+        columns = sizes.product(product)[0]
+        found += sizes.tokens * rows + (columns * (rows + parts) if parts else 0)
+    return found * sizes.itemsize
+
+
+def _norm_bytes(sizes: RankBlock, reached: bool = True, trains: bool = True) -> int:
+    """Return the bytes of a norm's input and output, and of the numbers that it keeps for each token.
+
+    RMSNorm step by step keeps the normalized input for its weight's gradient, and the rest for that of the input.
+    """
     if sizes.rms:
-        return _rms_bytes(sizes, sizes.local_tokens, sizes.outer) + sizes.outer
+        kept = _rms_bytes(sizes, sizes.local_tokens, sizes.outer)
+        if not sizes.kernels.fused_norm and not (reached and trains):
+            normalized = sizes.outer * sizes.wide // sizes.itemsize
+            kept = normalized if trains else kept - normalized
+        return kept + sizes.outer
     statistic = sizes.wide if sizes.kernels.wide_statistics else sizes.itemsize
     return 2 * sizes.outer + 2 * sizes.local_tokens * statistic
 
@@ -147,13 +189,17 @@ def _experts_bytes(sizes: RankBlock, experts: Mixture) -> int:
     return routing + rows + inside + (shared if experts.shared else 0)
 
 
-def head_bytes(sizes: RankBlock, vocab: int, chunk_size: int = 0) -> int:
+def head_bytes(sizes: RankBlock, vocab: int, chunk_size: int = 0, trains: bool = True, trains_norm: bool = True) -> int:
     """Return the bytes that the head, after such blocks, keeps of a micro-batch between its forward and backward pass.
+
+    A frozen one (`trains` False) keeps no input of its product, unless this is gathered again or computed in chunks.
 
     Exact for the first tensor rank. Computing the loss briefly needs one or two chunks of logits on top or, with
     `chunk_size` 0 on a CPU, the gradients of all logits.
     """
-    tokens, wide, norm, split = sizes.tokens, sizes.wide, _norm_bytes(sizes), sizes.tp > 1
+    tokens, wide, norm, split = sizes.tokens, sizes.wide, _norm_bytes(sizes, trains=trains_norm), sizes.tp > 1
+    if not (trains or chunk_size or sizes.kernels.loss_by_columns or sizes.sequence_parallel):
+        norm -= sizes.outer
     labels = tokens * (8 + (2 if split else 0))
     columns = -(-vocab // sizes.tp)
     if chunk_size or sizes.kernels.loss_by_columns:
@@ -202,7 +248,11 @@ class LayerBytes:
 def block_layer(sizes: RankBlock, recompute: str) -> LayerBytes:
     """Return the memory of a transformer block, with the `train.recompute` that applies to it."""
     outer, kept, everything = sizes.outer, block_bytes(sizes, recompute), block_bytes(sizes)
+    if sizes.is_idle:
+        return LayerBytes(0, 0, 0, 0, 0)
     passing, largest, inner = _feed_forward(sizes)
+    if "down" in sizes.frozen:  # of adapters, or none
+        largest = max((rows * max(sizes.product(name)) for name, rows, _ in sizes.adapters), default=0)
     # A sequence-parallel rank gathers its output's gradient, and once more the feed-forward network's input.
     backward = outer + sizes.gathered + passing
     if recompute == "full":
@@ -218,7 +268,14 @@ def block_layer(sizes: RankBlock, recompute: str) -> LayerBytes:
     queries = sizes.queries * (2 if sizes.output_gate else 1) + sizes.keys + sizes.values
     ending = 2 * queries + 3 * outer + sizes.gathered
     # inputs of the linear layers and gradients of their outputs
-    deferred = 4 * sizes.whole + sizes.outputs + queries + (3 if sizes.gated else 2) * inner
+    of_product = {
+        "qkv": sizes.whole + queries,
+        "proj": sizes.whole + sizes.outputs,
+        "up": sizes.whole + (2 if sizes.gated else 1) * inner,
+        "down": sizes.whole + inner,
+    }
+    deferred = sum(nbytes for product, nbytes in of_product.items() if sizes.trains(product))
+    deferred += 2 * sizes.tokens * sum(rows for _, rows, _ in sizes.adapters) * sizes.itemsize
     return LayerBytes(kept, 0, backward, ending, largest, deferred)
 
 
@@ -240,20 +297,22 @@ def _feed_forward(sizes: RankBlock) -> tuple[int, int, int]:
 
 
 @lru_cache(maxsize=65536)
-def head_layer(sizes: RankBlock, vocab: int, chunk_size: int, capped: bool = False) -> LayerBytes:
+def head_layer(
+    sizes: RankBlock, vocab: int, chunk_size: int, capped: bool = False, trains: bool = True, trains_norm: bool = True
+) -> LayerBytes:
     """Return the memory of the final norm, the vocabulary projection and the loss; see `head_bytes`.
 
     While logits are `capped`, and while their gradients are, there is one more tensor of the logits at once.
     """
     columns, item, wide, whole = -(-vocab // sizes.tp), sizes.itemsize, sizes.wide, sizes.whole
     narrow, gathered = item < wide, sizes.gathered
-    kept = head_bytes(sizes, vocab, chunk_size)
+    kept = head_bytes(sizes, vocab, chunk_size, trains, trains_norm)
     if chunk_size or sizes.kernels.loss_by_columns:
         logits = sizes.tokens * _columns_at_once(sizes.tokens, columns, chunk_size, sizes.kernels.loss_by_columns)
         run, again = _run_bytes(sizes, logits), 1 if chunk_size else 0
         forward = (again + capped) * logits * item + run + gathered
         backward = (1 + again + capped) * logits * item + (run if narrow else 0) + whole // item * wide + gathered
-        return LayerBytes(kept, forward, backward, 3 * whole, columns * sizes.hidden)
+        return LayerBytes(kept, forward, backward, 3 * whole, columns * sizes.hidden if trains else 0)
     logits = sizes.tokens * columns
     # The kept logits are freed before the products.
     normed = kept - logits * (wide if sizes.kernels.keeps_probabilities else item)
@@ -321,7 +380,8 @@ class LayerMemory:
         self, config: Config, device: str, keeps: Keeps, weights: ModelWeights, replayed: Collection[str]
     ) -> None:
         self._config, self._device, self._keeps = config, device, keeps
-        self._layers, self._replayed, blocks = weights.plan.layers, replayed, block_shapes(weights.description)
+        self._layers, self._replayed, blocks = weights.plan.layers, replayed, weights.blocks
+        self._embeds, self._of_head = weights.trains(self._layers[0]), weights.trains_head
         self._blocks = dict(zip(self._layers[1:-1], blocks, strict=True))
         self._of_blocks: dict[tuple[BlockShape, bool], LayerBytes] = {}
         self._further = further_blocks(weights.description)
@@ -335,13 +395,15 @@ class LayerMemory:
 
     def of(self, name: str) -> LayerBytes:
         model, block = self._config.model, self._first
+        if name == self._layers[0] and not self._embeds:
+            return LayerBytes(0, 0, 0, 0, 0)
         if name == self._layers[0]:
             return embedding_layer(block, model.vocab_size, model.embedding_dropout > 0, self._device)
         if name == self._layers[-1]:
             if self._keeps.system.whole_logits:
                 block = replace(block, tp=1, sequence_parallel=False)
             logits = model.vocab_size, self._chunk_size
-            head = head_layer(block, *logits, model.logit_softcap > 0)
+            head = head_layer(block, *logits, model.logit_softcap > 0, *self._of_head)
             if not self._further:
                 return head
             return predicting_layer(head, self._sizes(self._further[0]), *logits, self._mode(name), len(self._further))
@@ -388,7 +450,7 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
     model, parallel, train, weights = config.model, config.parallel, config.train, size.weights
     replayed = weights.recomputed(train.recompute, train.recompute_every)
     layers, of_layer = weights.plan.layers, {}
-    for name, described in zip(layers[1:-1], block_shapes(weights.description), strict=True):
+    for name, described in zip(layers[1:-1], weights.blocks, strict=True):
         of_layer[name] = rank_block(config, described, attention=built_in_attention(config, described, device))
     first = of_layer[layers[1]]
     kept = moment = 0
@@ -398,7 +460,7 @@ def activation_bytes(config: Config, device: str, size: ModelSize, pp_rank: int)
             kept += block_bytes(block, train.recompute if name in replayed else "none")
             moment = max(moment, block_bytes(block))  # its gradients, or its recomputed activations
         elif name == layers[-1]:
-            kept += block.outer + head_bytes(block, model.vocab_size, train.loss_chunk_size)
+            kept += block.outer + head_bytes(block, model.vocab_size, train.loss_chunk_size, *weights.trains_head)
             mode = train.recompute if name in replayed else "none"
             for described in further_blocks(weights.description):
                 block = rank_block(config, described, attention=built_in_attention(config, described, device))

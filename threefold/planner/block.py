@@ -6,11 +6,11 @@ and a feed-forward network or mixture of experts is planned from its weights; an
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from threefold.config.model import CUSTOM, FAMILIES, ModelConfig
 from threefold.doors import call_hook
@@ -209,9 +209,29 @@ class Latents:
         return self.keys + self.rotary
 
 
+_ORDER: Final = ("attn_norm", "qkv", "proj", "mlp_norm", "up", "down")
+
+
+class AdapterShape(NamedTuple):
+    """Adapter of a block's product (a name in `PRODUCTS`): rows of its factor A, and how many of several projections
+    have parts of it; 0 for a layer of one."""
+
+    product: str
+    rows: int
+    parts: int
+
+
+PRODUCTS: Final = ("qkv", "proj", "up", "down")
+"""Products of a block's attention and dense network, in order."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class BlockShape:
-    """Transformer block of the whole model."""
+    """Transformer block of the whole model.
+
+    `frozen` are the `PRODUCTS` and norms (`attn_norm`, `mlp_norm`) without trained weights of their own, `adapters` the
+    adapters of products, and a backward pass goes on to the block before if that is `reached`.
+    """
 
     hidden: int
     heads: int
@@ -234,6 +254,23 @@ class BlockShape:
     tiled: bool = False  # attention that only tiles compute, with a soft cap or sinks
     latents: Latents | None = None  # each head has keys of its own then
     experts: Mixture | None = None
+    frozen: tuple[str, ...] = ()
+    adapters: tuple[AdapterShape, ...] = ()
+    reached: bool = True
+
+    def trains(self, part: str) -> bool:
+        """Return whether a product or norm has a trained weight, which needs its input in the backward pass."""
+        return part not in self.frozen or any(part == adapter.product for adapter in self.adapters)
+
+    def reaches(self, part: str) -> bool:
+        """Return whether a backward pass computes the gradient of the input of a product or norm."""
+        before = _ORDER[: _ORDER.index(part)]
+        return self.reached or any(self.trains(each) for each in before)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the block has no backward pass."""
+        return not self.reached and not any(self.trains(part) for part in _ORDER)
 
     @property
     def value_dim(self) -> int:
@@ -249,6 +286,62 @@ class UnknownBlock(UserError):
 def block_shapes(described: ModelDescription) -> tuple[BlockShape, ...]:
     """Return the layers between the first and the last; raise `UnknownBlock` for one without formulas."""
     return tuple(_described(described, layer, number) for number, layer in enumerate(described.plan.layers[1:-1]))
+
+
+def trained_blocks(
+    described: ModelDescription, weights: Mapping[str, Sequence[WeightShape]], is_trained: Callable[[str], bool]
+) -> tuple[BlockShape, ...]:
+    """Return the blocks of a model that trains some of its weights; raise `UnknownBlock` for one without formulas.
+
+    `weights` are those of each layer, with those of adapters. Where parts of the network run beside each other, or have
+    norms of their own, frozen products count as if they were trained, which is an upper bound of time and memory.
+    """
+    shapes, found = block_shapes(described), []
+    first, *layers, last = described.plan.layers
+    for layer in (first, last):
+        for weight in weights[layer]:
+            if sharding.is_of_adapter(weight.name):
+                raise _no_formulas(_module(weight.name))
+    reached = any(is_trained(weight.name) for weight in weights[first])
+    for layer, shape in zip(layers, shapes, strict=True):
+        trained, adapters, known = set[str](), dict[str, AdapterShape](), dict[str, str]()
+        norms = iter(("attn_norm", "mlp_norm"))
+        roles = {"projection": "qkv", "output of attention": "proj", "up": "up", "down": "down"}
+        for weight in weights[layer]:
+            module = _module(weight.name)
+            if not sharding.is_of_adapter(weight.name):
+                role = _role(weight)
+                known.setdefault(module, next(norms, "") if role == "norm" else roles.get(role, "qkv"))
+                trained |= {known[module]} if is_trained(weight.name) else set()
+            elif shape.experts or shape.latents:
+                raise _no_formulas(module)
+            elif weight.name.endswith(sharding.LORA_A):
+                adapters[module] = AdapterShape(known[module], weight.shape[0], 0)
+            else:
+                unit = weight.split.unit if isinstance(weight.split, sharding.Column) else None
+                several = unit is not None and len(unit.parts) > 1 and not unit.one_layer
+                before = adapters[module]
+                if several:
+                    adapters[module] = before._replace(parts=before.rows // weight.shape[1])
+        if not is_simple(shape, described.config):
+            trained, reached = set(_ORDER), True
+        frozen = tuple(part for part in _ORDER if part not in trained)
+        block = replace(shape, frozen=frozen, adapters=tuple(adapters.values()), reached=reached)
+        found.append(block)
+        reached = reached or not block.is_idle
+    return tuple(found)
+
+
+def is_simple(shape: BlockShape, config: ModelConfig) -> bool:
+    """Return whether a block is two half blocks with a norm before each, and no more."""
+    return not shape.experts and not shape.latents and shape.norms == 2 and config.norm_position == "before"
+
+
+def _no_formulas(module: str) -> UnknownBlock:
+    return UnknownBlock(
+        f"The adapter of {module} has no formulas in the planner, which knows those of attention and dense networks; "
+        "use threefold dry-run, which runs the model, or other adapter.targets."
+    )
 
 
 def further_blocks(described: ModelDescription) -> tuple[BlockShape, ...]:

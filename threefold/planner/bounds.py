@@ -20,7 +20,7 @@ from threefold.files import format_bytes
 from threefold.parallel.pipeline.partition import StageMap, partitioned
 from threefold.planner import cost, layer_cost
 from threefold.planner.activations import LayerMemory
-from threefold.planner.block import ModelDescription, block_shapes, describe_model
+from threefold.planner.block import BlockShape
 from threefold.planner.estimate import (
     estimate,
     gradient_time,
@@ -77,11 +77,11 @@ class LayerKinds:
     `blocks` the kinds of blocks, each with the index of its first block.
     """
 
-    def __init__(self, description: ModelDescription) -> None:
+    def __init__(self, blocks: Sequence[BlockShape]) -> None:
         numbers: dict[object, int] = {}
         self.of_layer: list[int] = []
         self.first: list[int] = []
-        for layer, key in enumerate(("embedding", *block_shapes(description), "head")):
+        for layer, key in enumerate(("embedding", *blocks, "head")):
             kind = numbers.setdefault(key, len(numbers))
             if kind == len(self.first):
                 self.first.append(layer)
@@ -154,9 +154,8 @@ class LeastBytes:
     def __init__(self, config: Config, device: str, keeps: Keeps, kinds: LayerKinds) -> None:
         self._config, self._device, self._keeps, self._kinds = config, device, keeps, kinds
         # Kinds of layers do not tell frozen weights apart. With some, all count as frozen, which is a lower bound.
-        self._frozen = bool(config.optimizer.frozen)
-        trained = config.optimizer.model_copy(update={"frozen": None})
-        self._weights = model_weights(config.model_copy(update={"optimizer": trained}))
+        self._frozen = bool(config.optimizer.frozen or config.adapter.rank)
+        self._weights = model_weights(config)
         self._names = [self._weights.plan.layers[layer] for layer in kinds.first]
         self._states = tuple(each + average_states(config) for each in optimizer_states(config.optimizer, min))
         self._largest = config.train.global_batch_size
@@ -262,7 +261,7 @@ class LeastBytes:
         if place not in self._held:
             ends = [self._names[0], self._names[self._kinds.head]]
             held = [self._weights.held(names, place) for names in (*([name] for name in self._names), ends)]
-            table = np.array([[each.hidden, each.others] for each in held], dtype=float)
+            table = np.array([[each.hidden + each.frozen, each.others] for each in held], dtype=float)
             table[-1] = table[0] + table[self._kinds.head] - table[-1]
             self._held[place] = table
         return self._held[place]
@@ -281,8 +280,8 @@ class ModelCosts:
 
     def __init__(self, config: Config, hardware: Hardware, system: System) -> None:
         self._config, self._hardware, self._system = config, hardware, system
-        description = describe_model(config.model, config.data.sequence_length)
-        self._plan, self._kinds = description.plan, LayerKinds(description)
+        weights = model_weights(config)
+        self._plan, self._kinds = weights.plan, LayerKinds(weights.blocks)
         self._ranks: dict[tuple[int, int], RankLayers] = {}
         keeps = keeps_of(system.name, hardware.device)
         self._seconds = LeastSeconds(config, hardware, system, self._kinds)
@@ -453,7 +452,7 @@ class LeastSeconds:
     def _computed(self, config: Config, hardware: Hardware) -> Array:
         """Compute the seconds of a layer of each kind for all micro-batch sizes, from a config with size 1."""
         sizes, per_node, system, model = self._sizes, hardware.gpus_per_node, self._system, config.model
-        described = block_shapes(describe_model(model, config.data.sequence_length))
+        described = model_weights(config).blocks
         blocks = {
             kind: replace(layer_cost.cost_block(config, described[layer], per_node, system), samples=cast(int, sizes))
             for kind, layer in self._kinds.blocks

@@ -23,6 +23,7 @@ from threefold.planner.block import (
     WeightShape,
     block_shapes,
     describe_model,
+    trained_blocks,
 )
 from threefold.planner.systems import Attention, Kernels
 
@@ -339,6 +340,23 @@ class ModelWeights:
     def forward_flops_per_token(self) -> float:
         return self.description.flops(self.layers, lambda name: False)
 
+    @cached_property
+    def blocks(self) -> tuple[BlockShape, ...]:
+        """Layers between the first and the last; an `UnknownBlock` is raised for one without formulas."""
+        if not self._frozen and not self._has_adapters:
+            return block_shapes(self.description)
+        return trained_blocks(self.description, self.layers, lambda name: not self.is_frozen(name))
+
+    def trains(self, layer: str) -> bool:
+        """Return whether a layer has a trained weight."""
+        return any(not self.is_frozen(weight.name) for weight in self.layers[layer])
+
+    @cached_property
+    def trains_head(self) -> tuple[bool, bool]:
+        """Whether the last layer trains a matrix, such as that to the vocabulary, and a vector, such as its norm's."""
+        trained = [weight for weight in self.layers[self.plan.layers[-1]] if not self.is_frozen(weight.name)]
+        return any(len(weight.shape) > 1 for weight in trained), any(len(weight.shape) == 1 for weight in trained)
+
     def recomputed(self, mode: str, every: int) -> frozenset[str]:
         """Return the layers that `train.recompute` and `train.recompute_every` recompute."""
         return frozenset(chosen_layers(self.plan.layers, self.plan.recompute, mode, every))
@@ -539,6 +557,18 @@ class RankBlock(BlockShape):
         shared = (self.local_tokens, latents.shared, hidden), (self.key_tokens, keys, latents.keys)
         return [*narrow, (self.tokens, query, latents.queries or hidden), *shared, out]
 
+    def product(self, name: str) -> tuple[int, int]:
+        """Return the columns and the depth on the rank of one of `PRODUCTS`."""
+        *projections, output = self.products_of_attention
+        inner = self.ffn // self.tp
+        sizes = {
+            "qkv": (sum(columns for _, columns, _ in projections), self.hidden),
+            "proj": output[1:],
+            "up": (inner * (2 if self.gated else 1), self.hidden),
+            "down": (self.hidden, inner),
+        }
+        return sizes[name]
+
     def group(self, axis: str) -> Group:
         """Return the ranks of the axis `tp`, `cp` or `ep`."""
         ranks, stride = {"tp": (self.tp, 1), "cp": (self.cp, self.tp), "ep": (self.ep, self.expert_stride)}[axis]
@@ -552,12 +582,12 @@ def described_blocks(config: Config) -> tuple[BlockShape, ...]:
             f"model.architecture is {CUSTOM}, whose operations have no formulas; plan with a family of the same sizes, "
             "or use threefold dry-run, which runs the model."
         )
-    if config.adapter.rank:
+    if config.adapter.rank and config.adapter.dropout:
         raise UnknownBlock(
-            f"adapter.rank is {config.adapter.rank} but the planner has no formulas for the products of adapters; use "
-            "threefold dry-run, which runs the model, or adapter.rank 0."
+            f"adapter.dropout is {config.adapter.dropout:g} but the planner has no formulas for dropout of adapters; "
+            "use threefold dry-run, which runs the model, or adapter.dropout 0."
         )
-    return block_shapes(describe_model(config.model, config.data.sequence_length))
+    return model_weights(config).blocks
 
 
 def rank_block(config: Config, block: BlockShape, **changes: Any) -> RankBlock:
