@@ -148,6 +148,27 @@ def test_frozen_weights_take_what_dry_runs_have(name: str) -> None:
     assert found.weights + found.gradients + found.optimizer < whole.weights + whole.gradients + whole.optimizer
 
 
+ADAPTED: dict[str, tuple[dict[str, Any], int, int]] = {
+    "alone": ({}, 0, 0),
+    "llama, fp32": ({"model": LLAMA, "dtype": "fp32"}, 0, 0),
+    "first stage": ({"parallel": {"pp": 2, "tp": 2}, "dtype": "fp32"}, 0, 0),
+    "last stage": ({"parallel": {"pp": 2, "tp": 2}, "model": LLAMA}, 2, 1),
+    "recompute": ({"parallel": {"pp": 2}, "model": LLAMA, "train": {"recompute": "full"}}, 0, 0),
+    "sequence parallel": ({"parallel": {"tp": 2, "sequence_parallel": True}, "model": LLAMA}, 0, 0),
+    "zero 1": ({"parallel": {"dp": 4, "zero": 1}, "model": LLAMA}, 0, 0),
+    "zero 3": ({"parallel": {"dp": 4, "zero": 3}, "model": LLAMA}, 0, 0),
+}
+
+
+@sweep("name", list(ADAPTED), quick=(1,), slow=(3, 6))
+def test_peaks_of_adapters_are_those_of_dry_runs(name: str) -> None:
+    given, rank, pp_rank = ADAPTED[name]
+    resolved = config(**given, adapter={"rank": 8})
+    found, run = stage_memory(resolved, "cpu")[pp_rank], dry_run(resolved, rank)
+    assert found.tensors == pytest.approx(run.peak_bytes, rel=0.03)
+    assert found.tensors < stage_memory(config(**given), "cpu")[pp_rank].tensors
+
+
 def test_what_saves_memory_does() -> None:
     plain = memory()
     assert memory(train={"recompute": "full"}).peak < memory(train={"recompute": "selective"}).peak <= plain.peak

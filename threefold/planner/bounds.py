@@ -452,7 +452,8 @@ class LeastSeconds:
     def _computed(self, config: Config, hardware: Hardware) -> Array:
         """Compute the seconds of a layer of each kind for all micro-batch sizes, from a config with size 1."""
         sizes, per_node, system, model = self._sizes, hardware.gpus_per_node, self._system, config.model
-        described = model_weights(config).blocks
+        weights = model_weights(config)
+        described, trains_head = weights.blocks, weights.trains_head[0]
         blocks = {
             kind: replace(layer_cost.cost_block(config, described[layer], per_node, system), samples=cast(int, sizes))
             for kind, layer in self._kinds.blocks
@@ -464,14 +465,16 @@ class LeastSeconds:
             device, pp = config.train.device, config.parallel.pp
             chunks = [logits_chunk(size * length, columns, device, pp) for size in sizes.tolist()]
         found = np.empty((3, self._kinds.count, len(sizes)))
-        found[:, 0] = _totals(layer_cost.embedding_passes(first, hardware), sizes)
+        found[:, 0] = _totals(
+            layer_cost.embedding_passes(first, hardware, weights.trains(weights.plan.layers[0])), sizes
+        )
         for kind, block in blocks.items():
             found[:, kind] = _totals(layer_cost.block_passes(block, hardware, system, config.train.recompute), sizes)
         for chunked in (True, False):  # a head branches on this first
             some = np.array([(chunk > 0) == chunked for chunk in chunks], dtype=bool)
             if some.any():
                 block, logits = replace(first, samples=sizes[some]), (model.vocab_size, int(chunked))
-                head = layer_cost.head_passes(block, *logits, hardware, system)
+                head = layer_cost.head_passes(block, *logits, hardware, system, trains_head)
                 last = replace(blocks[self._kinds.of_layer[-2]], samples=sizes[some])
                 of_depths = model.mtp_layers, config.train.recompute, *logits
                 head = head.plus(layer_cost.further_passes(last, *of_depths, hardware, system))

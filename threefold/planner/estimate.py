@@ -5,7 +5,7 @@ from functools import cached_property
 from math import log, sqrt
 from typing import Any, Final
 
-from threefold.comm.layout import Layout
+from threefold.comm.layout import Coordinates, Layout
 from threefold.config import Config
 from threefold.config.resolve import on_device
 from threefold.config.schedules import is_custom_schedule
@@ -18,11 +18,13 @@ from threefold.planner.cost import Number, Pipeline
 from threefold.planner.hardware import Hardware
 from threefold.planner.layer_cost import Passes, Seconds
 from threefold.planner.model_size import (
+    ZERO_WEIGHTS,
     average_states,
     described_blocks,
     flops_per_token,
     model_weights,
     optimizer_states,
+    shard_coordinates,
 )
 from threefold.planner.stage_memory import RESERVE, StageMemory, as_executed, stage_memory
 from threefold.planner.systems import SYSTEMS, System, find_system
@@ -30,8 +32,11 @@ from threefold.planner.systems import SYSTEMS, System, find_system
 
 def layer_elements(config: Config) -> list[float]:
     """Count each layer's weight elements on a tensor- and expert-parallel rank, without norms and biases (some 0.1
-    %)."""
+    %); of frozen weights none."""
     model, parallel = config.model, config.parallel
+    if config.adapter.rank or config.optimizer.frozen:
+        weights, place = model_weights(config), shard_coordinates(parallel, Coordinates(0, 0, 0, 0)).unshared
+        return [float(weights.held([layer], place).trained) for layer in weights.plan.layers]
     table = model.vocab_size * model.hidden_size / parallel.tp
     found = [table]
     for block in described_blocks(config):
@@ -107,6 +112,8 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
     for rank, weights in zip(ranks, held, strict=True):
         passes = rank.forward.total, rank.backward.total + rank.weight.total
         exposed.append(gradient_time(config, hardware, system, parallel.zero, weights, *passes, count))
+    if parallel.zero == ZERO_WEIGHTS and (config.adapter.rank or config.optimizer.frozen):
+        exposed.append(_frozen_gathers(config, hardware, system, slowest))
     found = StepTime(
         compute=slowest.forward.plus(slowest.backward, slowest.weight).times(count),
         bubble=exposed_bubble(line.busy, line.bubble, hardware),
@@ -117,6 +124,17 @@ def step_time(config: Config, hardware: Hardware, system: System) -> StepTime:
     )
     world = Layout.from_config(parallel).world_size
     return replace(found, slowest_device=found.seconds * waiting_share(world))
+
+
+def _frozen_gathers(config: Config, hardware: Hardware, system: System, slowest: Passes) -> float:
+    """Return the exposed seconds in which ZeRO 3 gathers all weights, frozen ones too, without sums of gradients."""
+    weights, place = model_weights(config), shard_coordinates(config.parallel, Coordinates(0, 0, 0, 0)).unshared
+    whole = weights.held(weights.plan.layers, place).all / config.parallel.pp
+    group = cost.axis_group(config, "dp·cp", hardware.gpus_per_node, system)
+    passes = slowest.forward.total, slowest.backward.total + slowest.weight.total
+    count, layers = config.train.gradient_accumulation_steps, max(1, config.model.num_layers // config.parallel.pp)
+    step = whole, *passes, count, ZERO_WEIGHTS
+    return cost.gradient_seconds(hardware, system, group, *step, config.precision.itemsize, 0, layers)
 
 
 def gradient_time(
@@ -159,7 +177,8 @@ def stage_passes(config: Config, hardware: Hardware, system: System) -> list[Pas
     described = described_blocks(config)
     sizes = {block: layer_cost.cost_block(config, block, hardware.gpus_per_node, system) for block in set(described)}
     outer = sizes[described[0]]
-    passes = [layer_cost.embedding_passes(outer, hardware)]
+    weights = model_weights(config)
+    passes = [layer_cost.embedding_passes(outer, hardware, weights.trains(weights.plan.layers[0]))]
     for layer, block in enumerate(described):
         treated = train.recompute if layer % train.recompute_every == 0 else "none"
         passes.append(layer_cost.block_seconds(sizes[block], hardware, system, treated))
@@ -167,7 +186,7 @@ def stage_passes(config: Config, hardware: Hardware, system: System) -> list[Pas
     treated = train.recompute if len(described) % train.recompute_every == 0 else "none"
     of_depths = model.mtp_layers, treated, *logits
     further = layer_cost.further_passes(sizes[described[-1]], *of_depths, hardware, system)
-    passes.append(layer_cost.head_passes(outer, *logits, hardware, system).plus(further))
+    passes.append(layer_cost.head_passes(outer, *logits, hardware, system, weights.trains_head[0]).plus(further))
     stages = stage_map(describe_model(model, config.data.sequence_length).plan, config)
     bounds = (stages.layers(stage) for stage in range(len(stages.ranks)))
     return [layer_cost.NOTHING.plus(*passes[first:end]) for first, end in bounds]

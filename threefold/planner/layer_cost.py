@@ -5,7 +5,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from threefold.config import Config
-from threefold.planner.block import BlockShape
+from threefold.planner.block import PRODUCTS, BlockShape
 from threefold.planner.cost import (
     all_to_all_seconds,
     attention_seconds,
@@ -86,6 +86,9 @@ NOTHING = Passes(Seconds(), Seconds(), Seconds())
 def block_passes(block: RankBlock, hardware: Hardware, system: System, recompute: str = "none") -> Passes:
     """Estimate the passes of a transformer block for one micro-batch, recomputed as given."""
     linear, core = _linear(block, hardware), _core(block, hardware, system)
+    to_inputs, to_weights, joined = linear, linear, 0.0
+    if block.frozen or block.adapters:
+        linear, to_inputs, to_weights, joined = _trained_linear(block, hardware)
     tensor = _tensor(block, _without_latency(hardware, hardware.achievable.tensor_block))
     memory = _memory(block, hardware, system, recompute == "full")
     context = _context(block, _without_latency(hardware, hardware.achievable.context_block))
@@ -99,26 +102,28 @@ def block_passes(block: RankBlock, hardware: Hardware, system: System, recompute
     forward = Seconds(
         matrix=linear,
         attention=core[0],
-        memory=memory[0],
+        memory=memory[0] + joined,
         tensor=exposed[0],
         context=positive(context - core[0] * (1 - 1 / block.cp)) if hidden_by_core else context,
         experts=experts,
     )
     forward = forward._replace(host=_host(block, hardware, _HOST_FORWARD, forward.total))
-    weight = Seconds(matrix=linear, memory=weight_passes)
+    weight = Seconds(matrix=to_weights, memory=weight_passes)
     backward_tensor = exposed[1]
     if system.overlap_tensor_backward and not system.overlap_tensor:
         # Of the two collectives of a half block, the input gradient's overlaps with the weight-gradient product.
         serial = tensor[1] / 2 if block.sequence_parallel else 0.0
         backward_tensor = serial + positive(tensor[1] - serial - linear)
     backward = Seconds(
-        matrix=linear,
-        attention=core[1],
-        memory=memory[1],
+        matrix=to_inputs,
+        attention=core[1] if block.reaches("proj") else 0.0,
+        memory=memory[1] + joined,
         tensor=backward_tensor,
         context=positive(2 * context - core[1] * (1 - 1 / block.cp)) if hidden_by_core else 2 * context,
         experts=experts,
     )
+    if block.is_idle:
+        return Passes(forward, Seconds(), Seconds())
     if recompute == "full":
         backward = backward.plus(forward)
     elif recompute == "selective" and system.replays_operations:
@@ -161,6 +166,27 @@ def _linear(block: RankBlock, hardware: Hardware) -> float:
     found += _feed_forward(block, hardware, each, experts.inner // ranks, count)
     found += _product(block, hardware, block.local_tokens, experts.count, hidden)
     return found + (_feed_forward(block, hardware, rows, experts.shared // ranks) if experts.shared else 0.0)
+
+
+def _trained_linear(block: RankBlock, hardware: Hardware) -> tuple[float, float, float, float]:
+    """Return the seconds of the products of a block with frozen ones and adapters: of the forward pass, and of the
+    gradients of inputs and of weights; and of adding adapters' outputs, in memory."""
+    forward = inputs = weights = joined = 0.0
+    rows = {adapter.product: adapter.rows for adapter in block.adapters}
+    for name in PRODUCTS:
+        columns, depth = block.product(name)
+        own, reached = _product(block, hardware, block.tokens, columns, depth), block.reaches(name)
+        forward += own
+        inputs += own if reached else 0.0
+        weights += 0.0 if name in block.frozen else own
+        if name in rows:
+            narrowing = _product(block, hardware, block.tokens, rows[name], depth)
+            widening = _product(block, hardware, block.tokens, columns, rows[name])
+            forward += narrowing + widening
+            inputs += widening + (narrowing if reached else 0.0)
+            weights += narrowing + widening
+            joined += memory_seconds(hardware, 3 * block.tokens * columns * block.itemsize, 3)
+    return forward, inputs, weights, joined
 
 
 def _feed_forward(block: RankBlock, hardware: Hardware, rows: float, inner: int, count: int = 1) -> float:
@@ -272,6 +298,11 @@ def _accumulation(block: RankBlock, hardware: Hardware, system: System) -> float
     if block.experts is not None:
         inner = block.experts.inner * max(1, block.experts.count // block.ep) // block.tp
         inner += block.experts.shared // block.tp
+    if block.frozen or block.adapters:
+        sizes = {name: block.product(name) for name in PRODUCTS}
+        elements = sum(columns * depth for name, (columns, depth) in sizes.items() if name not in block.frozen)
+        elements += sum(adapter.rows * sum(sizes[adapter.product]) for adapter in block.adapters)
+        return memory_seconds(hardware, elements * (8 if system.fused_gradients else 8 + 2 * block.itemsize), 0)
     attention = sum(columns * depth for _, columns, depth in block.products_of_attention)
     elements = attention + block.hidden * inner * (3 if block.gated else 2)
     return memory_seconds(hardware, elements * (8 if system.fused_gradients else 8 + 2 * block.itemsize), 0)
@@ -311,17 +342,21 @@ def _context(block: RankBlock, hardware: Hardware) -> float:
     return ring_seconds(hardware, block.group("cp"), "all_gather", local * block.cp)
 
 
-def embedding_passes(block: RankBlock, hardware: Hardware) -> Passes:
+def embedding_passes(block: RankBlock, hardware: Hardware, trains: bool = True) -> Passes:
     """Estimate the embedding look-up, its collectives and its gradient, from the blocks after it."""
     operation = "reduce_scatter" if block.sequence_parallel else "all_reduce"
     tensor = ring_seconds(hardware, block.group("tp"), operation, block.whole)
     gathered = ring_seconds(hardware, block.group("tp"), "all_gather", block.whole) if block.sequence_parallel else 0.0
     looked_up = memory_seconds(hardware, 2 * block.whole + (3 * block.outer if block.hidden_dropout else 0), 3)
     forward = Seconds(memory=looked_up, tensor=tensor)
+    if not trains:
+        return Passes(forward, Seconds(), Seconds())
     return Passes(forward, Seconds(tensor=gathered), Seconds(memory=2 * looked_up))
 
 
-def head_passes(block: RankBlock, vocab: int, chunk_size: int, hardware: Hardware, system: System) -> Passes:
+def head_passes(
+    block: RankBlock, vocab: int, chunk_size: int, hardware: Hardware, system: System, trains: bool = True
+) -> Passes:
     """Estimate the final norm, the logits and the loss, from the blocks before it and the whole vocabulary's size."""
     rows, columns, group = block.tokens, -(-vocab // block.tp), block.group("tp")
     product = _product(block, hardware, rows, columns, block.hidden)
@@ -339,7 +374,7 @@ def head_passes(block: RankBlock, vocab: int, chunk_size: int, hardware: Hardwar
     return Passes(
         Seconds(matrix=product, memory=memory_seconds(hardware, forward + 2 * outer, 4), tensor=gathered + loss),
         Seconds(matrix=product + replayed, memory=memory_seconds(hardware, backward + 3 * outer, 3), tensor=summed),
-        Seconds(matrix=product, memory=memory_seconds(hardware, 8 * table, 0)),
+        Seconds(matrix=product, memory=memory_seconds(hardware, 8 * table, 0)) if trains else Seconds(),
     )
 
 

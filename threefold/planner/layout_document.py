@@ -18,11 +18,17 @@ from threefold.host import memory
 from threefold.models.sharding import Split
 from threefold.models.source import ConfigSource
 from threefold.parallel.pipeline.partition import StageMap, covers, stage_map
-from threefold.planner.block import WeightShape, describe_model
+from threefold.planner.block import WeightShape
 from threefold.planner.dry_run import Tell, run_stages
 from threefold.planner.estimate import Estimate, estimate, send_time, stage_passes
 from threefold.planner.hardware import Hardware
-from threefold.planner.model_size import described_blocks, local_bounds, shard_coordinates
+from threefold.planner.model_size import (
+    ZERO_WEIGHTS,
+    described_blocks,
+    local_bounds,
+    model_weights,
+    shard_coordinates,
+)
 from threefold.planner.schedule import simulated
 from threefold.planner.stage_memory import StageMemory, as_executed, stage_memory
 
@@ -111,27 +117,28 @@ def _mesh(config: Config, layout: Layout, hardware: Hardware | None) -> dict[str
 
 @dataclass(frozen=True)
 class WeightKind:
-    """Weights of equal name (with `*` for the layer's number), shape and rule in several layers, or one weight that
-    `tied` layers share."""
+    """Weights of equal name (with `*` for the layer's number), shape and rule in several layers, all `frozen` or none,
+    or one weight that `tied` layers share."""
 
     name: str
     shape: tuple[int, ...]
     split: Split
     layers: tuple[int, ...]
     tied: tuple[int, ...] = ()
+    frozen: bool = False
 
 
 class ModelShards:
     """Shards of a model's weights on each rank of a layout; the kinds are in the order of the model."""
 
     def __init__(self, config: Config) -> None:
-        described = describe_model(config.model, config.data.sequence_length)
-        self.plan = described.plan
+        of_model = model_weights(config)
+        self.plan = of_model.plan
         self.stages: StageMap = stage_map(self.plan, config)
         self.layout = Layout.from_config(config.parallel)
         self._parallel = config.parallel
         weights: dict[WeightShape, list[int]] = {}
-        for layer, of_layer in enumerate(described.weights.values()):
+        for layer, of_layer in enumerate(of_model.layers.values()):
             for weight in of_layer:
                 weights.setdefault(weight, []).append(layer)
         kinds: dict[tuple[object, ...], WeightKind] = {}
@@ -139,14 +146,17 @@ class ModelShards:
             first, *tied = dict.fromkeys(layers)
             owner = self.plan.layers[first]
             pattern = re.sub(r"\d+$", "*", owner) + name.removeprefix(owner) if covers(owner, name) else name
-            key = pattern, shape, split, tuple(tied)
+            frozen = of_model.is_frozen(name)
+            key = pattern, shape, split, tuple(tied), frozen
             before = kinds[key].layers if key in kinds else ()
-            kinds[key] = WeightKind(pattern, shape, split, (*before, first), tuple(tied))
+            kinds[key] = WeightKind(pattern, shape, split, (*before, first), tuple(tied), frozen)
         self.kinds = tuple(kinds.values())
 
     def bounds(self, kind: WeightKind, rank: int) -> Bounds:
         """Return the shard of a weight on a rank of a stage that has it."""
         place = shard_coordinates(self._parallel, self.layout.coordinates(rank))
+        if kind.frozen and self._parallel.zero < ZERO_WEIGHTS:
+            place = place.unshared
         return local_bounds(kind.shape, kind.split, kind.name.rpartition(".")[2], place)
 
     def holders(self, kind: WeightKind, layer: int) -> tuple[int, ...]:
