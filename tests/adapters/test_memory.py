@@ -41,6 +41,15 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(case: Case, dty
     assert 0 <= counters < 4 * 100  # of AdamW, a number for each trained weight
 
 
-def test_the_planner_refuses_adapters_by_name() -> None:
-    with pytest.raises(UserError, match=r"^adapter\.rank is 3 but the planner has no formulas"):
-        described_blocks(config_of(LLAMA, "fp32"))
+@pytest.mark.parametrize(
+    ("case", "update", "said"),
+    [
+        (MOE, (), r"^The adapter of blocks\.1\.attn\.qkv has no formulas in the planner"),
+        (LLAMA, (("adapter.targets", ("head.output",)),), r"^The adapter of head\.output has no formulas"),
+        (LLAMA, (("adapter.dropout", 0.5),), r"^adapter\.dropout is 0\.5 but the planner has no formulas"),
+    ],
+)
+def test_the_planner_refuses_adapters_that_it_does_not_know(case: Case, update: tuple, said: str) -> None:
+    given = replace(case, update=(("adapter.rank", 3), *update), documents=False, dropout=0.0).config
+    with pytest.raises(UserError, match=said):
+        described_blocks(given)

