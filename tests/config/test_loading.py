@@ -9,6 +9,7 @@ from threefold.config.adapter import AdapterConfig
 from threefold.config.loading import config_of, known_keys, parse_value
 from threefold.config.model import FOR_SCALED_ROPE, ModelConfig
 from threefold.config.optimizer import HYPER_PARAMETERS, hyper_parameters
+from threefold.config.preference import PreferenceConfig
 from threefold.errors import UserError
 from threefold.models.deepseek import DeepseekConfig
 from threefold.models.llama import LlamaConfig
@@ -84,6 +85,7 @@ def test_resolved_config_has_every_setting(tmp_path: Path) -> None:
     idle = {f"model.{key}" for key in (*others - ModelConfig.model_fields.keys(), *FOR_SCALED_ROPE)}
     idle |= {f"optimizer.{key}" for key in HYPER_PARAMETERS if key not in hyper_parameters("adamw")}
     idle |= {f"adapter.{key}" for key in AdapterConfig.model_fields}
+    idle |= {f"preference.{key}" for key in PreferenceConfig.model_fields}
     assert filled == [key for key in known_keys() if key not in {*_OPTIONAL, *idle}]
 
 

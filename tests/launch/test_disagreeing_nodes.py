@@ -69,6 +69,7 @@ BASES: tuple[dict[str, dict[str, Any]], ...] = (
     *({"parallel": {"dp": 1, "tp": 2}}, {"parallel": {"dp": 1, "pp": 2, "schedule": "interleaved"}}),
     *({"optimizer": {"name": name}} for name in ("sgd", "momentum", "adafactor", "lion", "muon")),
     *({"optimizer": {"ema_decay": 0.9}, "train": {"eval_every": 1}}, {"adapter": {"rank": 2}}),
+    {"preference": {"beta": 0.1}},
     *({"optimizer": {"decay": "wsd"}}, {"precision": {"dtype": "bf16"}}, {"checkpoint": {"every": 1, "keep": 1}}),
 )
 """Sections added to the config, of which each setting has an effect with at least one."""

@@ -265,7 +265,13 @@ def shard_of(case: Case, step: int, dp: int) -> Batch:
     size = value_at(case.batch, step) // case.dp
     rows = torch.arange(dp * size, (dp + 1) * size)
     documents = documents_of(case, step)
-    return Batch(tokens[rows], labels[rows], rows, None if documents is None else documents[rows])
+    batch = Batch(tokens[rows], labels[rows], rows, None if documents is None else documents[rows])
+    if not dict(case.update).get("preference.beta"):
+        return batch
+    assert documents is not None
+    generator = torch.Generator().manual_seed(3000 + step)
+    references = -30 * torch.rand(len(tokens), 2, generator=generator, dtype=torch.float64)
+    return replace(batch, documents=batch.documents.clamp(max=2), references=references[rows])
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from threefold.config.by_step import ByStep
 from threefold.config.data import DataConfig
 from threefold.config.model import MOST_LAYERS, ModelConfig, model_settings
 from threefold.config.optimizer import OptimizerConfig
+from threefold.config.preference import PreferenceConfig
 from threefold.config.schedules import SCHEDULES, StageSchedule, find_schedule, schedule_name
 from threefold.config.section import (
     MOST_RANKS,
@@ -335,6 +336,7 @@ class Config(Section):
     precision: PrecisionConfig = PrecisionConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     adapter: AdapterConfig = AdapterConfig()
+    preference: PreferenceConfig = PreferenceConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()
 

@@ -30,7 +30,7 @@ from threefold.data.corpus import (
 from threefold.data.encoding import EncodingSpec, encode_documents
 from threefold.data.packed import Runs, ends_document
 from threefold.data.samples import Samples, document_runs
-from threefold.data.sources import SourceReader, holds_chat
+from threefold.data.sources import SourceReader, holds_chat, holds_preferences
 from threefold.data.tokenizer import SpecialTokens, TextRule, find_end, id_count, load_tokenizer
 from threefold.errors import UserError
 from threefold.files import of_user, require_file, shown
@@ -56,6 +56,10 @@ class JsonLines:
     @cached_property
     def holds_chat(self) -> bool:
         return holds_chat(self.path, self.key)
+
+    @cached_property
+    def holds_pairs(self) -> bool:
+        return holds_preferences(self.path, self.key)
 
     @cached_property
     def rule(self) -> TextRule:
@@ -103,7 +107,8 @@ class JsonLines:
         folder = self._cached({"chat": chat}, None, progress)
         stored = self._stored(folder)
         mask = StoredArray(folder / LOSS_MASK_FILE, "u1", len(stored["tokens"]))
-        return Corpus(**stored, remedy=f"delete its cache {folder}", loss_mask=mask, template=template)
+        stored |= {"template": template, "holds_pairs": self.holds_pairs}
+        return Corpus(**stored, remedy=f"delete its cache {folder}", loss_mask=mask)
 
     def encoded(self, sequence_length: int, progress: Progress) -> "EncodedLines":
         """Return texts, each cut to one token more than a sample holds; see `corpus`."""

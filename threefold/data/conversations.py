@@ -12,6 +12,8 @@ from threefold.doors import call_hook, needed
 MESSAGES: Final = "messages"
 PROMPT: Final = "prompt"
 COMPLETION: Final = "completion"
+CHOSEN: Final = "chosen"
+REJECTED: Final = "rejected"
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,20 @@ class Completion:
 
 
 Document = str | Chat | Completion
+
+
+def is_preference(value: Any, key: str) -> bool:
+    """Return whether a line's object has a chosen and a rejected answer; other documents take precedence."""
+    return (
+        isinstance(value, dict) and {CHOSEN, REJECTED} <= value.keys() and not is_chat(value, key) and key not in value
+    )
+
+
+def preference_of(value: dict[str, Any], where: str) -> tuple[Chat | Completion, Chat | Completion]:
+    """Parse the chosen and the rejected document of a line. Raises UserError if it is malformed."""
+    found: tuple[Chat | Completion, Chat | Completion]
+    found = needed("preference_of", "A preference", "preference")(value, where)
+    return found
 
 
 def is_chat(value: Any, key: str) -> bool:

@@ -214,6 +214,7 @@ class Corpus:
     rule: TextRule
     loss_mask: NDArray[np.uint8] | StoredArray | None = None  # [N], 1 where a token counts; None for plain text
     template: ChatTemplate | None = None
+    holds_pairs: bool = False  # documents 2 n and 2 n + 1 are the chosen and the rejected one of a pair
     checksums: Mapping[str, str] = field(default_factory=dict)  # by file name, as far as they are kept
 
     @property

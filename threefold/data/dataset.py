@@ -155,6 +155,7 @@ def open_dataset(config: Config) -> Dataset:
     for one, other in combinations(sources, 2):
         _check_shared(one, other)
     dataset = Dataset(tuple(sources), config.data, _open_validation(sources[0], config))
+    _check_pairs(dataset, config)
     if dataset.is_nested and len(sources) > 1:
         raise UserError(
             f"data.mixture names {' and '.join(source.name for source in sources)}, of which one has other samples "
@@ -206,6 +207,26 @@ def _check_length(source: NamedCorpus, length: int, progress: Progress) -> None:
             f"data.validation is {shown(source.name)}, which holds {tokens:,} tokens, and one sample takes one more "
             f"than data.sequence_length, {length}; use {use}."
         )
+
+
+def _check_pairs(dataset: Dataset, config: Config) -> None:
+    beta = config.preference.beta
+    validation = () if dataset.validation is None else (dataset.validation,)
+    for name, holds_pairs in ((source.name, source.data.holds_pairs) for source in (*dataset.sources, *validation)):
+        if holds_pairs and not beta:
+            raise UserError(
+                f"{shown(name)} holds pairs of a chosen and a rejected answer, and preference.beta is 0; set it, to "
+                "0.1 say, or give data to learn from as it is."
+            )
+        if beta and not holds_pairs:
+            raise UserError(
+                f"{config.origin('preference.beta')}preference.beta is {beta:g} but {shown(name)} holds no pairs of a "
+                "chosen and a rejected answer; prepare such lines, or leave preference.beta out."
+            )
+    if beta and len(dataset.sources) > 1:
+        raise UserError("preference.beta is set but data.mixture names several data; name one data.path.")
+    if beta and config.is_given("data.separate_documents") and not config.data.separate_documents:
+        raise UserError("data.separate_documents is false but a pair's answers must not see each other; use true.")
 
 
 def names_data(config: Config) -> bool:
@@ -276,6 +297,10 @@ def _samples(data: Source, name: str, settings: DataConfig, progress: Progress) 
     if isinstance(data, CustomData):
         return data.samples(name, settings.split, length)
     corpus = stored_corpus(data, length, progress)
+    if data.holds_pairs:
+        pairs = needed("preference_pairs", "Data of preferences", "preference")
+        opened_pairs: Samples = pairs.open(corpus, name, settings.split, length)
+        return opened_pairs
     if data.holds_chat:
         packed = needed("packed_conversations", "Data of conversations", "huggingface")
         samples: Samples = packed.open(corpus, name, settings.split, length, settings.loss_tokens == "all")

@@ -25,7 +25,7 @@ from threefold.random import Int64Array
 
 @dataclass(frozen=True, eq=False)
 class Batch:
-    """One rank's rows of a global batch; tensors are int64."""
+    """One rank's rows of a global batch; tensors are int64 where nothing else is said."""
 
     tokens: torch.Tensor  # [rows, S], the inputs
     labels: torch.Tensor  # [rows, S], the next token of each; ignored labels are -100 (IGNORE_INDEX)
@@ -33,6 +33,7 @@ class Batch:
     documents: torch.Tensor | None = None  # [rows, S], of each token if the attention mask separates documents
     positions: torch.Tensor | None = None  # [rows, S], of each token if positions restart with each document
     padding: torch.Tensor | None = None  # [rows], number of padding tokens of each row
+    references: torch.Tensor | None = None  # fp64 [rows, 2], `Samples.references`
 
 
 @dataclass(frozen=True)
@@ -261,7 +262,7 @@ class Loader:
             labels[ignored] = IGNORE_INDEX
         documents = samples.documents(indices) if self.separate_documents else None
         positions = samples.positions(indices) if self.separate_documents else None
-        arrays = (tokens, labels, rows, documents, positions, samples.padding(indices))
+        arrays = (tokens, labels, rows, documents, positions, samples.padding(indices), samples.references(indices))
         parts: list[Any] = [None if array is None else torch.from_numpy(array) for array in arrays]
         return Batch(*(part.pin_memory() if self.pinned and part is not None else part for part in parts))
 

@@ -13,7 +13,7 @@ from threefold.data.conversations import template_of
 from threefold.data.corpus import META_FILE, TOKEN_DTYPES, TOKENIZER_FILE, DocumentWriter, dtype_for
 from threefold.data.encoding import EncodingSpec, encode_documents
 from threefold.data.formats.threefold_folder import Meta, SourceFile, TokenFiles, file_checksums, list_token_files
-from threefold.data.sources import SourceReader, find_inputs, holds_chat
+from threefold.data.sources import SourceReader, find_inputs, holds_chat, holds_preferences
 from threefold.data.tokenizer import (
     END_OF_DOCUMENT,
     SpecialTokens,
@@ -75,6 +75,12 @@ def prepare(
             f"{chats[0]} holds conversations or prompts, whose special tokens no vocabulary learned here would have; "
             "give the model's tokenizer.json with --tokenizer."
         )
+    preferences = [path for path in chats if holds_preferences(path, key)]
+    if preferences and len(preferences) < len(files):
+        other = next(path for path in files if path not in preferences)
+        raise UserError(
+            f"{preferences[0]} holds chosen and rejected answers and {other} does not; prepare them into two folders"
+        )
     # A pair of texts needs no template, which the encoder checks.
     template = template_of(chat_template, tokenizer) if chats and tokenizer is not None else None
     with staged_directory(out, inputs=read_from, overwrite=overwrite, listing=list_token_files, marked=False) as folder:
@@ -102,7 +108,9 @@ def prepare(
         for name, text in template.files().items() if template else ():
             (folder / name).write_text(text, encoding="utf-8")
         read = [SourceFile(os.fspath(each.path), each.bytes, each.documents, each.sha256) for each in sources]
-        complete_folder(folder, writer, stored, id_count(made), end, rule, read, text_bytes, bool(chats))
+        complete_folder(
+            folder, writer, stored, id_count(made), end, rule, read, text_bytes, bool(chats), bool(preferences)
+        )
     return TokenFiles.open(out)
 
 
@@ -160,6 +168,7 @@ def complete_folder(
     sources: Sequence[SourceFile],
     text_bytes: int,
     loss_mask: bool,
+    pairs: bool = False,
 ) -> None:
     """Write tokenizer.json, and meta.json last, into a folder whose other files are written."""
     (folder / TOKENIZER_FILE).write_bytes(tokenizer)
@@ -175,5 +184,6 @@ def complete_folder(
         special_tokens=rule.special_tokens,
         beginning=rule.beginning,
         loss_mask=loss_mask,
+        pairs=pairs,
         checksums=file_checksums(folder),
     ).write(folder / META_FILE)

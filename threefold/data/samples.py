@@ -15,7 +15,7 @@ import numpy as np
 
 from threefold.data.order import Blend, ConsumedSamples, Standing
 from threefold.errors import UserError
-from threefold.random import Int64Array, KeyedPermutation, samples_at
+from threefold.random import Float64Array, Int64Array, KeyedPermutation, samples_at
 
 SPLITS: Final = ("train", "valid", "test")
 HELD_OUT: Final = "validation"
@@ -147,6 +147,10 @@ class Samples:
 
     def positions(self, indices: Int64Array) -> Int64Array | None:
         """Return the position of each input token, int64 [rows, S], if positions restart with each document."""
+        return None
+
+    def references(self, indices: Int64Array) -> Float64Array | None:
+        """Return the reference log-probabilities of pairs, chosen and rejected, [rows, 2]; None if there are none."""
         return None
 
     def standing(self, counter: int) -> Standing:

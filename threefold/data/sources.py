@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from threefold.constants import LONGEST_DOCUMENT
-from threefold.data.conversations import Chat, Document, chat_of, is_chat, utf8
+from threefold.data.conversations import Chat, Document, chat_of, is_chat, is_preference, preference_of, utf8
 from threefold.data.corpus import META_FILE, TOKENS_FILE
 from threefold.data.tokenizer import END_OF_DOCUMENT
 from threefold.doors import needed
@@ -53,15 +53,25 @@ def is_json_lines(path: Path) -> bool:
 
 
 def holds_chat(path: Path, key: str) -> bool:
-    """Return whether a file's first line is a conversation or a pair; all its lines must be of one kind."""
+    """Return whether a file's first line has a conversation or a pair; all its lines must be of one kind."""
+    first = _first_line(path)
+    return is_chat(first, key) or is_preference(first, key)
+
+
+def holds_preferences(path: Path, key: str) -> bool:
+    """Return whether a file's first line has a chosen and a rejected answer."""
+    return is_preference(_first_line(path), key)
+
+
+def _first_line(path: Path) -> Any:
     if _kind(path) != "json" or not path.is_file():  # a pipe can be read only once
-        return False
+        return None
     with _explained(path), path.open("rb") as raw:
         first = next((line for line in _lines(_decompressed(raw, path), path) if line.strip()), "null")
     try:
-        return is_chat(load_json(first), key)
+        return load_json(first)
     except ValueError:
-        return False  # the reader of all lines reports it
+        return None  # the reader of all lines reports it
 
 
 class SourceReader:
@@ -132,15 +142,27 @@ class SourceReader:
         return utf8(text)
 
     def _json_documents(self) -> Iterator[Document]:
-        holds_chat: bool | None = None
+        holds_chat = holds_preferences = None
         for value, number in self.objects():
+            where = f"{self.path}:{number}"
+            if holds_preferences is None:
+                holds_preferences = is_preference(value, self.key)
+            if is_preference(value, self.key) != holds_preferences:
+                has, have = ("no chosen and rejected", "have") if holds_preferences else ("chosen and rejected", "lack")
+                raise UserError(
+                    f"{where} has {has} answers, which the lines before it {have}; put lines of another kind into "
+                    "another file"
+                )
+            if holds_preferences:
+                yield from preference_of(value, where)
+                continue
             holds_chat = is_chat(value, self.key) if holds_chat is None else holds_chat
             if holds_chat and not is_chat(value, self.key):
                 raise UserError(
                     f"{self.path}:{number} has no messages and no prompt with a completion, which the lines before it "
                     "have; put lines of another kind into another file"
                 )
-            yield chat_of(value, self.key, f"{self.path}:{number}") if holds_chat else self.text_of(value, number)
+            yield chat_of(value, self.key, where) if holds_chat else self.text_of(value, number)
 
     def _text_documents(self) -> Iterator[str]:
         document: list[str] = []

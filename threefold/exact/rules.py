@@ -69,6 +69,7 @@ def exact_rules(config: Config) -> Broken:
         ("model.attention_sinks", config.model.attention_sinks, "false"),
         ("model.mtp_layers", config.model.mtp_layers > 0, "0"),
         ("adapter.rank", config.adapter.rank > 0, "0"),
+        ("preference.beta", config.preference.beta > 0, "0"),
         ("optimizer.name", optimizer.name not in BUILT_IN, "adamw"),
         ("optimizer.groups", not optimizer.is_built_in, "built-in optimizers"),
         ("train.compile", train.compile, "false"),

@@ -9,7 +9,7 @@ from threefold.comm.layout import Layout
 from threefold.config import Config
 from threefold.config.model import CUSTOM
 from threefold.data.conversations import MESSAGES, PROMPT, Chat, Document
-from threefold.data.sources import SourceReader, find_inputs
+from threefold.data.sources import SourceReader, find_inputs, holds_preferences
 from threefold.errors import UserError
 from threefold.huggingface.conversations import conversation_of
 from threefold.models.family import model_plan
@@ -118,6 +118,11 @@ def read_texts(path: Path, key: str) -> list[Document]:
     """Read the non-blank texts to evaluate: documents of a .txt file, or JSON lines with texts under `key` or chats."""
     require_texts(path)
     (found,) = find_inputs([path])
+    if holds_preferences(found, key):
+        raise UserError(
+            f"--data {path} holds chosen and rejected answers, whose loss a run evaluates (train.eval_every); give "
+            "texts, conversations, or prompts with completions."
+        )
     if not (texts := list(SourceReader(found, key, lambda _: None))):
         raise UserError(f"--data {path} has no text; give one JSON object per line, with the text under {key!r}.")
     return texts

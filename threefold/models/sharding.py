@@ -437,7 +437,8 @@ class ModelPlan:
         standalone: pattern of names of buffers, and of parameters in no module of `split` → rule.
         frozen: names of the parameters that are not trained (`requires_grad` is False): they keep their initial values,
             without gradients and optimizer state; and of expert biases that stay.
-        terms: term of the loss that the last layer, a `PredictingHead`, computes → its weight; empty for one mean.
+        terms: term of the loss that the last layer, a `TermsHead`, computes → its weight; empty for one mean.
+        of_pairs: whether the loss is a mean over pairs of documents, of which each sample is one, not over tokens.
         width: width of a `Decoder` in units of the base width of µP; 1 without µP.
         constructed: whether buffers keep the values that the model's constructor gives them, as constants that no
             checkpoint stores. If False, the model must not have buffers.
@@ -457,6 +458,7 @@ class ModelPlan:
     standalone: Mapping[str, Split] = field(default_factory=dict)
     frozen: frozenset[str] = frozenset()
     terms: Mapping[str, float] = field(default_factory=dict)
+    of_pairs: bool = False
     width: float = 1.0
     constructed: bool = False
 
@@ -505,7 +507,7 @@ class ModelPlan:
     def inner_layers(self) -> frozenset[str]:
         """Layers between the first and the last, and the module of the further blocks of a `PredictingHead`."""
         # With several terms of the loss, the last layer has the blocks of multi-token prediction.
-        further = (f"{self.layers[-1]}.depths",) if self.terms else ()
+        further = (f"{self.layers[-1]}.depths",) if self.terms and not self.of_pairs else ()
         return frozenset((*self.layers[1:-1], *further))
 
     def units(self, axis: str) -> dict[str, Unit]:

@@ -142,12 +142,14 @@ class ModelSource(ABC):
     def load(self, config: Config) -> tuple[MakeModel, ModelPlan]:
         """Return a function that makes the model of a resolved config, and its sharding plan, or raise UserError.
 
-        Both have the adapters of the section `adapter`. The plan's `frozen` includes the parameters that
-        `optimizer.frozen` names.
+        Both have the adapters of the section `adapter`, and the loss of the section `preference`. The plan's `frozen`
+        includes the parameters that `optimizer.frozen` names.
         """
         make, plan = self._load(config)
         if config.adapter.rank:
             make, plan = needed("adapted", "adapter.rank", "adapters")(make, plan, config)
+        if config.preference.beta:
+            make, plan = needed("preferring", "preference.beta", "preference")(make, plan, config)
         if not config.optimizer.frozen:
             return make, plan
         with torch.device("meta"):

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Int64Array = NDArray[np.int64]
+Float64Array = NDArray[np.float64]
 
 MAX_ITEMS: Final = 2**62
 _ROUNDS: Final = 8

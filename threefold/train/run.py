@@ -23,7 +23,7 @@ from threefold.data.dataset import Dataset, open_dataset
 from threefold.data.loader import BatchSlice, Loader
 from threefold.data.order import ConsumedSamples
 from threefold.data.samples import Samples
-from threefold.doors import call_hook, hook
+from threefold.doors import call_hook, hook, needed
 from threefold.errors import UserError
 from threefold.host import keep_freed_memory
 from threefold.models.family import family_of
@@ -128,6 +128,9 @@ def train(config: Config, run_dir: Path, resume: Resume, options: RunOptions | N
     heartbeat.activity(Activity.RESTORE)
     start = start_from.load(engine)
     run = replace(run, view=engine.view)
+    if config.preference.beta:
+        find = needed("with_references", "preference.beta", "preference")
+        samples = find(run, engine, samples, dataset, start)
 
     with closing(open_loader(config, samples, mesh.dp, start.consumed)) as loader:
         if mesh.world.is_first:

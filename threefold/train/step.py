@@ -210,7 +210,11 @@ class GradientStep(GradientUpdate):
                 assert local.loss is not None  # it is `loss`, with its counts
                 return self._summed(local.loss, sum(sizes))
             tokens = self._batches.local_batch(batch)
+            self._batches.take_terms()
             losses = self.runner.evaluate(tokens)
+        if self.plan.of_pairs:
+            sums = self._batches.evaluated_terms(batch)
+            return self._summed(sums, int(next(iter(sums.counts.values()))))
         assert tokens.labels is not None  # a `Batch` has them
         count = (tokens.labels != IGNORE_INDEX).sum().double().view(1)
         (summed,), (counted,) = self._totals([self.arithmetic.losses(losses)], count)

@@ -11,7 +11,7 @@ from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
 from threefold.errors import UserError
 from threefold.models.custom_batch import batch_shapes, batch_size, map_tensors
-from threefold.models.layers.decoder import NOTHING, SampleInfo
+from threefold.models.layers.decoder import NOTHING, SampleInfo, TermsHead
 from threefold.models.layers.experts import Routing
 from threefold.models.layers.prediction import PredictingHead, look_ahead
 from threefold.models.loss_terms import LossFunction, LossTerm, TermSums, count_terms
@@ -29,8 +29,8 @@ class BatchFacts(NamedTuple):
 
     Attributes:
         counted, read: valid tokens, and tokens without padding; samples for both if the batch has no tokens.
-        factor: factor of a micro-batch's summed loss in the backward pass: one over the valid tokens of the global
-            batch, times the loss scale.
+        factor: factor of a micro-batch's summed loss in the backward pass: one over the valid tokens, or the pairs, of
+            the global batch, times the loss scale.
         fraction: of the global batch's samples, those that this rank computes, for means over them.
         sums: terms of the loss, added up as micro-batches run; None if the last layer computes a single mean.
     """
@@ -65,8 +65,8 @@ class BatchPreparation:
             (isinstance(module, Dropout) and module.p > 0) or (isinstance(module, Extended) and module.drops)
             for module in modules
         )
-        self._terms = model.plan.terms
-        self._heads = [each for each in modules if isinstance(each, PredictingHead)]
+        self._terms, self._of_pairs = model.plan.terms, model.plan.of_pairs
+        self._heads = [each for each in modules if isinstance(each, TermsHead)]
         self._weighs_tokens = any(isinstance(module, Routing) and module.weighs_tokens for module in modules)
 
     def of_tokens(self, batch: Any, step: int, scale: float) -> tuple[LocalBatch, BatchFacts]:
@@ -76,7 +76,7 @@ class BatchPreparation:
                 f"The batch is a {type(batch).__name__} without tokens and labels, and there is no loss; give the loss "
                 "as a function of the last layer's output and the batch."
             )
-        tokens, padding = self._count(batch)
+        tokens, padding, items = self._count(batch)
         if tokens == 0:
             raise UserError(f"All labels of the batch of step {step + 1} are masked; check data.path.")
         keys = sample_keys(self.settings.seed, step, batch.rows) if self._has_dropout else None
@@ -84,8 +84,8 @@ class BatchPreparation:
         local = self.local_batch(batch, keys, weights)
         samples = len(batch.labels) * self.mesh.dp.size
         read = samples * batch.labels.shape[1] - padding
-        sums = TermSums(None, dict.fromkeys(self._terms, float(tokens))) if self._terms else None
-        return local, BatchFacts(tokens, scale / tokens, 1 / self.mesh.replicas.size, samples, padding, read, sums)
+        sums = TermSums(None, dict.fromkeys(self._terms, float(items))) if self._terms else None
+        return local, BatchFacts(tokens, scale / items, 1 / self.mesh.replicas.size, samples, padding, read, sums)
 
     def take_terms(self, sums: TermSums | None = None) -> None:
         """Add the terms of the loss that this rank's head has computed to `sums`, or forget them."""
@@ -94,12 +94,23 @@ class BatchPreparation:
                 if sums is not None:
                     sums.add(name, LossTerm(term, weight))
 
-    def _count(self, batch: Batch) -> tuple[int, int]:
-        """Count the valid tokens and the padding of the global batch, from this replica's rows."""
+    def evaluated_terms(self, batch: Batch) -> TermSums:
+        """Return the terms of the loss that this rank's head has computed in an evaluation."""
+        sums = TermSums(None, dict.fromkeys(self._terms, float(self._count(batch)[2])))
+        self.take_terms(sums)
+        return sums
+
+    def _count(self, batch: Batch) -> tuple[int, int, int]:
+        """Count the valid tokens, the padding and what the loss is a mean over in the global batch.
+
+        They are counted from this replica's rows.
+        """
         valid = (batch.labels != IGNORE_INDEX).sum()
-        counts = torch.stack([valid, torch.zeros_like(valid) if batch.padding is None else batch.padding.sum()])
-        valid, padding = self.mesh.dp.all_reduce_values(counts)
-        return valid, padding
+        of_pairs = [(batch.labels != IGNORE_INDEX).any(1).sum()] if self._of_pairs else []
+        padding = torch.zeros_like(valid) if batch.padding is None else batch.padding.sum()
+        counts = torch.stack([valid, padding, *of_pairs])
+        valid, padding, *pairs = self.mesh.dp.all_reduce_values(counts)
+        return valid, padding, pairs[0] if pairs else valid
 
     def local_batch(self, batch: Batch, keys: Tensor | None = None, weights: Tensor | None = None) -> LocalBatch:
         """Return this rank's positions of every sequence, copied to its device without blocking the host."""
@@ -110,7 +121,10 @@ class BatchPreparation:
             held = self.positions.indices(tokens.shape[1] // self.positions.shares, device)
             tokens, labels = tokens[:, held], labels[:, held]
         samples = SampleInfo(keys, batch.documents, weights, batch.positions)
-        for head in (each for each in self._heads if each.training):
+        if self._of_pairs:
+            sides = torch.zeros_like(batch.tokens) if batch.documents is None else batch.documents
+            samples = samples._replace(sides=sides, pairs=pairs_of(batch, sides))
+        for head in (each for each in self._heads if isinstance(each, PredictingHead) and each.training):
             samples = look_ahead(samples, batch.tokens, batch.labels, len(head.depths))
         facts = {
             name: fact.to(device, non_blocking=True)
@@ -119,6 +133,8 @@ class BatchPreparation:
         }
         if held is not None and "ahead" in facts:
             facts["ahead"] = facts["ahead"][..., held]
+        if held is not None and "sides" in facts:
+            facts["sides"] = facts["sides"][:, held]
         local = LocalBatch(tokens, labels, samples._replace(**facts))
         if not self._runner.knows(local.shapes):
             self._find_shapes(local)
@@ -139,7 +155,7 @@ class BatchPreparation:
         fraction = batch_size(local.data) / samples / self.mesh.cp.size
         counted, padding, length = samples, 0, 1
         if is_of_tokens(batch):
-            (counted, padding), length = self._count(batch), batch.labels.shape[1]
+            (counted, padding, _), length = self._count(batch), batch.labels.shape[1]
         return local, BatchFacts(counted, scale, fraction, samples, padding, samples * length - padding, local.loss)
 
     def custom_samples(
@@ -197,6 +213,18 @@ class BatchPreparation:
     def _find_shapes(self, local: StepSamples) -> None:
         with self._preserved(), as_written(self.settings.compile):
             self._runner.prepare(local)
+
+
+def pairs_of(batch: Batch, sides: Tensor) -> Tensor:
+    """Return facts about each pair of a replica's rows, fp64 [rows, 4 or 6], on the host.
+
+    They are the row in the global batch, whether the pair counts, and the labels of the chosen and of the rejected
+    document; then their reference log-probabilities, if they are known.
+    """
+    has_label = batch.labels != IGNORE_INDEX
+    counts = [batch.rows, has_label.any(1), *((has_label & (sides == side)).sum(1) for side in (0, 1))]
+    facts = torch.stack([each.double() for each in counts], 1)
+    return facts if batch.references is None else torch.cat((facts, batch.references), 1)
 
 
 def is_of_tokens(batch: Any) -> bool:

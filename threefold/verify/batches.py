@@ -1,5 +1,6 @@
 """Batches for verification, the same in every layout: samples of the config's data, or random tokens without data."""
 
+import math
 from abc import ABC, abstractmethod
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -44,6 +45,8 @@ class BatchSource(ABC):
         """
         size = value_at(config.train.global_batch_size, step)
         batch = self.read(config, step, BatchSlice(size, dp_index, dp))
+        if config.preference.beta:
+            batch = _with_references(batch, config, step, size)
         if not self.masked:
             return batch
         generator = torch.Generator().manual_seed(stream_key("label masks", config.train.seed, step))
@@ -51,6 +54,15 @@ class BatchSource(ABC):
         fractions = torch.linspace(-0.1, 1.05 if size > 3 else 0.7, size).roll(size // 2)
         masked = chance < fractions[batch.rows].unsqueeze(1)
         return replace(batch, labels=batch.labels.masked_fill(masked, IGNORE_INDEX))
+
+
+def _with_references(batch: Batch, config: Config, step: int, size: int) -> Batch:
+    """Return a batch of pairs with random reference log-probabilities."""
+    generator = torch.Generator().manual_seed(stream_key("references", config.train.seed, step))
+    length, vocabulary = batch.tokens.shape[1], config.model.vocab_size
+    references = -torch.rand((size, 2), generator=generator, dtype=torch.float64) * length * math.log(vocabulary)
+    assert batch.documents is not None
+    return replace(batch, documents=batch.documents.clamp(max=2), references=references[batch.rows])
 
 
 @dataclass(frozen=True)
@@ -65,7 +77,7 @@ class RandomBatches(BatchSource):
         tokens = torch.randint(config.model.vocab_size, shape, generator=generator)
         rows = torch.from_numpy(part.rows)
         documents = None
-        if config.data.separate_documents:
+        if config.data.separate_documents or config.preference.beta:
             begins = torch.rand(shape, generator=generator) < _DOCUMENT_BEGINS
             documents = begins.cumsum(1)[rows, :-1].contiguous()
         padding = torch.randint(3, (part.global_batch_size,), generator=generator)  # is only counted

@@ -151,7 +151,7 @@ class _Training:
                 evaluated = engine.eval_batch(batch, engine.loss)
                 del events[of_step:]
                 comparison.number(EVALUATION, place, evaluated.loss, expected.evaluations[place])
-                if engine.loss is None:
+                if engine.loss is None and not engine.plan.of_pairs:
                     comparison.number(EVALUATED, place, evaluated.counts[LOSS], expected.reported[place][TOKENS])
             entries = engine.optimizer.entries
             gradients = {entry.name: entry.gradient.detach().clone() for entry in entries}

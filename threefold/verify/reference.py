@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.config import Config
+from threefold.config.preference import PreferenceConfig
 from threefold.constants import IGNORE_INDEX
 from threefold.data.loader import Batch
 from threefold.dtypes import DTYPES
@@ -265,7 +266,9 @@ def reference_loss(
     """
     seed = config.train.seed
     if loss is None:
-        return mean_of_tokens(model, batch, None if step is None else sample_keys(seed, step, batch.rows))
+        keys = None if step is None else sample_keys(seed, step, batch.rows)
+        preference = config.preference
+        return mean_of_pairs(model, batch, keys, preference) if preference.beta else mean_of_tokens(model, batch, keys)
     if isinstance(batch, Batch):
         batch = (batch.tokens, batch.labels)
     size = batch_size(batch)
@@ -279,6 +282,30 @@ def mean_of_tokens(model: nn.Module, batch: Batch, keys: Tensor | None) -> Tenso
     weights = None if keys is None else counted.double() / counted.sum()
     samples = SampleInfo(keys, batch.documents, weights, batch.positions)
     mean: Tensor = model(batch.tokens, batch.labels, samples) / counted.sum()
+    return mean
+
+
+def mean_of_pairs(model: nn.Module, batch: Batch, keys: Tensor | None, settings: PreferenceConfig) -> Tensor:
+    """Return the mean loss over a batch's pairs of documents that have labels; `keys` as for `mean_of_tokens`."""
+    assert batch.documents is not None
+    assert batch.references is not None
+    has_label = batch.labels != IGNORE_INDEX
+    weights = None if keys is None else has_label.double() / has_label.sum()
+    logits = model(batch.tokens, None, SampleInfo(keys, batch.documents, weights, batch.positions))
+    labels = batch.labels.masked_fill(~has_label, 0).unsqueeze(-1)
+    of_tokens = logits.log_softmax(-1).gather(-1, labels).squeeze(-1) * has_label
+    ratios, means = [], []
+    for side in (0, 1):
+        here = batch.documents == side
+        ratios.append((of_tokens * here).sum(1) - batch.references[:, side])
+        means.append(ratios[-1] / (has_label & here).sum(1).clamp(min=1))
+    if settings.loss == "ipo":
+        losses = (means[0] - means[1] - 1 / (2 * settings.beta)).square()
+    else:
+        difference, smoothing = settings.beta * (ratios[0] - ratios[1]), settings.label_smoothing
+        losses = -difference.sigmoid().log() * (1 - smoothing) - (-difference).sigmoid().log() * smoothing
+    counted = has_label.any(1)
+    mean: Tensor = (losses * counted).sum() / counted.sum()
     return mean
 
 

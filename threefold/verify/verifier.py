@@ -198,9 +198,12 @@ class Verification:
 
 
 def choose_batches(config: Config, loss: LossFunction | None = None) -> BatchSource:
-    """Return batches of the config's data, or random ones if it names none; unmasked for a custom loss."""
+    """Return batches of the config's data, or random ones if it names none; unmasked for a custom loss.
+
+    Pairs of preferences are random, as those of the data may be longer than verification's samples.
+    """
     masked = loss is None
-    if not names_data(config):
+    if config.preference.beta or not names_data(config):
         return RandomBatches(masked)
     nested = open_dataset(config).is_nested
     return DataBatches(config, masked and not nested, nested)

@@ -54,6 +54,7 @@ class CustomData:
     is_nested: bool = False
     eod: None = None
     holds_chat: bool = False
+    holds_pairs: bool = False
     template: None = None
     rule: TextRule = field(default_factory=lambda: TextRule(is_assumed=True))
     tokenizer_file: None = None

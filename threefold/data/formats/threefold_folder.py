@@ -81,10 +81,12 @@ class Meta:
     special_tokens: SpecialTokens = "text"
     beginning: tuple[Count, ...] = ()
     loss_mask: bool = False
+    pairs: bool = False  # documents 2 n and 2 n + 1 are a chosen and a rejected one
     __pydantic_config__: ClassVar[Any] = STRICT
 
     def write(self, path: Path) -> None:
-        facts = seal({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)})
+        known = {name: value for name, value in dataclasses.asdict(self).items() if name != "pairs" or value}
+        facts = seal({"format": FORMAT, "version": VERSION, **known})
         path.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
     @classmethod
@@ -123,6 +125,8 @@ class Meta:
                 raise WrongFact("beginning", facts)
             if not CHECKED <= meta.checksums.keys() <= CHECKED | CHAT_FILES:
                 raise WrongFact("checksums", facts)
+            if meta.pairs and (meta.documents % 2 or not meta.loss_mask):
+                raise WrongFact("pairs", facts)
         except WrongFact as wrong:
             raise UserError(f"{shown(path)} is damaged ({wrong}); {_PREPARE_AGAIN}") from None
         return meta
@@ -177,6 +181,7 @@ class TokenFiles(Corpus):
             rule=TextRule(meta.special_tokens, meta.beginning),
             loss_mask=StoredArray(mask_file, "u1", meta.tokens) if meta.loss_mask else None,
             template=template_of(None, path / TOKENIZER_FILE) if meta.loss_mask else None,
+            holds_pairs=meta.pairs,
             checksums=meta.checksums,
         )
         for file in (documents_file, mask_file) if files.holds_chat else (documents_file,):

@@ -29,6 +29,10 @@ class SampleInfo(NamedTuple):
     # that a rank works on, and float [B, depths, S], `weights` of these labels in whole sequences.
     ahead: Tensor | None = None
     ahead_weights: Tensor | None = None
+    # Of pairs of documents, None without: int64 [B, S], which document of its pair each token is in (0 or 1, 2 for
+    # neither), at the positions that a rank works on; and fp64 [B, 4 or 6], facts about each pair (`pairs_of`).
+    sides: Tensor | None = None
+    pairs: Tensor | None = None
 
 
 NOTHING = SampleInfo()  # no dropout, and attention across document boundaries
@@ -148,6 +152,14 @@ class Head(nn.Module):
         x = self.norm(x)
         x = x if self.scale == 1 else x * self.scale
         return self.loss.logits(x, self.output) if labels is None else self.loss(x, self.output, labels).sum()
+
+
+class TermsHead(Head):
+    """Head whose loss has several terms, which it keeps until the training step takes them."""
+
+    def take_terms(self) -> list[Tensor]:
+        """Return the sums of the terms of each forward pass since the last call, each [terms]."""
+        raise NotImplementedError
 
 
 class Decoder(nn.Module):

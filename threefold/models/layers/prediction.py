@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from threefold.constants import IGNORE_INDEX
-from threefold.models.layers.decoder import NOTHING, Embedding, Head, Linear, SampleInfo
+from threefold.models.layers.decoder import NOTHING, Embedding, Linear, SampleInfo, TermsHead
 
 
 def look_ahead(samples: SampleInfo, tokens: Tensor, labels: Tensor, depths: int) -> SampleInfo:
@@ -46,7 +46,7 @@ class Depth(nn.Module):
         return self.norm(self.block(self.join(both), samples))
 
 
-class PredictingHead(Head):
+class PredictingHead(TermsHead):
     """Head with further predictions, whose mean loss has the weight `weight`.
 
     Args:
@@ -96,6 +96,6 @@ class PredictingHead(Head):
         self._terms.append(terms)
 
     def take_terms(self) -> list[Tensor]:
-        """Return the sums of the losses since the last call, of the next token and each further one: [1 + depths]."""
+        """Return the sums of the losses of the next token and each further one, each [1 + depths]."""
         terms, self._terms = self._terms, []
         return terms

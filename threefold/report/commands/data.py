@@ -145,12 +145,16 @@ def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> N
     from threefold.data.samples import SPLITS, document_runs
 
     packed_conversations = needed("packed_conversations", "Data of conversations", "huggingface")
+    called, size = "conversations", 1
+    if corpus.holds_pairs:
+        packed_conversations = needed("preference_pairs", "Data of preferences", "preference")
+        called, size = "pairs", 2
     rows: list[tuple[str, ...]] = []
     for name in SPLITS:
-        if len(document_runs(corpus.document_count, split, name)):
+        if len(document_runs(corpus.document_count // size, split, name)):
             packed = packed_conversations.open(corpus, name, split, sequence_length)
             rows.append((name, f"{packed.documents_read:,}", f"{packed.longer:,}", f"{len(packed):,}"))
-    header = ("split", "conversations", f"longer than {sequence_length}", f"samples of {sequence_length}")
+    header = ("split", called, f"longer than {sequence_length}", f"samples of {sequence_length}")
     print_table(header, rows)
     samples = packed_conversations.open(corpus, "train", split, sequence_length)
     for note in samples.notes:
@@ -168,7 +172,8 @@ def _show_conversations(corpus: "Corpus", split: str, sequence_length: int) -> N
             places.append(len(documents))
         if not any(counted[place] for place in places):
             continue  # padding
-        shown = Text(f"conversation {number + 1}\n", style="dim")
+        title = ("chosen", "rejected")[number] if corpus.holds_pairs else f"conversation {number + 1}"
+        shown = Text(f"{title}\n", style="dim")
         for counts, run in groupby(places, key=counted.__getitem__):
             text = _decode(corpus, [whole[place] for place in run])
             shown.append(f"⟦{text}⟧" if counts else text, style="bold green" if counts else "default not bold not dim")

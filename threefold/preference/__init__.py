@@ -1,0 +1,1 @@
+"""Training on preferences: pairs of a chosen and a rejected answer, their loss, and reference log-probabilities."""
