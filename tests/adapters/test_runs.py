@@ -107,6 +107,28 @@ def test_adapters_of_a_step_and_averages_of_adapters_are_exported(trained, small
     assert not torch.equal(plain, averaged)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "targets", [["blocks.**", "head.depths.**"], ["head.depths.0.block.attn.*"]], ids=["all", "one"]
+)
+def test_adapters_of_layers_that_predict_further_tokens_do_not_generate(
+    trained, small_run: Run, targets: list[str]
+) -> None:
+    llama = (("model.architecture", "llama"), ("model.mtp_layers", 1), ("model.position_embedding", "rope"))
+    settings = (*llama, *PLAIN, ("adapter.rank", 3), ("adapter.targets", targets), ("optimizer.lr", 0.3))
+    folder = trained(f"further {len(targets)}", small_run.but(dtype="fp64", dropout=0.0, steps=3, set=settings))
+    after = values(folder)
+    assert any(after[name].any() for name in after if "head.depths" in name and name.endswith("lora_b"))
+    loaded = Trained.find(folder).load(dtype="fp64")
+    make, _ = ConfigSource().load(Trained.find(folder).config)
+    whole = make().double().eval()
+    load_tensors({f"{MODEL}{name}": each for name, each in whole.named_parameters()}, newest(folder).path, alone=True)
+    tokens = torch.arange(8).unsqueeze(0)
+    hidden = loaded.hidden(tokens)
+    assert hidden is not None
+    torch.testing.assert_close(loaded.logits(hidden), whole(tokens), rtol=1e-11, atol=1e-11)
+
+
 def exported_tensor(folder: Path, name: str) -> torch.Tensor:
     with safe_open(folder / "adapter_model.safetensors", framework="pt") as file:
         return file.get_tensor(name)

@@ -10,7 +10,16 @@ from tokenizers import Tokenizer
 from tests.support.command import Command
 from threefold.data.formats.threefold_folder import TokenFiles
 from threefold.data.preparation import prepare
-from threefold.data.tokenizer import TextEncoder, TextRule, byte_tokenizer, character_tokenizer, decoded, loaded
+from threefold.data.tokenizer import (
+    END_OF_DOCUMENT,
+    UNKNOWN,
+    TextEncoder,
+    TextRule,
+    byte_tokenizer,
+    character_tokenizer,
+    decoded,
+    loaded,
+)
 from threefold.errors import UserError
 
 EVERY = "".join(map(chr, (*range(0xD800), *range(0xE000, 0x110000))))
@@ -126,5 +135,7 @@ optimizer: {{lr: 1e-2}}
     read = transformers.AutoTokenizer.from_pretrained(out)
     ids = read(text[:99], return_tensors="pt").input_ids
     assert read.decode(ids[0]) == text[:99]
+    assert (out / "tokenizer_config.json").exists(), "else transformers would take it for one of the model's family"
+    assert (read.eos_token, read.unk_token) == (END_OF_DOCUMENT, UNKNOWN)
     loss = transformers.AutoModelForCausalLM.from_pretrained(out)(input_ids=ids, labels=ids).loss
     assert loss.item() < 1.5

@@ -119,7 +119,7 @@ def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> 
             values = write_model(config.model, kind, dtype, checkpoint.facts.eod, imported)
             write_nofollow(partial / THEIR_CONFIG, json.dumps(values, indent=2) + "\n")
             made = (THEIR_CONFIG,)
-        texts = write_texts(checkpoint.path, partial)
+        texts = write_texts(checkpoint.path, partial, checkpoint.facts.eod)
         with Shards(partial, planned, request.shard_bytes) as shards:
             sizes = {
                 name: StoredTensor(stored[name][0], name_of(stored[name][1] if name in adapters else dtypes[name]))

@@ -1,5 +1,6 @@
 """A Hugging Face folder: its safetensors, slice by slice, the files about its tokenizer, and its config.json."""
 
+import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from threefold.checkpoint.folder import CARRIED, GENERATION, PREFIX, TOKENIZER, carried_by
 from threefold.config import ModelConfig
-from threefold.data.tokenizer import loaded
+from threefold.data.tokenizer import UNKNOWN, loaded
 from threefold.errors import UserError
 from threefold.foreign import FolderFiles, write_nofollow
 from threefold.huggingface.mapping import ConfigJson, HuggingFaceType, WeightMap, huggingface_types, shortened
 from threefold.huggingface.source import CONFIG, read_json
 
 WHOLE: Final = "model.safetensors"
+TOKENIZER_CONFIG: Final = "tokenizer_config.json"
 INDEX: Final = "model.safetensors.index.json"
 DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 SOURCE: Final = "_name_or_path"
@@ -205,13 +207,29 @@ def end_tokens(folder: Path, prefix: str = "") -> list[int]:
     return list(dict.fromkeys(token for token in found if token is not None))
 
 
-def write_texts(checkpoint: Path, folder: Path) -> list[str]:
-    """Write a checkpoint's tokenizer and sidecar files, except config.json, to a folder, and return their names."""
+def write_texts(checkpoint: Path, folder: Path, eod: int | None) -> list[str]:
+    """Write a checkpoint's tokenizer and sidecar files, except config.json, to a folder, and return their names.
+
+    A tokenizer that was not imported gets a tokenizer_config.json: without one, `transformers` would read it as one of
+    the model's family. `eod` is the token that ends a document.
+    """
     texts = {name.removeprefix(PREFIX): text for name, text in carried_by(checkpoint).items()}
-    texts.pop(CONFIG, None)
+    is_imported = texts.pop(CONFIG, None) is not None
+    if TOKENIZER in texts and TOKENIZER_CONFIG not in texts and not is_imported:
+        texts[TOKENIZER_CONFIG] = _tokenizer_config(_tokenizer(texts[TOKENIZER], checkpoint / TOKENIZER), eod)
     for name, text in texts.items():
         write_nofollow(folder / name, text)
     return sorted(texts)
+
+
+def _tokenizer_config(tokenizer: Tokenizer, eod: int | None) -> str:
+    tokens = {
+        "eos_token": None if eod is None else tokenizer.id_to_token(eod),
+        "unk_token": UNKNOWN if tokenizer.token_to_id(UNKNOWN) is not None else None,
+    }
+    named = {name: token for name, token in tokens.items() if token is not None}
+    values = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **named}
+    return json.dumps(values, indent=2) + "\n"
 
 
 def imported_config(checkpoint: Path) -> dict[str, Any]:

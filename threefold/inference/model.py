@@ -22,6 +22,7 @@ from threefold.comm.axis import local_part
 from threefold.comm.layout import Layout
 from threefold.comm.mesh import Mesh
 from threefold.config import Config
+from threefold.config.adapter import AdapterConfig
 from threefold.config.model import CUSTOM
 from threefold.data.conversations import ChatTemplate, template_of
 from threefold.data.encoding import DocumentEncoder
@@ -153,7 +154,7 @@ class Trained:
     def _load(self, mesh: Mesh, dtype: str) -> "Model":
         config = self.config
         if config.model.mtp_layers:  # which are of training alone
-            config = config.model_copy(update={"model": config.model.model_copy(update={"mtp_layers": 0})})
+            config = _without_prediction(config)
         make_model, plan = ConfigSource().load(config)
         stages = StageMap(tuple(partition_by_cost(plan.costs, mesh.pp.size)), tuple(range(mesh.pp.size)))
         # The seed determines buffers that a constructor draws.
@@ -164,6 +165,15 @@ class Trained:
         weights = {stored.get(name, MODEL + name): weight for name, weight in weights.items()}
         load_tensors(weights, self.checkpoint.path, alone=mesh.is_alone)
         return Model(self, stage.eval().requires_grad_(False), mesh, DTYPES[dtype])
+
+
+def _without_prediction(config: Config) -> Config:
+    """Return a config without the layers that predict further tokens, and without adapters of these alone."""
+    model, adapter = config.model.model_copy(update={"mtp_layers": 0}), config.adapter
+    if adapter.targets:
+        targets = [each for each in adapter.targets if not each.startswith("head.depths.")]
+        adapter = adapter.model_copy(update={"targets": targets}) if targets else AdapterConfig()
+    return config.model_copy(update={"model": model, "adapter": adapter})
 
 
 @dataclass(frozen=True, eq=False)
