@@ -18,7 +18,7 @@ from threefold.config import Config
 from threefold.exact.experts import computed_rows
 from threefold.exact.products import PRODUCTS, Products
 from threefold.models.source import ConfigSource
-from threefold.verify import exact
+from threefold.verify import exact, products
 from threefold.verify.layouts import prepare_exact
 from threefold.verify.products import ProductsTried, try_products
 from threefold.verify.worker_pool import WorkerPool
@@ -90,6 +90,23 @@ def test_experts_are_tried_with_every_number_of_rows() -> None:
     for number in (16, 32, 48):  # terms of the gradient of the weight [16, 48] of a half of an expert, of [32, 48] else
         with patched(only_if(lambda a, b, number=number: a.shape[1] == number and len(a) in (16, 32), "rows")):
             assert "32 × 48 of an expert" in tried(MIXTURE).different
+
+
+@pytest.mark.parametrize(
+    "preset", [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma-3-27b", "gpt-oss-120b")] + ["phi-4"]
+)
+def test_no_product_of_a_large_model_takes_minutes_or_all_memory(monkeypatch: pytest.MonkeyPatch, preset: str) -> None:
+    """Sequences of a preset are as long as it can read: 16,384 positions and more."""
+    sizes: list[int] = []
+
+    def note(layer: Any, rows: int, *_: Any) -> bool:
+        sizes.append(rows * layer.out * layer.inner)
+        return True
+
+    monkeypatch.setattr(products, "_has_bits_of_parts", note)
+    given = {"data": {"path": "none"}, "model": {"preset": preset}, "train": {"global_batch_size": 8}}
+    assert not tried(Config.model_validate(given)).different
+    assert 1 << 35 < max(sizes) <= 1 << 37
 
 
 REAL = {"num_layers": 1, "hidden_size": 64, "num_attention_heads": 16, "vocab_size": 64}

@@ -20,7 +20,8 @@ from threefold.exact.products import PRODUCTS, WHOLE, Parts, equal_parts, produc
 from threefold.models.sharding import ModelPlan
 from threefold.models.source import ModelSource, skeleton
 
-_LARGEST: Final = 1 << 37  # multiply-adds of a product that is tried whole; of a larger one, two pieces are
+_LARGEST: Final = 1 << 37
+"""Maximum number of multiply-adds of a product that is tried whole; of a larger one, two pieces and fewer rows are."""
 _RANKS: Final = 2  # tensor ranks whose parts are compared with the whole
 
 
@@ -71,7 +72,8 @@ class _Layer:
 def try_products(source: ModelSource, config: Config, threads: Sequence[int]) -> ProductsTried:
     """Compute the products of the model's layers, forward and backward, whole and in the parts of tensor ranks.
 
-    An expert has each number of rows that a sequence may give it, as a run computes them, or some if there are many.
+    An expert has each number of rows that a sequence may give it, as a run computes them, or some if there are many;
+    a product that would take minutes has fewer rows.
     """
     make_model, plan = source.load(config)
     layers = sorted(_layers(skeleton(make_model, config.train.seed), plan))
@@ -85,7 +87,9 @@ def try_products(source: ModelSource, config: Config, threads: Sequence[int]) ->
             pieces = gcd(grain, {"out": layer.out, "in": layer.inner, "rows": sequence}[layer.cut])
             tried, pieces = layer.smaller(sequence if layer.is_expert else group, pieces)
             rows = of_group if layer.cut != "rows" else equal_parts(pieces)
-            each = ((number, WHOLE) for number in _numbers(sequence, tried)) if layer.is_expert else [(group, rows)]
+            each = [(_fewer(group, tried, rows), rows)]
+            if layer.is_expert:
+                each = [(number, WHOLE) for number in _numbers(sequence, tried)]
             if not all(_has_bits_of_parts(tried, number, pieces, parts, dtype, threads) for number, parts in each):
                 different.append(str(layer))
     finally:
@@ -116,9 +120,18 @@ def _layers(model: nn.Module, plan: ModelPlan) -> set[_Layer]:
 def _numbers(sequence: int, layer: _Layer) -> list[int]:
     """Return the numbers of rows with which an expert may be computed; every second one while they are too many."""
     numbers = sorted({computed_rows(count) for count in range(1, sequence + 1)})
+    numbers = [number for number in numbers if number * layer.out * layer.inner <= _LARGEST] or numbers[:1]
     while sum(numbers) * layer.out * layer.inner > 2 * _LARGEST and len(numbers) > 1:
         numbers = numbers[::-2][::-1]  # with the largest
     return numbers
+
+
+def _fewer(rows: int, layer: _Layer, parts: Parts) -> int:
+    """Return the number of rows to try, which is halved while the product is too large and no part is cut."""
+    chunks = sum(map(len, parts))
+    while rows * layer.out * layer.inner > _LARGEST and rows % (2 * chunks) == 0:
+        rows //= 2
+    return rows
 
 
 def _has_bits_of_parts(
@@ -130,12 +143,15 @@ def _has_bits_of_parts(
         torch.randn(*shape, generator=draws).to(dtype)
         for shape in ((rows, layer.inner), (layer.out, layer.inner), (rows, layer.out))
     )
-    found: list[list[Tensor]] = []
+    first: list[Tensor] = []
     ranks = _RANKS if pieces % _RANKS == 0 else 1
     for count, number in ((count, number) for count in (1, ranks) for number in threads):
         torch.set_num_threads(number)
-        found.append(_of_ranks(layer.cut, count, pieces // count, parts, x, weight, grad))
-    return all(all(map(torch.equal, found[0], other)) for other in found[1:])
+        found = _of_ranks(layer.cut, count, pieces // count, parts, x, weight, grad)
+        first = first or found
+        if not all(map(torch.equal, first, found)):
+            return False
+    return True
 
 
 def _of_ranks(
