@@ -1,11 +1,12 @@
 """The rules of the model's settings, each with its sentence."""
 
+from math import log, sqrt
 from typing import Any
 
 import pytest
 
 from threefold.config import Config, resolve
-from threefold.config.model import FOR_SCALED_ROPE
+from threefold.config.model import FOR_SCALED_ROPE, ModelConfig
 from threefold.errors import UserError
 from threefold.models.gpt import GPTConfig
 from threefold.models.layers.mixture_config import FOR_EXPERTS
@@ -65,6 +66,8 @@ MEANINGLESS: dict[str, Any] = {
     "rope_beta_slow": 2.0,
     "rope_attention_factor": 1.2,
     "rope_truncate": False,
+    "rope_short_factors": [1.0],
+    "rope_long_factors": [2.0],
 }
 """A value of each setting that means nothing in some family."""
 
@@ -126,6 +129,8 @@ def test_settings_that_would_mean_nothing_but_are_as_they_were() -> None:
         (llama(rope_scaling="llama3", rope_low_frequency_factor=4.0), "model.rope_low_frequency_factor is 4.0 but must be below model.rope_high_frequency_factor 4; use 1."),
         (llama(rope_scaling="yarn", rope_beta_fast=1.0), "model.rope_beta_slow is 1.0 but must be below model.rope_beta_fast 1; use 0.25."),
         (llama(rope_scaling="dynamic", head_dim=2), "model.rope_scaling is dynamic but heads of width 2 turn alike whatever the base; use linear."),
+        (llama(rope_scaling="longrope", rope_short_factors=[1.0] * 3, rope_long_factors=[2.0] * 32, head_dim=64), "model.rope_short_factors is [1.0, 1.0, 1.0] but has 3 factors and 64 features of a head rotate; give 32, such as [1.0, 1.0]."),
+        (llama(rope_scaling="yarn", rope_long_factors=[2.0]), "model.rope_long_factors is [2.0] but model.rope_scaling is yarn; use longrope or leave it out."),
         (llama(rope_scaling="yarn", rope_theta=1.0), "model.rope_theta is 1.0 but must be above 1 for model.rope_scaling yarn; use 10000."),
         (llama(full_attention_layers=2), "model.full_attention_layers is 2 but model.sliding_window is 0, so every layer attends to all positions; use 0."),
         (llama(num_layers=3, attention_pattern=["full", "sliding"], sliding_window=8), "model.attention_pattern is ['full', 'sliding'] but has 2 layers and model.num_layers is 3; give 3 of them or a period like '1 sliding : 1 full'."),
@@ -231,3 +236,12 @@ def test_new_settings_are_not_in_a_resolved_config_that_lacks_them() -> None:
     assert not plain.keys() & LlamaConfig.unlisted
     given = resolved(llama(sliding_window=8, norm_position="both", attention_scale=0.2)).sections()["model"]
     assert given.keys() & LlamaConfig.unlisted == {"norm_position", "attention_scale"}
+
+
+def test_the_factor_of_queries_and_keys_is_that_of_the_longer_context() -> None:
+    given = llama(rope_scaling="longrope", rope_factor=32.0, rope_original_positions=4096, head_dim=4)
+    given |= {"rope_short_factors": [1, 1.1], "rope_long_factors": [2, 3.5]}
+    found = resolved(given).model
+    assert found.rope_attention_factor == pytest.approx(sqrt(1 + log(32) / log(4096)))  # Phi-3.5's 1.1902
+    assert ModelConfig.model_validate(found.settings()).settings() == found.settings()
+    assert found.settings()["rope_long_factors"] == [2.0, 3.5]

@@ -464,9 +464,10 @@ def test_positions_by_document_are_the_tree_over_ranks(ranks: int) -> None:
     assert equal(found, whole)
 
 
-@pytest.mark.parametrize("method", ["none", "linear", "dynamic", "llama3", "yarn"])
+@pytest.mark.parametrize("method", ["none", "linear", "dynamic", "llama3", "yarn", "longrope"])
 def test_rotation_depends_on_neither_heads_nor_threads(method: Any) -> None:
-    rotary = Rotary(6, 100.0, RopeScaling(method, factor=3.0, original_positions=1000, attention_factor=1.1))
+    scaling = RopeScaling(method, factor=3.0, original_positions=1000, attention_factor=1.1, long_factors=(1, 2, 3))
+    rotary = Rotary(6, 100.0, scaling)
     q, k = drawn(1, 6000, 8, 6), drawn(1, 6000, 4, 6, seed=1)
     upper = torch.cat([drawn(1, 6000, 8, 6, seed=7), drawn(1, 6000, 4, 6, seed=8)], 2)
 

@@ -16,6 +16,13 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 5000.0, "factor": 4.0, "original_max_position_embeddings": 16}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 300.0,
+    "short_factor": [1.0, 1.2, 1.5],
+    "long_factor": [1.3, 2.5, 6.0],
+    "partial_rotary_factor": 0.75,
+}
 BY_KIND = {"full_attention": YARN, "sliding_attention": {"rope_type": "default", "rope_theta": 300.0}}
 GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 11, "sliding_window": 5}
 LATENT = {
@@ -95,4 +102,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "gpt2 relu": ("gpt2", GPT | {"activation_function": "relu", "embd_pdrop": 0.3}),
     "gpt2 gelu": ("gpt2", GPT | {"activation_function": "gelu"}),
+    **{
+        f"phi3 longrope, {name}": (
+            "phi3",
+            SIZES
+            | {"pad_token_id": 0, "num_attention_heads": 3, "num_key_value_heads": 1, "rope_parameters": LONGROPE}
+            | {"original_max_position_embeddings": original},
+        )
+        for name, original in {"within": LENGTH, "beyond": LENGTH - 1}.items()
+    },
 }

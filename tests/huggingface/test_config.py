@@ -2,6 +2,7 @@
 
 import json
 import tomllib
+from math import log, sqrt
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,21 @@ def test_activation_function_and_dropout_of_embeddings(theirs: dict[str, Any], e
         (
             {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768, "attention_factor": 1.5},
             {"rope_attention_factor": 1.5, "rope_original_positions": 32768},
+        ),
+        (
+            {
+                "type": "su",  # of older files
+                "short_factor": [1, 1.5],
+                "long_factor": [2.0, 4.0],
+                "original_max_position_embeddings": 8192,
+            },
+            {
+                "rope_scaling": "longrope",
+                "rope_factor": 16.0,
+                "rope_attention_factor": pytest.approx(sqrt(1 + log(16) / log(8192))),
+                "rope_short_factors": (1.0, 1.5),
+                "rope_original_positions": 8192,
+            },
         ),
     ],
 )

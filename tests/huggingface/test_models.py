@@ -84,7 +84,7 @@ def model_of(run: Path) -> nn.Module:
     return model.eval()
 
 
-@sweep("name", MODELS, quick=(2,), slow=(0, 4, 5, 7, 8, 9, 10, 12, 21, 22, 23))
+@sweep("name", MODELS, quick=(2,), slow=(0, 4, 5, 7, 8, 9, 10, 12, 21, 22, 23, len(MODELS) - 1))
 @torch.no_grad()
 def test_same_logits_and_bits_both_ways(transformers: Any, tmp_path: Path, name: str) -> None:
     theirs = random_model(transformers, name)

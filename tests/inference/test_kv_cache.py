@@ -1,6 +1,7 @@
 """Keys and values that are kept give what running all tokens again gives."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,15 @@ def test_rows_are_used_again_and_let_go(trained: Trained) -> None:
         logits = advance(model, cache, [7, TOKENS[3][4]], [11, 4])
     expected = [oracle.logits([*TOKENS[2][:10], 5, 7])[-1], oracle.logits(TOKENS[3][:5])[-1]]
     assert torch.allclose(logits, torch.stack(expected), rtol=0, atol=1e-12)
+
+
+def test_angles_that_depend_on_the_length_bound_the_context(runs: Callable[[str], Path]) -> None:
+    model = Trained.find(runs("rope")).load()
+    config, length = model.trained.config, model.context
+    for method, context in {"yarn": length, "dynamic": 9, "longrope": 9}.items():
+        scaled = config.model.model_copy(update={"rope_scaling": method, "rope_original_positions": 9})
+        trained = replace(model.trained, config=config.model_copy(update={"model": scaled}))
+        assert replace(model, trained=trained).context == context
 
 
 def test_windows_keep_no_more_than_they_see(runs: Callable[[str], Path]) -> None:

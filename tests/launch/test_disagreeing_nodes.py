@@ -49,6 +49,16 @@ _EXPERTS = {"model": {"architecture": "llama", "num_layers": 4, "num_experts": 4
 _SHARED = {"model": {**_EXPERTS["model"], "shared_expert_ffn_hidden_size": 16}}
 _YARN = {"model": {"architecture": "llama", "rope_scaling": "yarn", "rope_factor": 2.0, "rope_original_positions": 8}}
 _LLAMA3 = {"model": {**_YARN["model"], "rope_scaling": "llama3"}}
+_LONGROPE = {
+    "model": {
+        **_YARN["model"],
+        "rope_scaling": "longrope",
+        "num_attention_heads": 4,
+        "head_dim": 4,
+        "rope_short_factors": [1.0, 2.0],
+        "rope_long_factors": [2.0, 3.0],
+    }
+}
 _SLIDING = {"model": {**_YARN["model"], "sliding_window": 8, "qk_norm": True}}
 _LATENT = {"model": {**_YARN["model"], "architecture": "deepseek", "num_experts": 4, "router_groups": 2}}
 _FURTHER = {"model": {**_LLAMA["model"], "mtp_layers": 1}}
@@ -60,6 +70,7 @@ BASES: tuple[dict[str, dict[str, Any]], ...] = (
         _SHARED,
         _YARN,
         _LLAMA3,
+        _LONGROPE,
         _SLIDING,
         _LATENT,
         _FURTHER,

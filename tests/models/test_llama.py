@@ -33,6 +33,18 @@ def pattern(case: Case, **changes: object) -> tuple[tuple[str, object], ...]:
 
 SHARED_HEADS = {"num_key_value_heads": 2}  # of which four tensor ranks share each
 FOUR = {"attention_pattern": ("full", "sliding", "sliding", "full")}
+LONGROPE = replace(
+    WIDE,
+    model=pattern(
+        WIDE,
+        rope_scaling="longrope",
+        rope_factor=4.0,
+        rope_original_positions=11,  # shorter than the sequence, and longer than a rank's part of it
+        rope_short_factors=(1.0, 1.5),
+        rope_long_factors=(1.7, 4.0),
+        sliding_rope_scaling=True,
+    ),
+)
 KINDS: dict[str, tuple[Case, str]] = {
     "wide, cut heads": (WIDE, "tp2"),
     "wide, shared heads": (replace(WIDE, model=pattern(WIDE, **SHARED_HEADS)), "tp4 sp"),
@@ -56,9 +68,17 @@ KINDS: dict[str, tuple[Case, str]] = {
         replace(MOE, model=pattern(MOE, gate_activation="gelu_tanh", norm_position="both", norm_offset=True)),
         "dp2,tp2 ep2",
     ),
+    "longrope, sequence parallel": (LONGROPE, "tp2 sp"),
+    "longrope, gathered": (LONGROPE, "tp2,cp2"),
+    "longrope, ring": (LONGROPE, "cp2 ring"),
+    "longrope, zbv": (replace(LONGROPE, layers=4), "pp2 zbv micro4"),
+    "longrope, interleaved": (replace(LONGROPE, layers=4), "pp2 interleaved micro4"),
+    "longrope, mixed": (LONGROPE, "dp2,cp2,pp2 zero1 full"),
+    "longrope, zero": (LONGROPE, "dp2,tp2 zero3 sp"),
+    "longrope, fp32": (replace(LONGROPE, dtype="fp32"), "cp2"),
 }
 
 
-@sweep("name", KINDS, quick=(1, 10), slow=(2, 4, 8, 11, 12, 18))
+@sweep("name", KINDS, quick=(1, 10), slow=(2, 4, 8, 11, 12, 18, 20, 21, 24))
 def test_kinds_of_blocks(pool: WorkerPool, expected: Callable[[Case], Trace], name: str) -> None:
     check(pool, expected, laid_out(*KINDS[name]))

@@ -227,6 +227,7 @@ def _shown(value: Any) -> str:
 
 _OF_SEVERAL_KINDS = {
     "model.attention_pattern": 'a list of full and sliding, or a period such as "5 sliding : 1 full"',
+    **dict.fromkeys(("model.rope_short_factors", "model.rope_long_factors"), "a list of numbers above 0"),
     "optimizer.betas": "a list of two numbers",
     "optimizer.frozen": 'a list of patterns of names, such as [embed, "blocks.0"]',
     "optimizer.groups": 'a list of mappings such as {match: "**.bias", weight_decay: 0}',

@@ -1,7 +1,7 @@
 """The `model` section of a config, with the settings that all model families share."""
 
 from collections.abc import Callable, Iterator
-from math import log
+from math import log, sqrt
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal, TypeVar, cast
 
@@ -33,6 +33,7 @@ MOST_LAYERS: Final = 1024
 MOST_HEADS: Final = 2**16
 WIDEST: Final = 2**20
 WIDEST_FFN: Final = 2**24
+_RopeFactor = Annotated[float, Field(gt=0)]
 
 CUSTOM: Final = "own"  # family of models from a user's own file or program
 Activation = Literal["gelu_tanh", "gelu", "quick_gelu", "relu", "relu2", "silu"]
@@ -110,10 +111,10 @@ class ModelConfig(Section):
     queries and keys and needs an even head width. Default: `learned` for `gpt`; all others have `rope`."""
     rope_theta: float = Field(default=10000.0, gt=0)
     """Base of the angles of `rope`; longer sequences need a larger one."""
-    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
+    rope_scaling: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
     """How `rope` is extended to sequences longer than the model was first trained on: `linear` (positions divided by
-    `rope_factor`), `dynamic` (a base that grows with the excess length), `llama3` (low frequencies divided) or `yarn`
-    (low frequencies divided, attention sharpened)."""
+    `rope_factor`), `dynamic` (a base that grows with the excess length), `llama3` (low frequencies divided), `yarn`
+    (low frequencies divided, attention sharpened) or `longrope` (each frequency divided by a factor of its own)."""
     rope_factor: float = Field(default=1.0, ge=1)
     """Factor by which `rope_scaling` extends the context."""
     rope_original_positions: int = derived(ge=1, le=MOST_TOKENS)
@@ -127,9 +128,15 @@ class ModelConfig(Section):
     rope_beta_slow: float = Field(default=1.0, gt=0)
     """For `yarn`: frequencies with fewer turns than this are divided fully."""
     rope_attention_factor: float = derived(gt=0)
-    """For `yarn`: factor applied to rotated queries and keys. Default: 0.1 · ln `rope_factor` + 1."""
+    """For `yarn` and `longrope`: factor applied to rotated queries and keys. Default: 0.1 · ln `rope_factor` + 1, and
+    for `longrope` √(1 + ln `rope_factor` / ln `rope_original_positions`)."""
     rope_truncate: bool = True
     """For `yarn`: whether the bounds between kept and divided frequencies are rounded to whole dims; not in gpt-oss."""
+    rope_short_factors: tuple[_RopeFactor, ...] = Field(default=(), max_length=WIDEST // 2, strict=False)
+    """For `longrope`: divisor of each frequency in sequences of at most `rope_original_positions`, for every two
+    features that rotate."""
+    rope_long_factors: tuple[_RopeFactor, ...] = Field(default=(), max_length=WIDEST // 2, strict=False)
+    """For `longrope`: divisors of frequencies in longer sequences, as long as `rope_short_factors`."""
     norm_eps: float = Field(default=1e-5, gt=0, le=1)
     """Epsilon that norms add to the variance."""
     initializer_range: float = Field(default=0.02, gt=0)
@@ -139,7 +146,7 @@ class ModelConfig(Section):
 
     comes_after: ClassVar[dict[str, str]] = {}
     """Setting of one family → the common setting after which it and its successors are listed; otherwise at the end."""
-    unlisted: ClassVar[frozenset[str]] = frozenset(("rope_truncate",))
+    unlisted: ClassVar[frozenset[str]] = frozenset(("rope_truncate", "rope_short_factors", "rope_long_factors"))
     """Settings that a resolved config leaves out where they have their default, like settings without effect."""
 
     _of_others: dict[str, "ModelConfig"] = PrivateAttr(default_factory=dict)
@@ -200,6 +207,11 @@ class ModelConfig(Section):
         return f"{self.preset or self.architecture}{sizes}"
 
     @property
+    def rotary_dim(self) -> int:
+        """Number of features of a head that `rope` rotates."""
+        return self.rope_head_dim or self.head_dim
+
+    @property
     def width(self) -> float:
         """The width in units of the base width of µP; 1 without µP."""
         return self.hidden_size / self.width_base if self.width_base else 1.0
@@ -227,9 +239,14 @@ class ModelConfig(Section):
             "max_position_embeddings": positions,
             "position_embedding": "learned",
             "rope_original_positions": positions,
-            "rope_attention_factor": 0.1 * log(self.rope_factor) + 1 if self.rope_scaling == "yarn" else 1.0,
+            "rope_attention_factor": self._rope_attention_factor(self.rope_original_positions or positions),
             "tie_embeddings": True,
         }
+
+    def _rope_attention_factor(self, original_positions: int) -> float:
+        if self.rope_scaling == "longrope":
+            return longrope_attention_factor(self.rope_factor, original_positions)
+        return 0.1 * log(self.rope_factor) + 1 if self.rope_scaling == "yarn" else 1.0
 
     def default_ffn_hidden_size(self) -> int:
         """Return the width of the feed-forward network if it is not given."""
@@ -279,6 +296,14 @@ class ModelConfig(Section):
             yield "rope_scaling", "heads of width 2 turn alike whatever the base; use linear"
         if self.rope_scaling == "yarn" and self.rope_theta <= 1:
             yield "rope_theta", "must be above 1 for model.rope_scaling yarn; use 10000"
+        pairs = self.rotary_dim // 2
+        for name in ("rope_short_factors", "rope_long_factors"):
+            factors = getattr(self, name)
+            if factors and self.rope_scaling not in ("none", "longrope"):
+                yield name, f"model.rope_scaling is {self.rope_scaling}; use longrope or leave it out"
+            elif self.rope_scaling == "longrope" and len(factors) != pairs:
+                rule = f"has {len(factors)} factors and {2 * pairs} features of a head rotate; give {pairs}"
+                yield name, f"{rule}, such as {[1.0] * min(pairs, 2)}"
         # In turns within the original positions, between which the division of frequencies fades out.
         ramps = {"rope_low_frequency_factor": "rope_high_frequency_factor", "rope_beta_slow": "rope_beta_fast"}
         for low, high in ramps.items():
@@ -343,6 +368,11 @@ FOR_SCALED_ROPE: Final = tuple(
     name for name in ModelConfig.model_fields if name.startswith("rope_") and name not in ("rope_theta", "rope_scaling")
 )
 """Settings that have no effect without `rope_scaling`."""
+
+
+def longrope_attention_factor(factor: float, original_positions: int) -> float:
+    """Return the usual factor of rotated queries and keys for a context extended by `factor`."""
+    return sqrt(1 + log(factor) / log(original_positions)) if factor > 1 and original_positions > 1 else 1.0
 
 
 def model_settings() -> dict[str, FieldInfo]:

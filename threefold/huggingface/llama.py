@@ -387,12 +387,14 @@ class PhiType(LlamaType):
     def _read_block(self, given: hf.ConfigJson) -> dict[str, Any]:
         for key in ("resid_pdrop", "embd_pdrop"):
             given.require(key, 0.0)
-        given.take("original_max_position_embeddings")  # of `longrope`, which is refused
+        given.take("original_max_position_embeddings")  # of `longrope` alone
         return super()._read_block(given)
 
     def write(self, model: LlamaConfig) -> dict[str, Any]:
         written = super().write(model)
-        return written | {"original_max_position_embeddings": model.max_position_embeddings}
+        scaled = model.rope_scaling == "longrope"
+        original = model.rope_original_positions if scaled else model.max_position_embeddings
+        return written | {"original_max_position_embeddings": original}
 
 
 TYPES: Final = (
@@ -453,7 +455,8 @@ TYPES: Final = (
         "llama",
         "Phi3ForCausalLM",
         NAMES,
-        defaults=DEFAULTS | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        defaults=DEFAULTS
+        | {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096},
         window="all",
         fused=frozenset(("qkv", "gate_up")),
         usual_share=1.0,

@@ -12,7 +12,7 @@ from pkgutil import resolve_name
 from typing import Any, Final, NamedTuple
 
 from threefold.config import ModelConfig
-from threefold.config.model import FAMILIES
+from threefold.config.model import FAMILIES, longrope_attention_factor
 from threefold.errors import UserError
 
 Shapes = Mapping[str, tuple[int, ...]]  # shapes of parameters, by name
@@ -110,6 +110,12 @@ class ConfigJson:
             raise self.problem(f"{key} is {shortened(str(value))} but must be {rule}")
         return int(value)
 
+    def checked_factors(self, key: str, value: Any) -> tuple[float, ...]:
+        """Return a list of numbers above 0, else raise UserError."""
+        if not isinstance(value, list) or not all(self.checked_number(key, each) > 0 for each in value):
+            raise self.problem(f"{key} is {shortened(repr(value))}, which is not a list of numbers above 0")
+        return tuple(map(float, value))
+
     def flag(self, key: str, default: bool = False) -> bool:
         """Return a boolean; null means the default. Raise UserError for anything else."""
         value = self.take(key, default)
@@ -153,6 +159,7 @@ class ConfigJson:
 
 _FACTOR = ("rope_factor", "factor")
 _ORIGINAL = ("rope_original_positions", "original_max_position_embeddings")
+_FACTORS: Final = (("rope_short_factors", "short_factor"), ("rope_long_factors", "long_factor"))
 _METHODS: dict[str, tuple[tuple[str, str], ...]] = {
     "linear": (_FACTOR,),
     "dynamic": (_FACTOR,),
@@ -169,9 +176,19 @@ _METHODS: dict[str, tuple[tuple[str, str], ...]] = {
         ("rope_beta_slow", "beta_slow"),
         ("rope_attention_factor", "attention_factor"),
     ),
+    "longrope": (
+        _FACTOR,
+        _ORIGINAL,
+        ("rope_attention_factor", "attention_factor"),
+        *_FACTORS,
+    ),
 }
 """Our setting and the key of config.json for each value of a scaling method."""
-_NUMBERS = {key for names in _METHODS.values() for _, key in names} | {"rope_theta", "mscale", "mscale_all_dim"}
+_NUMBERS = {key for names in _METHODS.values() for _, key in names}.difference(dict(_FACTORS).values()) | {
+    "rope_theta",
+    "mscale",
+    "mscale_all_dim",
+}
 
 
 def read_rope(keys: ConfigJson, positions: int, usual_share: float | None = None) -> dict[str, Any]:
@@ -207,6 +224,8 @@ def read_rope(keys: ConfigJson, positions: int, usual_share: float | None = None
     method = keys.agreed({name: given.get(name) for name in ("rope_type", "type")}) or "default"
     if method == "default":
         return settings
+    if method == "su":  # in older files of Phi-3
+        method = "longrope"
     if not isinstance(method, str) or method not in _METHODS:
         raise keys.refuse("rope_type", method, f"default, {', '.join(_METHODS)}")
     names = dict(_METHODS[method])
@@ -220,9 +239,16 @@ def read_rope(keys: ConfigJson, positions: int, usual_share: float | None = None
             raise keys.refuse(f"{key} of rope_type {method}", given[key], "it for yarn")
     if given.get("truncate", True) not in (True, False):
         raise keys.refuse("truncate of rope_type yarn", given["truncate"], "true or false")
+    if method == "longrope":
+        place, place_inside = _ORIGINAL[1], f"{_ORIGINAL[1]} of rope_parameters"
+        original = keys.agreed({place_inside: given.get(place), place: keys.take(place)})
+        given[place] = keys.checked_number(place, positions if original is None else original)
+        for factors in dict(_FACTORS).values():
+            given[factors] = keys.checked_factors(factors, given.get(factors))
     read = {ours: given[theirs] for ours, theirs in names.items() if theirs in given}
-    if method == "yarn" and "original_max_position_embeddings" in given:
-        read.setdefault("rope_factor", positions / max(1.0, float(given["original_max_position_embeddings"])))
+    if method in ("yarn", "longrope") and "original_max_position_embeddings" in given:
+        growth = positions / max(1.0, float(given["original_max_position_embeddings"]))
+        read.setdefault("rope_factor", growth if method == "yarn" else max(1.0, growth))
     elif "factor" not in given:
         raise keys.problem(f"factor of rope_type {method} is missing")
     read.setdefault("rope_original_positions", positions)
@@ -236,7 +262,10 @@ def read_rope(keys: ConfigJson, positions: int, usual_share: float | None = None
         read.setdefault("rope_attention_factor", default)
         read["rope_beta_fast"] = read.get("rope_beta_fast") or 32
         read["rope_beta_slow"] = read.get("rope_beta_slow") or 1
-    values = {name: int(value) if name == "rope_original_positions" else float(value) for name, value in read.items()}
+    if method == "longrope" and "rope_attention_factor" not in read:
+        read["rope_attention_factor"] = longrope_attention_factor(read["rope_factor"], read["rope_original_positions"])
+    values = {name: value if type(value) is tuple else float(value) for name, value in read.items()}
+    values["rope_original_positions"] = int(read["rope_original_positions"])
     if not given.get("truncate", True):
         values["rope_truncate"] = False
     return settings | {"rope_scaling": method} | values

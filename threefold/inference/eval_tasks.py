@@ -16,6 +16,7 @@ from threefold.data.packed import ends_document
 from threefold.errors import UserError
 from threefold.inference.inputs import check_stride
 from threefold.inference.model import Model
+from threefold.models.layers.rope_scaling import BY_LENGTH
 from threefold.parallel.cross_entropy import ParallelCrossEntropy
 
 
@@ -79,7 +80,7 @@ def score(
 def _batches(model: Model, windows: Sequence[Window], size: int) -> list[list[int]]:
     """Group the windows into batches of indices; of equal lengths if the model's RoPE angles depend on the length."""
     by_length: dict[int, list[int]] = {}
-    alike = model.trained.config.model.rope_scaling == "dynamic"
+    alike = model.trained.config.model.rope_scaling in BY_LENGTH
     for number in sorted(range(len(windows)), key=lambda number: windows[number].begin - windows[number].end):
         by_length.setdefault(windows[number].end - windows[number].begin if alike else 0, []).append(number)
     return [held[first : first + size] for held in by_length.values() for first in range(0, len(held), size)]

@@ -36,6 +36,7 @@ from threefold.inference.inputs import check_layout, find_checkpoint
 from threefold.models.layers.attention import CausalAttention, Rotary
 from threefold.models.layers.decoder import NOTHING, PositionEmbedding, SampleInfo
 from threefold.models.layers.latent_attention import LatentAttention
+from threefold.models.layers.rope_scaling import BY_LENGTH
 from threefold.models.source import ConfigSource
 from threefold.ops.attention import masked_attention
 from threefold.parallel.context import require_standard
@@ -204,11 +205,11 @@ class Model:
     def context(self) -> int:
         """Context length of generation in tokens: the sequence length of training.
 
-        With dynamic RoPE scaling at most the length up to which angles are fixed, as cached keys would have other
-        angles.
+        With dynamic RoPE scaling or LongRoPE at most the length up to which angles are fixed, as cached keys would
+        have other angles.
         """
         config = self.trained.config
-        if config.model.rope_scaling == "dynamic":
+        if config.model.rope_scaling in BY_LENGTH:
             return min(config.data.sequence_length, config.model.rope_original_positions)
         return config.data.sequence_length
 

@@ -118,6 +118,8 @@ def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
         head_dim = latent["plain_head_dim"] + latent["rope_head_dim"]
     while model.rotary_share < 1 and int(head_dim * model.rotary_share) % 2 + (head_dim * model.rotary_share < 2):
         head_dim += 2  # until whole pairs of features are rotated
+    pairs = (latent["rope_head_dim"] if latent else int(head_dim * model.rotary_share)) // 2
+    factors = {name: _some(getattr(model, name), pairs) for name in ("rope_short_factors", "rope_long_factors")}
     hidden = round(heads * head_dim * model.hidden_size / (model.num_attention_heads * model.head_dim))
     hidden = max(hidden, min(model.hidden_size, _HIDDEN))
 
@@ -131,6 +133,7 @@ def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
         "head_dim": head_dim,
         "hidden_size": hidden,
         **latent,
+        **factors,
         "ffn_hidden_size": inner(model.ffn_hidden_size),
         "expert_ffn_hidden_size": inner(model.expert_ffn_hidden_size),
         "shared_expert_ffn_hidden_size": inner(model.shared_expert_ffn_hidden_size),
@@ -140,6 +143,11 @@ def _widths(model: ModelConfig, specs: Sequence[LayoutSpec]) -> dict[str, Any]:
         "vocab_size": min(model.vocab_size, _VOCABULARY + 3 * (model.vocab_size % 2)),
         "initializer_range": float(f"{model.initializer_range * (model.hidden_size / hidden) ** 0.5:.3g}"),
     }
+
+
+def _some(factors: Sequence[float], count: int) -> tuple[float, ...]:
+    """Return `count` of some factors, at equal distances."""
+    return tuple(factors[number * len(factors) // count] for number in range(count)) if factors else ()
 
 
 def _kinds_of_attention(model: ModelConfig, layers: int) -> list[str]:

@@ -20,6 +20,16 @@ METHODS = [
     RopeScaling("yarn", 4.0, 4096, beta_fast=20.0, beta_slow=2.0),
     RopeScaling("yarn", 32.0, 4096, truncate=False),
 ]
+LONG = [
+    RopeScaling(
+        "longrope",
+        4.0,
+        512,
+        short_factors=tuple(1 + pair / 100 for pair in range(head_dim // 2)),
+        long_factors=tuple(2.5 + pair / 7 for pair in range(head_dim // 2)),
+    )
+    for head_dim, _ in SIZES
+]
 
 
 def plain(head_dim: int, theta: float) -> list[float]:
@@ -38,6 +48,9 @@ def slow(head_dim: int, theta: float, scaling: RopeScaling, length: int) -> list
         return plain(head_dim, base)
     if scaling.method == "llama3":
         return [llama3(turn, scaling) for turn in plain(head_dim, theta)]
+    if scaling.method == "longrope":  # Ding et al., arXiv 2402.13753, equation 4, as Phi-3 has it
+        factors = scaling.short_factors if length <= original else scaling.long_factors
+        return [1 / factor * turn for factor, turn in zip(factors, plain(head_dim, theta), strict=True)]
     return yarn(head_dim, theta, scaling)
 
 
@@ -79,7 +92,7 @@ def exact(found: torch.Tensor, expected: list[float]) -> None:
 @pytest.mark.parametrize(("head_dim", "theta"), SIZES)
 def test_frequencies(head_dim: int, theta: float) -> None:
     exact(frequencies(head_dim, theta, RopeScaling(), 4096), plain(head_dim, theta))
-    for scaling in METHODS:
+    for scaling in (*METHODS, *(each for each in LONG if 2 * len(each.long_factors) == head_dim)):
         for length in (100, 512, 513, 4096):
             exact(frequencies(head_dim, theta, scaling, length), slow(head_dim, theta, scaling, length))
 

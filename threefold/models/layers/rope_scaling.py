@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from math import ceil, floor, log, pi
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -10,17 +10,21 @@ from torch import Tensor
 from threefold.config.model import FOR_SCALED_ROPE, ModelConfig
 from threefold.torch_private.runtime import operator
 
+BY_LENGTH: Final = ("dynamic", "longrope")
+"""Methods whose angles depend on the length of the sequence."""
+
 
 @dataclass(frozen=True)
 class RopeScaling:
     """Scaling of the rotary angles for sequences longer than `original_positions`.
 
     Methods are `linear` (Chen et al., arXiv 2306.15595), `dynamic` ("NTK-aware", by each sequence's own length),
-    `llama3` (Llama 3.1) and `yarn` (Peng et al., arXiv 2309.00071). Frequencies and betas are bounds in turns over the
+    `llama3` (Llama 3.1), `yarn` (Peng et al., arXiv 2309.00071) and `longrope` (Ding et al., arXiv 2402.13753: other
+    factors for sequences longer than the original positions). Frequencies and betas are bounds in turns over the
     original positions; `attention_factor` multiplies queries and keys.
     """
 
-    method: Literal["none", "linear", "dynamic", "llama3", "yarn"] = "none"
+    method: Literal["none", "linear", "dynamic", "llama3", "yarn", "longrope"] = "none"
     factor: float = 1.0
     original_positions: int = 1
     low_frequency_factor: float = 1.0
@@ -29,6 +33,8 @@ class RopeScaling:
     beta_slow: float = 1.0
     attention_factor: float = 1.0
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
 
 def rope_scaling(config: ModelConfig) -> RopeScaling:
@@ -41,8 +47,8 @@ def frequencies(
 ) -> Tensor:
     """Return the radians per position of each pair of `Rotary`: fp64 [d/2].
 
-    `length` is that of the whole sequence, for `dynamic`. The result is computed on `device`, since a copy to a GPU
-    would make the host wait.
+    `length` is that of the whole sequence, for `dynamic` and `longrope`. The result is computed on `device`, as the
+    host would wait for a copy to a GPU.
     """
     if scaling.method == "dynamic" and length > scaling.original_positions:
         stretch = scaling.factor * length / scaling.original_positions - (scaling.factor - 1)
@@ -50,6 +56,11 @@ def frequencies(
     plain = theta ** (torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / -head_dim)
     if scaling.method == "linear":
         return plain / scaling.factor
+    if scaling.method == "longrope":
+        factors = scaling.long_factors if length > scaling.original_positions else scaling.short_factors
+        on_gpu = device is not None and device.type == "cuda"
+        divisors = torch.tensor(factors, dtype=torch.float64, pin_memory=on_gpu)
+        return plain / divisors.to(device, non_blocking=True)
     if scaling.method == "llama3":
         turns = scaling.original_positions * plain / (2 * pi)
         low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
