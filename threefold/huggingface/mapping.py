@@ -277,7 +277,8 @@ def write_rope(model: ModelConfig) -> dict[str, Any]:
     if method == "none":
         scaling, parameters = None, {"rope_type": "default", "rope_theta": theta}
     else:
-        scaling = {"rope_type": method, **{theirs: getattr(model, ours) for ours, theirs in _METHODS[method]}}
+        values = {theirs: getattr(model, ours) for ours, theirs in _METHODS[method]}
+        scaling = {"rope_type": method, **{k: list(v) if isinstance(v, tuple) else v for k, v in values.items()}}
         if not model.rope_truncate:
             scaling["truncate"] = False
         parameters = {**scaling, "rope_theta": theta}
