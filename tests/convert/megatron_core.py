@@ -144,7 +144,7 @@ def chunks_of(kind: str) -> list[Any]:
     for chunk in range(chunks or 1):
         stage = None if chunks is None else chunk
         rank, last = state.get_pipeline_model_parallel_rank(), (chunks or 1) - 1
-        torch.manual_seed(3)
+        torch.manual_seed(3 + 10 * rank + 100 * chunk)  # other weights in each part
         model = GPTModel(
             config,
             get_gpt_layer_local_spec(normalization=args.normalization),
@@ -234,7 +234,8 @@ def write(kind: str, folder: Path) -> None:
         rank, stage = state.get_tensor_model_parallel_rank(), state.get_pipeline_model_parallel_rank()
         for each in chunks:  # moments without a forward pass, which would need all ranks
             for number, parameter in enumerate(each.parameters()):
-                generator = torch.Generator().manual_seed(100 + number)
+                part = 1000 * stage + 10_000 * (each.vp_stage or 0)
+                generator = torch.Generator().manual_seed(100 + number + part)
                 parameter.main_grad = torch.randn(parameter.shape, generator=generator) * 0.01
         optimizer.step()
         name = f"mp_rank_{rank:02d}" + (f"_{stage:03d}" if SIZES[kind][1] > 1 else "")
