@@ -46,6 +46,7 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(case: Case, dty
     [
         (MOE, (), r"^The adapter of blocks\.1\.attn\.qkv has no formulas in the planner"),
         (LLAMA, (("adapter.targets", ("head.output",)),), r"^The adapter of head\.output has no formulas"),
+        (LLAMA, (("adapter.dora", True),), r"^adapter\.dora is true but the planner has no formulas"),
         (LLAMA, (("adapter.dropout", 0.5),), r"^adapter\.dropout is 0\.5 but the planner has no formulas"),
         (LLAMA, (("adapter.dora", True),), r"^adapter\.dora is true but the planner has no formulas"),
     ],
