@@ -31,7 +31,7 @@ from threefold.errors import UserError
 
 ROOMS: Final = (
     *("exact", "cpu", "verify", "parity", "planner", "resilience", "report", "convert", "huggingface", "inference"),
-    *("compat", "adapters", "preference"),
+    *("compat", "adapters", "preference", "lesson"),
 )
 """Attached rooms that add something, in the order in which their callbacks are called."""
 
