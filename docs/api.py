@@ -25,8 +25,11 @@ GROUPS: Final[dict[str, tuple[str, str, tuple[str, ...]]]] = {
     ),
     "plan": (
         "Layouts in a notebook",
-        "The page of `threefold show` and the timeline of `threefold simulate`, as the last value of a cell.",
-        ("show", "types.LayoutPage", "simulate", "types.SimulatedStep"),
+        "The page of `threefold show`, the timeline of `threefold simulate`, and a step whose ranks are threads.",
+        (
+            *("show", "types.LayoutPage", "simulate", "types.SimulatedStep"),
+            *("explain", "types.Lesson", "types.LessonEvent", "types.LessonPass"),
+        ),
     ),
     "ranks": (
         "Starting ranks",

@@ -26,18 +26,19 @@ from threefold.lesson.record import LessonMesh, RankRecord, Shared
 from threefold.lesson.turns import Turns
 from threefold.models.custom_batch import batch_size, map_tensors
 from threefold.models.source import ModelSource
-from threefold.parallel.layout_check import layout_check
+from threefold.parallel.layout_check import layout_check, made_on_meta
 from threefold.parallel.parameter import offset
 from threefold.random.rng import generators_preserved
 from threefold.torch_private.threads import thread_groups, thread_rank
 from threefold.train.step import Engine
 from threefold.verify.batches import BatchSource, RandomBatches
-from threefold.verify.layouts import compose, prepare, shrink
+from threefold.verify.layouts import changes, compose, prepare, shrink
 from threefold.verify.reference import OneProcess
 
 MOST_RANKS: Final = 8
 _VOCABULARY: Final = 61
 """Vocabulary of a model without one, without data and without a batch; odd, so that its shards are uneven."""
+_MOST_PARAMETERS: Final = 1_000_000
 _NO_DATA: Final = "no-data-of-a-lesson"
 _POSITIONS: Final = 8
 """Fewest positions of a sample without a batch and without a setting."""
@@ -47,16 +48,16 @@ _POSITIONS: Final = 8
 class _GivenBatch(BatchSource):
     """The batch of a call."""
 
-    batch: Any
+    given: Any
     masked: bool = False
     is_nested: bool = False
 
     def read(self, config: Config, step: int, part: BatchSlice) -> Any:
         rows = torch.from_numpy(part.rows)
         if not self.is_nested:
-            tokens, labels = self.batch
+            tokens, labels = self.given
             return Batch(tokens[rows].contiguous(), labels[rows].contiguous(), rows)
-        return map_tensors(lambda tensor: tensor[rows], self.batch)
+        return map_tensors(self.given, lambda tensor: tensor[rows])
 
 
 def explain(
@@ -80,8 +81,8 @@ def explain(
 
     Args:
         model: settings of the model: a mapping of sections, a `Config`, the path of a YAML file, or the name of a
-            preset, whose sizes are reduced. Or a model of your own as in `Trainer`: a class or function that makes it,
-            a list of layers, or `"FILE.py:NAME"`.
+            preset; sizes of more than a million parameters are reduced, as `threefold verify` does. Or a model of your
+            own as in `Trainer`: a class or function that makes it, a list of layers, or `"FILE.py:NAME"`.
         batch: the global batch: tokens int64 [samples, positions + 1], or a pair of tokens and labels of one shape; for
             a loss of your own any nesting of tensors. None for random tokens.
         layout: a layout of at most 8 ranks, such as `"dp2·tp2 zero3 sp"`, `"cp2 ring"` or
@@ -105,23 +106,22 @@ def explain(
         raise UserError(f"dtype is {dtype!r} but must be fp64 or fp32; use fp64.")
     if dist.is_initialized():
         raise UserError("explain runs the ranks of a lesson in one process, but this process is a rank; run it alone.")
-    given, source, is_preset = _run_of(model, config, plan, loss, arguments)
+    given, source = _run_of(model, config, plan, loss, arguments)
     if given.train.exact:
         raise UserError("train.exact is true but a lesson shows a step that is not exact; use false.")
     spec = _spec_of(given, layout)
     if not 0 <= here < spec.world_size:
         last = spec.world_size - 1
         raise UserError(f"here is {here} but the layout {spec} has ranks 0 to {last}; use {0 if here < 0 else last}.")
-    resolved, rows = _resolved(given, source, spec, batch, dtype, is_preset)
+    resolved, rows, reduced = _resolved(given, source, spec, batch, dtype)
     with generators_preserved():
         reference = _one_process(source, resolved, rows)
-        return _Threads(source, resolved, rows, spec, Shared(values, on_event)).run(here, *reference)
+        lesson = _Threads(source, resolved, rows, spec, Shared(values, on_event)).run(here, *reference)
+    return replace(lesson, reduced=tuple(reduced))
 
 
-def _run_of(
-    model: Any, config: AnyConfig | None, plan: Any, loss: Any, arguments: Any
-) -> tuple[Config, ModelSource, bool]:
-    """Return the unresolved config, the model's source, and whether the model is a preset."""
+def _run_of(model: Any, config: AnyConfig | None, plan: Any, loss: Any, arguments: Any) -> tuple[Config, ModelSource]:
+    """Return the unresolved config, and the model's source."""
     is_preset = isinstance(model, str) and model in PRESETS
     is_settings = isinstance(model, Config | Mapping | Path) or (
         isinstance(model, str) and model.endswith((".yaml", ".yml"))
@@ -131,13 +131,13 @@ def _run_of(
             if part is not None:
                 raise UserError(f"{name} is given with a model of settings; it belongs to a model of your own.")
         settings = {"model": {"preset": model}} if is_preset else model
-        return *custom_run(_with_data(settings), None, None, None, None, None, None), is_preset
+        return custom_run(_with_data(settings), None, None, None, None, None, None)
     if isinstance(model, str) and ":" not in model:
         raise UserError(
             f"model is {shown(repr(model))} but must be a preset such as {next(iter(PRESETS))!r}, the path of a YAML "
             "file, or FILE.py:NAME; `threefold config presets` lists the presets."
         )
-    return *custom_run(_with_data({} if config is None else config), model, plan, loss, arguments, None, None), False
+    return custom_run(_with_data({} if config is None else config), model, plan, loss, arguments, None, None)
 
 
 def _with_data(settings: Any) -> Any:
@@ -169,15 +169,15 @@ def _spec_of(given: Config, layout: str) -> LayoutSpec:
 
 
 def _resolved(
-    given: Config, source: ModelSource, spec: LayoutSpec, batch: Any, dtype: str, is_preset: bool
-) -> tuple[Config, BatchSource]:
-    """Return the config of the step, and its batch."""
+    given: Config, source: ModelSource, spec: LayoutSpec, batch: Any, dtype: str
+) -> tuple[Config, BatchSource, list[str]]:
+    """Return the config of the step, its batch, and what was reduced."""
     has_loss = given.model.architecture == CUSTOM and source.loss(given) is not None
     found, rows = _batch_of(batch, has_loss)
     sections, layout = given.sections(), spec.layout
     largest = _VOCABULARY
     if isinstance(rows, _GivenBatch) and not rows.is_nested:
-        tokens, labels = rows.batch
+        tokens, labels = rows.given
         sections["data"]["sequence_length"] = tokens.shape[1]
         largest = 1 + int(max(tokens.max(), labels.max()))
     elif not given.is_given("data.sequence_length"):
@@ -192,19 +192,34 @@ def _resolved(
             spec.setting("train.gradient_accumulation_steps") or usual
         )
     base = prepare(config_of(sections), dtype, vocabulary(given) or largest)
-    if is_preset:
-        small = shrink(base, [spec]).sections()
-        for section, name in (("train", "global_batch_size"), ("data", "sequence_length")):
-            small[section][name] = base.sections()[section][name]
-        small["model"]["max_position_embeddings"] = base.data.sequence_length
-        base = resolve(config_of(small), vocab_size=1)
+    reduced: list[str] = []
+    if base.model.architecture != CUSTOM and _parameters(source, base) > _MOST_PARAMETERS:
+        whole, base = base, shrink(base, [spec])
+        reduced = changes(whole, base)
+        if found:
+            base = _with_batch_of(base, whole)
     if isinstance(rows, _GivenBatch) and not rows.is_nested and largest > base.model.vocab_size:
         raise UserError(
             f"The batch has the token {largest - 1} but model.vocab_size is {base.model.vocab_size}; use tokens below."
         )
     resolved = compose(base, spec)
     layout_check(source, resolved)(resolved)
-    return resolved, rows
+    return resolved, rows, reduced
+
+
+def _parameters(source: ModelSource, config: Config) -> int:
+    return sum(parameter.numel() for parameter in made_on_meta(source.load(config)[0]).parameters())
+
+
+def _with_batch_of(small: Config, whole: Config) -> Config:
+    """Return a config with the batch of another."""
+    sections = small.sections()
+    for key in ("micro_batch_size", "gradient_accumulation_steps"):
+        sections["train"].pop(key, None)
+    sections["train"]["global_batch_size"] = whole.train.global_batch_size
+    sections["data"]["sequence_length"] = whole.data.sequence_length
+    sections["model"]["max_position_embeddings"] = whole.data.sequence_length
+    return resolve(config_of(sections), vocab_size=1)
 
 
 def _batch_of(batch: Any, has_loss: bool) -> tuple[int, BatchSource]:
@@ -260,6 +275,7 @@ class _Threads:
         layout = self.spec.layout
         return Lesson(
             str(self.spec).removesuffix(" accumulation1"),
+            self.config,
             tuple(self.shared.events),
             tuple(self.shared.passes),
             tuple(layout.coordinates(rank)._asdict() for rank in range(layout.world_size)),

@@ -181,7 +181,7 @@ class ThreadGroup(PythonGroup):
 
     def send(self, tensors: list[Tensor], to: int, tag: int) -> Work:
         """Leave a tensor for the rank at index `to`; done at once, as the tensor is copied."""
-        key, call = self._message(self._index, to, tag)
+        _, call = self._message(self._index, to, tag)
         self._exchange.begins(self._rank, call, tensors)(tensors)
         call.given[0] = [tensor.detach().clone() for tensor in tensors]
         return _DONE
@@ -265,5 +265,3 @@ def _write(into: Sequence[Tensor], found: Sequence[Tensor], of: Tensor | None = 
         for place, tensor in zip(into, found, strict=True):
             place.detach().copy_(tensor.view(place.shape))
     return [*into] if of is None else [of]
-
-

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from torch import Tensor
 
+from threefold.config import Config
 from threefold.errors import UserError
 
 
@@ -70,7 +71,17 @@ class LessonPass:
 
 
 _MARKS: Final = {"forward": "F", "backward": "B", "input gradients": "I", "weight gradients": "W"}
-_HEADINGS: Final = ("ranks", "phase", "axis", "collective", "module or parameters", "shape", "dtype", "bytes", "called by")
+_HEADINGS: Final = (
+    "ranks",
+    "phase",
+    "axis",
+    "collective",
+    "module or parameters",
+    "shape",
+    "dtype",
+    "bytes",
+    "called by",
+)
 _RIGHT: Final = ("bytes",)
 
 
@@ -83,15 +94,18 @@ class Lesson:
 
     Attributes:
         layout: layout, in the words of `explain`.
+        config: resolved config of the step.
         events: collectives of the step, in the order in which they ran.
         passes: forward and backward passes of all ranks, in the same order.
         coordinates: rank → its index on each axis.
         loss: mean loss of the global batch.
         gradients: whole gradient of each trained parameter, before the update, put together from the ranks' shards.
         expected_loss, expected_gradients: those of one process, with the plain model on the same batch.
+        reduced: what was reduced of a large model, such as `12 → 3 layers`.
     """
 
     layout: str
+    config: Config = field(repr=False)
     events: tuple[LessonEvent, ...]
     passes: tuple[LessonPass, ...]
     coordinates: tuple[Mapping[str, int], ...]
@@ -99,6 +113,7 @@ class Lesson:
     gradients: Mapping[str, Tensor] = field(repr=False)
     expected_loss: float
     expected_gradients: Mapping[str, Tensor] = field(repr=False)
+    reduced: tuple[str, ...] = ()
 
     @property
     def difference(self) -> float:
@@ -141,7 +156,7 @@ class Lesson:
             if all(getattr(event, name) == value for name, value in facts.items())
             and (module is None or fnmatchcase(event.module, module))
         ]
-        if module is not None and not events and any(facts) is False:
+        if module is not None and not events and not facts:
             known = list(dict.fromkeys(event.module for event in self.events if event.module))
             close = (get_close_matches(module, known, n=1, cutoff=0) or ["*"])[0]
             raise UserError(f"module is {module!r} but no collective is of such a module; use {close!r}.")
@@ -200,7 +215,7 @@ class Lesson:
         return (
             f"{self.layout}: loss {self.loss:.6f} (one process: {self.expected_loss:.6f}), gradients equal to one "
             f"process within {self.difference:.0e}; {len(self.events)} collectives on {len(self.coordinates)} ranks, "
-            f"{sent:,} bytes"
+            f"{sent:,} bytes" + (f" (reduced: {', '.join(self.reduced)})" if self.reduced else "")
         )
 
     def _size(self, axis: str) -> int:

@@ -17,7 +17,7 @@ from threefold.comm.mesh import Mesh, PlannedAxis
 from threefold.lesson.group import Call
 from threefold.lesson.lesson import LessonEvent, LessonPass
 from threefold.torch_private.tensors import storage_key
-from threefold.torch_private.threads import current_node, sharded_names
+from threefold.torch_private.threads import notes_of, notes_of_current_node, sharded_names
 from threefold.train.step import Engine
 
 _PHASES: Final = {
@@ -70,7 +70,7 @@ class RankRecord:
         self._whole_name = engine.plan.whole_name
         for entry in engine.optimizer.entries if engine.parallelism.zero is None else ():
             buffer = self._gradients.setdefault(storage_key(entry.gradient), [])
-            buffer.append((entry.name, entry.gradient.storage_offset()))
+            buffer.append((entry.name, int(entry.gradient.storage_offset())))
         for stage in engine.stages:
             for name, module in stage.named_modules():
                 if name:
@@ -108,20 +108,20 @@ class RankRecord:
             if node is None or node in seen:
                 continue
             seen.add(node)
-            node.metadata.setdefault(_MODULE, name)  # that of the innermost module, which ended first
+            notes_of(node).setdefault(_MODULE, name)  # that of the innermost module, which ended first
             nodes += [each for each, _ in node.next_functions]
 
     def _name_of(self, tensor: Tensor, frame: FrameType) -> str:
         if names := sharded_names(frame):
             return _joined([self._whole_name(name) for name in names])
-        start = tensor.storage_offset()
+        start = int(tensor.storage_offset())
         inside = range(start, start + tensor.numel())
         if names := [name for name, place in self._gradients.get(storage_key(tensor), []) if place in inside]:
             return _joined(names)
         if self._modules:
             return self._modules[-1]
-        node = current_node()
-        return "" if node is None else str(node.metadata.get(_MODULE, ""))
+        named = str(notes_of_current_node().get(_MODULE, ""))
+        return named or ("gradients" if self.phase[0] == "gradient sync" else "")
 
     # -- collectives -------------------------------------------------------------------------------------------------
 
@@ -141,7 +141,9 @@ class RankRecord:
             micro_batch=micro_batch,
             axis=axis,
             operation=operation,
-            module=_PASSED[phase] if operation == "send" and axis == "pp" else self._name_of(tensor, frame),
+            module=_PASSED.get(phase, "activations")
+            if operation == "send" and axis == "pp"
+            else self._name_of(tensor, frame),
             shape=tuple(tensor.shape),
             dtype=str(tensor.dtype).removeprefix("torch."),
             nbytes=parts * tensor.nbytes,

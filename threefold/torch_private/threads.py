@@ -26,7 +26,18 @@ class _Worlds(ThreadLocalWorld):
 
     def _get_world(self) -> WorldData:
         if not hasattr(self._local, "world"):
-            self._local.world = WorldData(None, {}, {}, {}, {}, 0, {}, {}, {}, [])
+            self._local.world = WorldData(
+                None,  # type: ignore[arg-type]
+                {},
+                {},
+                {},
+                {},
+                0,
+                {},
+                {},
+                {},
+                [],
+            )
         found: WorldData = self._local.world
         return found
 
@@ -54,11 +65,11 @@ def thread_groups(make_group: MakeGroup) -> Iterator[None]:
         dist.Backend.register_backend(THREADS, _make, extended_api=True, devices=["cpu"])
     hook = sys.excepthook  # torch's names the rank in tracebacks, and would stay
     dist.distributed_c10d._world = _Worlds(make_group)  # type: ignore[assignment]
-    torch._C._distributed_c10d._set_thread_isolation_mode(True)
+    torch._C._distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch._C._distributed_c10d._set_thread_isolation_mode(False)
+        torch._C._distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
         dist.distributed_c10d._world = before
         sys.excepthook = hook
 
@@ -77,13 +88,24 @@ def thread_rank(rank: int, size: int, store: dist.Store) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def current_node() -> torch.autograd.graph.Node | None:
-    """Return the node of the autograd graph whose backward pass this thread is in; None outside one.
+def notes_of(node: torch.autograd.graph.Node) -> dict[str, Any]:
+    """Return the dictionary that a node of the autograd graph keeps for its users.
 
-    Why: a collective of the backward pass is called by a function that does not know its module. A public name would
-    replace it.
+    Why: torch declares it a method, and it is an attribute. A right declaration would replace it.
     """
-    return torch._C._current_autograd_node()
+    notes: Any = node.metadata
+    kept: dict[str, Any] = notes
+    return kept
+
+
+def notes_of_current_node() -> dict[str, Any]:
+    """Return the notes of the node whose backward pass this thread is in; empty outside one.
+
+    Why: a collective of the backward pass is called by a function that does not know its module. A public name of the
+    current node would replace it.
+    """
+    node = torch._C._current_autograd_node()
+    return {} if node is None else notes_of(node)
 
 
 def sharded_names(frame: FrameType | None) -> Sequence[str]:
