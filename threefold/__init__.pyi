@@ -26,6 +26,7 @@ from threefold.config import Config as Config
 from threefold.config import load_config as load_config
 from threefold.errors import UserError as UserError
 from threefold.launch.failure import RankFailed as RankFailed
+from threefold.lesson.explain import explain as explain
 from threefold.models.loss_terms import CountedLoss as CountedLoss
 from threefold.models.loss_terms import LossTerm as LossTerm
 from threefold.models.plan import Plan as Plan

@@ -1,5 +1,6 @@
 """Canaries for the private parts of torch with which ranks are threads."""
 
+import inspect
 import sys
 import threading
 
@@ -59,7 +60,7 @@ def test_notes_of_current_node() -> None:
 
 def test_sharded_names() -> None:
     """Names of what FSDP gathers are those of the block, not of the module whose hook gathers it."""
-    assert sharded_names(sys._getframe()) == ()
+    assert sharded_names(inspect.currentframe()) == ()
     lesson = threefold.explain({"model": {"num_layers": 2, "hidden_size": 8}}, layout="dp2 zero3")
     gathers = [e.module for e in lesson.filter(rank=0, operation="all_gather", phase="forward")]
     assert [name.split(".")[:2] for name in gathers[1:]] == [["blocks", "0"], ["blocks", "1"]]

@@ -2,7 +2,7 @@
 
 from typing import Final
 
-NEEDS: Final = ("cpu", "exact", "huggingface", "report", "verify")
+NEEDS: Final = ("verify",)
 NAMES: Final = {"explain": "threefold.lesson.explain:explain"}
 TYPES: Final = {
     "Lesson": "threefold.lesson.lesson:Lesson",

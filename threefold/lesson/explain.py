@@ -22,7 +22,7 @@ from threefold.errors import UserError
 from threefold.files import shown
 from threefold.lesson.group import Call, Exchange, Told
 from threefold.lesson.lesson import Lesson, LessonEvent
-from threefold.lesson.record import LessonMesh, RankRecord, Shared
+from threefold.lesson.record import LessonLog, LessonMesh, RankRecord
 from threefold.lesson.turns import Turns
 from threefold.models.custom_batch import batch_size, map_tensors
 from threefold.models.source import ModelSource
@@ -116,7 +116,7 @@ def explain(
     resolved, rows, reduced = _resolved(given, source, spec, batch, dtype)
     with generators_preserved():
         reference = _one_process(source, resolved, rows)
-        lesson = _Threads(source, resolved, rows, spec, Shared(values, on_event)).run(here, *reference)
+        lesson = _Threads(source, resolved, rows, spec, LessonLog(values, on_event)).run(here, *reference)
     return replace(lesson, reduced=tuple(reduced))
 
 
@@ -257,7 +257,7 @@ class _Threads:
     """Training step of a layout with ranks in threads."""
 
     def __init__(
-        self, source: ModelSource, config: Config, rows: BatchSource, spec: LayoutSpec, shared: Shared
+        self, source: ModelSource, config: Config, rows: BatchSource, spec: LayoutSpec, shared: LessonLog
     ) -> None:
         self.source, self.config, self.rows, self.spec, self.shared = source, config, rows, spec, shared
         size = spec.world_size

@@ -30,6 +30,7 @@ class LessonEvent:
         nbytes: bytes of the unsharded tensor, as `Event` counts them.
         source: file and line of the package.
         sent, received: tensors that this rank gives, and those that it gets; empty if `explain` has `values=False`.
+        call: number that the events of one collective share.
     """
 
     number: int
@@ -49,7 +50,6 @@ class LessonEvent:
     sent: tuple[Tensor, ...] = field(default=(), repr=False)
     received: tuple[Tensor, ...] = field(default=(), repr=False)
     call: int = field(default=0, repr=False)
-    """Number that the events of one collective share."""
 
     def __str__(self) -> str:
         return f"rank {self.rank}: " + "  ".join(each for each in _cells([self])[1:] if each)
@@ -57,7 +57,13 @@ class LessonEvent:
 
 @dataclass(frozen=True)
 class LessonPass:
-    """Pass of a micro-batch through a stage, or a part of one, on one rank."""
+    """Pass of a micro-batch through a stage, or a part of one, on one rank.
+
+    Attributes:
+        rank: rank of the stage.
+        phase: `forward`, `backward`, or `input gradients` and `weight gradients`, the two parts of a backward pass.
+        stage, micro_batch: pipeline stage, and number of the micro-batch.
+    """
 
     rank: int
     phase: str

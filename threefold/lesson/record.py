@@ -1,6 +1,6 @@
 """Record of what a rank of a lesson does: its collectives, with the module and the pass that each is of."""
 
-import sys
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,7 +36,7 @@ _MODULE: Final = "threefold module"
 
 
 @dataclass
-class Shared:
+class LessonLog:
     """What the records of all ranks share.
 
     Attributes:
@@ -54,7 +54,7 @@ class Shared:
 class RankRecord:
     """Record of one rank. It records nothing before `begin`."""
 
-    def __init__(self, rank: int, shared: Shared) -> None:
+    def __init__(self, rank: int, shared: LessonLog) -> None:
         self.rank, self.shared = rank, shared
         self.phase: tuple[str, int, int] = ("batch", 0, 0)
         self._on = False
@@ -111,7 +111,7 @@ class RankRecord:
             notes_of(node).setdefault(_MODULE, name)  # that of the innermost module, which ended first
             nodes += [each for each, _ in node.next_functions]
 
-    def _name_of(self, tensor: Tensor, frame: FrameType) -> str:
+    def _name_of(self, tensor: Tensor, frame: FrameType | None) -> str:
         if names := sharded_names(frame):
             return _joined([self._whole_name(name) for name in names])
         start = int(tensor.storage_offset())
@@ -130,7 +130,7 @@ class RankRecord:
         if not self._on:
             return
         phase, stage, micro_batch = self.phase
-        frame = sys._getframe(2)
+        frame = inspect.currentframe()
         self._order += 1
         event = LessonEvent(
             number=len(self.shared.events),

@@ -42,11 +42,15 @@ class _Worlds(ThreadLocalWorld):
         return found
 
 
+def _worlds_here() -> _Worlds:
+    found = dist.distributed_c10d._world
+    assert isinstance(found, _Worlds)  # the backend is used within `thread_groups` only
+    return found
+
+
 def _make(options: Any, _: Any) -> dist.ProcessGroup:
-    worlds = dist.distributed_c10d._world
-    assert isinstance(worlds, _Worlds)  # the backend is used within `thread_groups` only
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
-    return worlds.make_group(str(options.group_id), ranks, options.group_rank)
+    return _worlds_here().make_group(str(options.group_id), ranks, options.group_rank)
 
 
 @contextmanager
