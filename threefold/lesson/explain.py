@@ -20,7 +20,7 @@ from threefold.data.dataset import vocabulary
 from threefold.data.loader import Batch, BatchSlice
 from threefold.errors import UserError
 from threefold.files import shown
-from threefold.lesson.group import Call, Exchange, Told
+from threefold.lesson.group import Exchange, GroupCall, Told
 from threefold.lesson.lesson import Lesson, LessonEvent
 from threefold.lesson.record import LessonLog, LessonMesh, RankRecord
 from threefold.lesson.turns import Turns
@@ -285,7 +285,7 @@ class _Threads:
             expected,
         )
 
-    def _begins(self, rank: int, call: Call, given: Any) -> Told:
+    def _begins(self, rank: int, call: GroupCall, given: Any) -> Told:
         return self._records[rank].met(call, given)
 
     def _rank(self, rank: int) -> None:

@@ -16,11 +16,11 @@ Given = list[list[Tensor]]
 """Tensors that the ranks of a group give to a collective, in the order of the ranks."""
 Told = Callable[[Sequence[Tensor]], None]
 """Function that takes what a rank receives in a collective."""
-Begins = Callable[[int, "Call", Sequence[Tensor]], Told]
+Begins = Callable[[int, "GroupCall", Sequence[Tensor]], Told]
 """Function that takes the rank, the collective that it calls and what it gives; returns what takes the results."""
 
 
-class Call:
+class GroupCall:
     """One collective of a group, which each of its ranks calls.
 
     Attributes:
@@ -44,7 +44,7 @@ class Exchange:
 
     def __init__(self, turns: Turns, begins: Begins) -> None:
         self.turns, self.begins = turns, begins
-        self._calls: dict[tuple[Any, ...], Call] = {}
+        self._calls: dict[tuple[Any, ...], GroupCall] = {}
         self._made = 0
 
     def group(self, name: str, ranks: tuple[int, ...], index: int) -> dist.ProcessGroup:
@@ -52,11 +52,11 @@ class Exchange:
         made: dist.ProcessGroup = ThreadGroup(self, name, ranks, index)
         return made
 
-    def call(self, key: tuple[Any, ...], operation: str, ranks: tuple[int, ...]) -> Call:
+    def call(self, key: tuple[Any, ...], operation: str, ranks: tuple[int, ...]) -> GroupCall:
         """Return the call under a key, made by the first rank that asks for it."""
         if key not in self._calls:
             self._made += 1
-            self._calls[key] = Call(operation, ranks, self._made)
+            self._calls[key] = GroupCall(operation, ranks, self._made)
         return self._calls[key]
 
     def end(self, key: tuple[Any, ...]) -> None:
@@ -202,7 +202,7 @@ class ThreadGroup(PythonGroup):
     def _rank(self) -> int:
         return self._ranks[self._index]
 
-    def _message(self, source: int, to: int, tag: int) -> tuple[tuple[Any, ...], Call]:
+    def _message(self, source: int, to: int, tag: int) -> tuple[tuple[Any, ...], GroupCall]:
         """Return the next message from one index to another, in the order in which this rank sends or receives."""
         self._posted[source, to, tag] += 1
         key = (self._name, self._ranks, source, to, tag, self._posted[source, to, tag])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from threefold.comm.axis import Axis, EventRecorder
 from threefold.comm.heartbeat import Activity, Heartbeat
 from threefold.comm.mesh import Mesh, PlannedAxis
-from threefold.lesson.group import Call
+from threefold.lesson.group import GroupCall
 from threefold.lesson.lesson import LessonEvent, LessonPass
 from threefold.torch_private.tensors import storage_key
 from threefold.torch_private.threads import notes_of, notes_of_current_node, sharded_names
@@ -63,7 +63,7 @@ class RankRecord:
         self._gradients: dict[int, list[tuple[str, int]]] = {}
         self._whole_name: Callable[[str], str] = str
         self._unmet: list[LessonEvent] = []
-        self._late: list[tuple[Call, Sequence[Tensor]]] | None = None
+        self._late: list[tuple[GroupCall, Sequence[Tensor]]] | None = None
 
     def begin(self, engine: Engine) -> None:
         """Record from now on what the engine does."""
@@ -168,7 +168,7 @@ class RankRecord:
         finally:
             self._late = None
 
-    def met(self, call: Call, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
+    def met(self, call: GroupCall, given: Sequence[Tensor]) -> Callable[[Sequence[Tensor]], None]:
         """Note that this rank calls a collective of a group; return what takes its results."""
         if self._late is not None:
             self._late.append((call, given))
@@ -178,7 +178,7 @@ class RankRecord:
             return partial(self._receive, event)
         return lambda _: None
 
-    def _fill(self, event: LessonEvent, call: Call, given: Sequence[Tensor]) -> None:
+    def _fill(self, event: LessonEvent, call: GroupCall, given: Sequence[Tensor]) -> None:
         event.ranks, event.call = call.ranks, call.number
         if self.shared.values:
             event.sent = tuple(tensor.detach().clone() for tensor in given)
