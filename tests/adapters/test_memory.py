@@ -48,7 +48,6 @@ def test_frozen_weights_have_no_gradients_and_no_optimizer_state(case: Case, dty
         (LLAMA, (("adapter.targets", ("head.output",)),), r"^The adapter of head\.output has no formulas"),
         (LLAMA, (("adapter.dora", True),), r"^adapter\.dora is true but the planner has no formulas"),
         (LLAMA, (("adapter.dropout", 0.5),), r"^adapter\.dropout is 0\.5 but the planner has no formulas"),
-        (LLAMA, (("adapter.dora", True),), r"^adapter\.dora is true but the planner has no formulas"),
     ],
 )
 def test_the_planner_refuses_adapters_that_it_does_not_know(case: Case, update: tuple, said: str) -> None:

@@ -37,7 +37,7 @@ def test_each_path_of_each_command_is_one_of_this_machine() -> None:
     for words, command in COMMANDS.items():
         if hasattr(command, "commands"):
             continue
-        given = {param: "1" for param in command.params if param.required}
+        given = {param: "2" for param in command.params if param.required}
         annotated = inspect.signature(command.callback).parameters
         for param in command.params:
             if param.name not in annotated or "Path" not in str(annotated[param.name].annotation):

@@ -42,8 +42,9 @@ def shards_seeded_alike() -> list[Patch]:
 
 
 def mean_of_means() -> list[Patch]:
-    def count(self: step_batch.BatchPreparation, batch: Batch) -> tuple[int, int]:
-        return int((batch.labels != IGNORE_INDEX).sum()) * self.mesh.dp.size, 0
+    def count(self: step_batch.BatchPreparation, batch: Batch) -> tuple[int, int, int]:
+        valid = int((batch.labels != IGNORE_INDEX).sum()) * self.mesh.dp.size
+        return valid, 0, valid
 
     return [(step_batch.BatchPreparation, "_count", count)]
 

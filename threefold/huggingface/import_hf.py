@@ -23,7 +23,7 @@ from threefold.config.loading import config_of
 from threefold.data.tokenizer import find_end, loaded
 from threefold.dtypes import DTYPES
 from threefold.errors import UserError
-from threefold.files import first_of
+from threefold.files import first_of, load_json
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import (
@@ -101,7 +101,7 @@ def import_model(request: Import, progress: Progress) -> Imported:
     weights = _checked_weights(kind, config, files, values)
     texts = texts_of(request.source)
     known_as = {SOURCE: request.name or str(request.source.absolute())}
-    texts[PREFIX + THEIR_CONFIG] = json.dumps({**json.loads(texts[PREFIX + THEIR_CONFIG]), **known_as}, indent=2) + "\n"
+    texts[PREFIX + THEIR_CONFIG] = json.dumps({**load_json(texts[PREFIX + THEIR_CONFIG]), **known_as}, indent=2) + "\n"
     if TOKENIZER in texts:
         check_tokenizer(texts[TOKENIZER], request.source / TOKENIZER, config.model.vocab_size or 0)
     eod = next(iter(end_tokens(request.source)), None)

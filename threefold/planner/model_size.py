@@ -592,11 +592,6 @@ def described_blocks(config: Config) -> tuple[BlockShape, ...]:
             f"adapter.dropout is {config.adapter.dropout:g} but the planner has no formulas for dropout of adapters; "
             "use threefold dry-run, which runs the model, or adapter.dropout 0."
         )
-    if config.adapter.dora:
-        raise UnknownBlock(
-            "adapter.dora is true but the planner has no formulas for the norms of rows; use threefold dry-run, which "
-            "runs the model, or false."
-        )
     return model_weights(config).blocks
 
 

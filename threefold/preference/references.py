@@ -17,7 +17,7 @@ from threefold.comm.heartbeat import Activity
 from threefold.config import Config
 from threefold.data.dataset import Dataset, stored_corpus
 from threefold.errors import UserError
-from threefold.files import parse_json, shown
+from threefold.files import load_json, parse_json, shown
 from threefold.foreign import MANIFEST, FolderFiles
 from threefold.output import write_durably
 from threefold.preference.door import RUN_FILES
@@ -97,7 +97,7 @@ def _of_weights(config: Config, start: StartingPoint) -> dict[str, Any]:
     carried = start.carried
     read = "" if carried is None else FolderFiles(carried.path).text(MANIFEST)
     begun = {"seed": config.train.seed} if carried is None else {"checkpoint": checksum_of(read.encode())}
-    return json.loads(json.dumps({**sections, **begun}))
+    return dict(load_json(json.dumps({**sections, **begun})))
 
 
 def _read(path: Path, facts: dict[str, Any], step: int) -> dict[str, Any] | None:
