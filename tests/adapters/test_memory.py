@@ -7,8 +7,10 @@ import pytest
 from tests.support.parity import LLAMA, MOE, Case
 from threefold.comm.layout import Coordinates
 from threefold.config import Config
+from threefold.config.loading import config_of as made_config
 from threefold.errors import UserError
 from threefold.planner.dry_run import dry_run
+from threefold.planner.fitting import fitting_micro_batch
 from threefold.planner.model_size import ModelSize, described_blocks, shard_coordinates
 
 
@@ -54,3 +56,15 @@ def test_the_planner_refuses_adapters_that_it_does_not_know(case: Case, update: 
     given = replace(case, update=(("adapter.rank", 3), *update), documents=False, dropout=0.0).config
     with pytest.raises(UserError, match=said):
         described_blocks(given)
+
+
+def test_no_micro_batch_is_derived_without_formulas() -> None:
+    sections = {
+        "data": {"path": "none", "sequence_length": 16},
+        "model": {"architecture": "llama", "num_layers": 2, "hidden_size": 16, "num_attention_heads": 2},
+        "adapter": {"rank": 2},
+        "train": {"global_batch_size": 6},
+    }
+    assert fitting_micro_batch(made_config(sections), 50, "cpu", 1) == 6
+    sections["adapter"]["dora"] = True
+    assert fitting_micro_batch(made_config(sections), 50, "cpu", 1) is None

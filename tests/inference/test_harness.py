@@ -133,7 +133,7 @@ doc_to_target: gold
 """
     )
     command = [sys.executable, "-m", "threefold.inference.harness", "--model", "threefold", "--tasks", "chosen"]
-    options = ["--model_args", f"run={run}", "--include_path", tmp_path, "--device", "cpu", "--batch_size", "auto"]
+    options = ["--model_args", f"run={run}", "--include_path", tmp_path, "--batch_size", "auto"]
     homes = {"HF_HOME": str(tmp_path / "hf"), "HF_HUB_OFFLINE": "1"}
     ran = subprocess.run([*command, *options], env={**os.environ, **homes}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -20,7 +20,7 @@ from threefold.errors import UserError
 from threefold.inference.eval_tasks import Window, score
 from threefold.inference.generate import GenerationRequest, Sampling, continue_text
 from threefold.inference.model import Trained
-from threefold.launch.device import choose_device
+from threefold.launch.device import choose_device, gpu_count
 
 try:
     from lm_eval.api.model import TemplateLM
@@ -66,6 +66,8 @@ class ThreefoldLM(TemplateLM):
             raise UserError(f"dtype is {dtype} but must be one of {', '.join(DTYPES)}; use fp32.")
         self.batch_size = int(batch_size) if str(batch_size).isdecimal() else 16  # "auto" measures memory there
         wanted: Any = "auto" if device in (None, "auto") else str(device).partition(":")[0]
+        if wanted == "cuda" and not gpu_count():  # the command's default, which its own models take for a wish too
+            wanted = "auto"
         chosen: Literal["cpu", "cuda"] = choose_device(wanted, dtype, 1)
         trained = Trained.find(Path(run), model=model, trust_code=trust_code, average=average)
         self._model = trained.load(Mesh.alone(chosen), dtype)

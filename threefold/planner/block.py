@@ -313,6 +313,11 @@ def trained_blocks(
                 role = _role(weight)
                 known.setdefault(module, next(norms, "") if role == "norm" else roles.get(role, "qkv"))
                 trained |= {known[module]} if is_trained(weight.name) else set()
+            elif weight.name.endswith(sharding.MAGNITUDE):
+                raise UnknownBlock(
+                    "adapter.dora is true but the planner has no formulas for magnitudes of rows; use threefold "
+                    "dry-run, which runs the model, or adapter.dora false."
+                )
             elif shape.experts or shape.latents:
                 raise _no_formulas(module)
             elif weight.name.endswith(sharding.LORA_A):

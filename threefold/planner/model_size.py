@@ -582,11 +582,6 @@ def described_blocks(config: Config) -> tuple[BlockShape, ...]:
             f"model.architecture is {CUSTOM}, whose operations have no formulas; plan with a family of the same sizes, "
             "or use threefold dry-run, which runs the model."
         )
-    if config.adapter.rank and config.adapter.dora:
-        raise UnknownBlock(
-            "adapter.dora is true but the planner has no formulas for magnitudes of rows; use threefold dry-run, which "
-            "runs the model, or adapter.dora false."
-        )
     if config.adapter.rank and config.adapter.dropout:
         raise UnknownBlock(
             f"adapter.dropout is {config.adapter.dropout:g} but the planner has no formulas for dropout of adapters; "
