@@ -37,5 +37,5 @@ def test_a_job_is_started_again_after_a_kill_and_when_its_time_is_up(
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7000", **counted}
     ended = subprocess.run(["bash"], input=script, env=environment, text=True, capture_output=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", "")
-    started = "srun --kill-on-bad-exit=1 threefold train my.yaml --run-dir runs/big --resume=auto"
+    started = "srun --cpus-per-task=8 --kill-on-bad-exit=1 threefold train my.yaml --run-dir runs/big --resume=auto"
     assert told.read_text().splitlines() == [started, *(["scontrol requeue 7000"] if requeued else [])]

@@ -102,7 +102,7 @@ class Meta:
             raise UserError(
                 f"{name} holds no token files (it has no {META_FILE}); give a folder made by `threefold data prepare "
                 "INPUT --out FOLDER`, or whole files of another system: PREFIX.bin with PREFIX.idx, PREFIX_ids.npy "
-                "with PREFIX_idx.npz, or PREFIX_ids.npz"
+                "with PREFIX_idx.npz, PREFIX_ids.npz, or JSON lines (.jsonl)"
             )
         try:
             facts = read_json(path)
