@@ -185,3 +185,13 @@ def test_a_family_keeps_its_ways_when_it_shrinks() -> None:
     assert (model.num_attention_heads, model.num_key_value_heads, model.num_experts) == (16, 8, 8)
     assert 0 < model.sliding_window < model.rope_original_positions * 4
     assert model.rope_original_positions < model.max_position_embeddings
+
+
+def test_a_window_keeps_two_positions() -> None:
+    """In a window of one, no query or key has a gradient but rounding, which no tolerance bounds."""
+    given = {"preset": "gemma-3-270m"}
+    for length, kept in ((1_024, 6), (4_096, 2), (32_768, 2)):
+        base = prepare(config(model=given, data={"sequence_length": length}), "fp64", 262_144)
+        assert shrink(base, [parse("dp2")]).model.sliding_window == kept
+    given["sliding_window"] = 1
+    assert shrink(prepare(config(model=given), "fp64", 262_144), [parse("dp2")]).model.sliding_window == 1

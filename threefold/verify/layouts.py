@@ -34,6 +34,8 @@ _DROPOUT = 0.1
 """Dropout of the second run if the config has none."""
 _WINDOW = 2
 """Sliding window of the second run, which ends inside a chunk of at least three positions."""
+_SHORTEST_WINDOW = 2
+"""Shortest sliding window of shrinking: in one position, the gradients of queries and keys are rounding alone."""
 _SOFTCAP = 0.5
 """Largest soft cap of attention scores in the second run, which the small scores of a shrunk model reach."""
 _DECAY = 8
@@ -202,7 +204,7 @@ def _lengths(config: Config, sequence: int) -> dict[str, Any]:
 
     return {
         "max_position_embeddings": positions,
-        "sliding_window": cut(model.sliding_window),
+        "sliding_window": max(cut(model.sliding_window), min(model.sliding_window, _SHORTEST_WINDOW)),
         "rope_original_positions": min(cut(model.rope_original_positions), positions),
         "full_attention_layers": min(model.full_attention_layers, 1),
         "dense_layers": min(model.dense_layers, 1),
