@@ -25,7 +25,7 @@ from threefold.parallel.leaf import local
 from threefold.parallel.pipeline.runner import PipelineRunner
 from threefold.planner.activations import block_bytes
 from threefold.planner.block import describe_model
-from threefold.planner.model_size import rank_block
+from threefold.planner.rank_block import rank_block
 from threefold.train.step import Engine
 from threefold.verify.worker_pool import WorkerPool
 

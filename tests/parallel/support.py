@@ -10,7 +10,7 @@ from threefold.comm.mesh import Mesh
 from threefold.dtypes import DTYPES
 from threefold.parallel.compression import NarrowSum
 from threefold.parallel.gradients import GradientBuckets
-from threefold.planner.model_size import RankBlock
+from threefold.planner.rank_block import RankBlock
 from threefold.planner.systems import Attention
 
 

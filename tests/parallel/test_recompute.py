@@ -23,7 +23,8 @@ from threefold.parallel.parameter import replace_parameters
 from threefold.parallel.pipeline.stage import Stage
 from threefold.parallel.recompute import Recomputed, apply_recompute, chosen_layers, unwrapped
 from threefold.planner.activations import block_bytes
-from threefold.planner.model_size import built_in_attention, described_blocks, rank_block
+from threefold.planner.model_size import described_blocks
+from threefold.planner.rank_block import built_in_attention, rank_block
 from threefold.random.dropout import sample_keys
 
 SEQUENCE_PARALLEL = (("parallel.sequence_parallel", True),)

@@ -6,7 +6,7 @@ from benchmarks.planner.memory import judged, published
 from threefold.config import Config, resolve
 from threefold.planner.activations import block_bytes
 from threefold.planner.block import BlockShape
-from threefold.planner.model_size import RankBlock
+from threefold.planner.rank_block import RankBlock
 from threefold.planner.stage_memory import stage_memory
 from threefold.planner.systems import Kernels
 

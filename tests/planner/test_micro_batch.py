@@ -29,7 +29,8 @@ from threefold.planner.activations import (
     step_bytes,
 )
 from threefold.planner.block import block_shapes, describe_model, further_blocks
-from threefold.planner.model_size import ModelSize, built_in_attention, model_weights, rank_block
+from threefold.planner.model_size import ModelSize, model_weights
+from threefold.planner.rank_block import built_in_attention, rank_block
 from threefold.random.dropout import sample_keys
 from threefold.verify.worker_pool import WorkerPool
 

@@ -8,7 +8,7 @@ from tests.planner.ideal import GPT, config, ideal
 from threefold.planner.block import block_shapes, describe_model
 from threefold.planner.estimate import step_time
 from threefold.planner.hardware import Hardware, Link
-from threefold.planner.model_size import rank_block
+from threefold.planner.rank_block import rank_block
 from threefold.planner.systems import SYSTEMS
 
 BLOCKS = GPT["num_layers"] * 32

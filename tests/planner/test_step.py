@@ -35,7 +35,8 @@ from threefold.planner.estimate import (
 )
 from threefold.planner.hardware import Link, find_hardware
 from threefold.planner.layer_cost import BUSIEST, block_seconds, cost_block
-from threefold.planner.model_size import Group, described_blocks
+from threefold.planner.model_size import described_blocks
+from threefold.planner.rank_block import Group
 from threefold.planner.schedule import Rounds, StageTimes, simulate
 from threefold.planner.systems import SYSTEMS
 

@@ -20,7 +20,8 @@ from threefold.config.resolve import default_largest, on_device
 from threefold.config.rules import default_micro_batches
 from threefold.constants import LOGITS_AT_ONCE, LOGITS_OF_A_CHUNK
 from threefold.planner.block import BlockShape, Latents, Mixture, further_blocks
-from threefold.planner.model_size import ModelSize, ModelWeights, RankBlock, built_in_attention, rank_block
+from threefold.planner.model_size import ModelSize, ModelWeights
+from threefold.planner.rank_block import RankBlock, built_in_attention, rank_block
 from threefold.planner.systems import Keeps
 
 _POSITION = 8

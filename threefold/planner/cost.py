@@ -8,7 +8,8 @@ from typing import Any, Final, NamedTuple
 from threefold.config import Config
 from threefold.config.schedules import SCHEDULES
 from threefold.planner.hardware import Hardware
-from threefold.planner.model_size import ZERO_GRADIENTS, ZERO_WEIGHTS, Group
+from threefold.planner.model_size import ZERO_GRADIENTS, ZERO_WEIGHTS
+from threefold.planner.rank_block import Group
 from threefold.planner.schedule import step_length
 from threefold.planner.systems import System
 

@@ -19,7 +19,7 @@ from threefold.planner.cost import (
     send_seconds,
 )
 from threefold.planner.hardware import Hardware
-from threefold.planner.model_size import RankBlock, rank_block
+from threefold.planner.rank_block import RankBlock, rank_block
 from threefold.planner.systems import System
 
 
