@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import FileSystemWriter
 
-from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import SelectedCheckpoint
 from threefold.checkpoint.index import weight_names
 from threefold.checkpoint.tensors import ReadableChunk, ReadableTensor, read_tensor, save_tensors_alone, stored_tensors
@@ -26,7 +25,7 @@ from threefold.foreign import write_nofollow
 from threefold.host import return_freed_memory
 from threefold.huggingface.files import split
 from threefold.huggingface.mapping import WeightMap
-from threefold.huggingface.source import choose_exported
+from threefold.huggingface.source import export_undamaged
 from threefold.output import Progress, check_replaceable, staged_directory
 
 
@@ -47,13 +46,7 @@ def export_megatron(
     """Write a run's newest checkpoint that proves undamaged as a folder of checkpoints of Megatron-LM."""
     check_replaceable(out, [run], overwrite)
     return_freed_memory()
-    damaged: dict[Path, str] = {}
-    while True:
-        choice = choose_exported(run, damaged, step)
-        try:
-            return _export(choice, run, out, dtype, overwrite, average, progress)
-        except DamagedCheckpoint as damage:
-            damaged[damage.path] = damage.reason
+    return export_undamaged(run, step, lambda choice: _export(choice, run, out, dtype, overwrite, average, progress))
 
 
 def _export(

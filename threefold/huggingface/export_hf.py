@@ -13,7 +13,6 @@ from torch import Tensor
 
 from threefold.adapters.merging import Factors, factors_of
 from threefold.checkpoint.code import with_code
-from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import MODEL_FILE, SelectedCheckpoint, code_text, model_files
 from threefold.checkpoint.index import StoredTensor, name_of, weight_names
 from threefold.checkpoint.tensors import load_tensors, read_tensor, stored_tensors
@@ -26,7 +25,7 @@ from threefold.huggingface.files import CONFIG as THEIR_CONFIG
 from threefold.huggingface.files import choose_type, imported_config, left_out, split, write_model, write_texts
 from threefold.huggingface.mapping import WeightMap
 from threefold.huggingface.shards import Shards, in_groups
-from threefold.huggingface.source import choose_exported
+from threefold.huggingface.source import export_undamaged
 from threefold.models.family import model_plan
 from threefold.models.source import bound_arguments, file_source
 from threefold.output import Progress, check_replaceable, staged_directory
@@ -70,13 +69,7 @@ def export_model(request: Export, progress: Progress) -> Exported:
     """Write a run's newest checkpoint that proves undamaged in the format of transformers, tensor by tensor."""
     check_replaceable(request.out, [request.run], request.overwrite)
     return_freed_memory()
-    damaged: dict[Path, str] = {}
-    while True:
-        choice = choose_exported(request.run, damaged, request.step)
-        try:
-            return _export(request, choice, progress)
-        except DamagedCheckpoint as damage:
-            damaged[damage.path] = damage.reason
+    return export_undamaged(request.run, request.step, lambda choice: _export(request, choice, progress))
 
 
 def _export(request: Export, choice: SelectedCheckpoint, progress: Progress) -> Exported:

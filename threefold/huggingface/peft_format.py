@@ -16,7 +16,6 @@ from torch import Tensor
 
 from threefold.adapters.attach import projections
 from threefold.adapters.merging import Factors, factors_of
-from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import SelectedCheckpoint
 from threefold.checkpoint.index import StoredTensor, name_of, weight_names
 from threefold.checkpoint.tensors import read_tensor, stored_tensors
@@ -29,7 +28,7 @@ from threefold.foreign import write_nofollow
 from threefold.huggingface.files import SOURCE, choose_type, imported_config, split
 from threefold.huggingface.mapping import HuggingFaceType, Shapes, WeightMap
 from threefold.huggingface.shards import Shards
-from threefold.huggingface.source import choose_exported
+from threefold.huggingface.source import export_undamaged
 from threefold.models.family import model_plan
 from threefold.models.sharding import Column, ModelPlan
 from threefold.output import staged_directory
@@ -118,13 +117,7 @@ def export_adapter(
 
     `base` is the folder or id of the model in transformers, by default what the run's model was imported from.
     """
-    damaged: dict[Path, str] = {}
-    while True:
-        choice = choose_exported(run, damaged, step)
-        try:
-            return _export(choice, run, out, dtype, overwrite, average, base)
-        except DamagedCheckpoint as damage:
-            damaged[damage.path] = damage.reason
+    return export_undamaged(run, step, lambda choice: _export(choice, run, out, dtype, overwrite, average, base))
 
 
 def _export(

@@ -1,10 +1,12 @@
 """Checks of an import and an export before torch is imported: the folders, and a model on the Hugging Face hub."""
 
 import re
+from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
+from threefold.checkpoint.errors import DamagedCheckpoint
 from threefold.checkpoint.folder import (
     Damaged,
     SelectedCheckpoint,
@@ -17,6 +19,7 @@ from threefold.files import require_local, shown
 from threefold.foreign import FolderFiles
 from threefold.output import check_replaceable
 
+T = TypeVar("T")
 CONFIG: Final = "config.json"
 _HUB_ID: Final = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?")
 _HUB_PAGE: Final = re.compile(rf"(?:https?://huggingface\.co/|hf://)({_HUB_ID.pattern})/?")
@@ -46,6 +49,17 @@ def check_export(run: Path, out: Path, overwrite: bool) -> None:
 def choose_exported(run: Path, damaged: Damaged | None = None, step: str | None = None) -> SelectedCheckpoint:
     """Return the checkpoint that an export reads, as `select_checkpoint` does."""
     return select_checkpoint(run, str(run), "; give the folder of a run", damaged, step)
+
+
+def export_undamaged(run: Path, step: str | None, export: Callable[[SelectedCheckpoint], T]) -> T:
+    """Export the checkpoint of `choose_exported`, or an older one where reading shows that it is damaged."""
+    damaged: dict[Path, str] = {}
+    while True:
+        choice = choose_exported(run, damaged, step)
+        try:
+            return export(choice)
+        except DamagedCheckpoint as damage:
+            damaged[damage.path] = damage.reason
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
