@@ -7,6 +7,7 @@ from torch import Tensor
 
 from threefold.errors import UserError
 from threefold.files import shown
+from threefold.models.groups import last_match
 from threefold.models.sharding import covers
 from threefold.plugins import one_of
 
@@ -16,11 +17,7 @@ def grouped(
 ) -> list[dict[str, Any]]:
     """Return groups of this rank's `weights`, given the `names` of all ranks'; see `parameter_groups`."""
     patterns = [_pattern(number, group, lr) for number, group in enumerate(groups, 1)]
-
-    def place(name: str) -> int:
-        return max((number for number, pattern in enumerate(patterns, 1) if covers(pattern, name)), default=0)
-
-    places = {name: place(name) for name in names}
+    places = {name: last_match(patterns, name) for name in names}
     for number, pattern in enumerate(patterns, 1):
         if number in places.values():
             continue

@@ -9,12 +9,14 @@ from threefold.errors import UserError
 from threefold.models.sharding import ModelPlan, covers
 
 
-def group_of(parts: Sequence[OptimizerGroup], name: str) -> OptimizerGroup:
-    """Return the last of `OptimizerConfig.parts` whose pattern matches a weight, or a module around it.
+def last_match(patterns: Sequence[str], name: str) -> int:
+    """Return the number, from 1, of the last pattern that matches a weight, or a module around it; 0 if none does."""
+    return max((number for number, pattern in enumerate(patterns, 1) if covers(pattern, name)), default=0)
 
-    This is the rule for a weight that several groups match; a weight that none matches is in the first part.
-    """
-    return next((part for part in reversed(parts) if part.match and covers(part.match, name)), parts[0])
+
+def group_of(parts: Sequence[OptimizerGroup], name: str) -> OptimizerGroup:
+    """Return the part of `OptimizerConfig.parts` that a weight is in: by `last_match`, and the first if none does."""
+    return parts[last_match([part.match for part in parts[1:]], name)]
 
 
 def optimizer_changes(names: Iterable[str], before: OptimizerConfig, now: OptimizerConfig) -> str:
