@@ -37,7 +37,7 @@ _MODULE: Final = "threefold module"
 
 @dataclass
 class LessonLog:
-    """What the records of all ranks share.
+    """Log that the records of all ranks share.
 
     Attributes:
         events, passes: all that the ranks did, in the order in which they did it.

@@ -294,15 +294,7 @@ class Vocab(Split):
     The rows may be cut anywhere.
     """
 
-    parameters = {  # noqa: RUF012
-        "weight": (Cut("tp", 0),),
-        "bias": (Cut("tp", 0),),
-        LORA_A: (),
-        LORA_B: (Cut("tp", 0),),
-        MAGNITUDE: (Cut("tp", 0),),
-        TABLE_A: (Cut("tp", 1),),
-        TABLE_B: (),
-    }
+    parameters = {**Column.parameters, TABLE_A: (Cut("tp", 1),), TABLE_B: ()}  # noqa: RUF012
     partial = frozenset((LORA_A, TABLE_B))
     needs_tensor_axis = True
 

@@ -84,7 +84,7 @@ class ModelDescription:
         """Return the FLOPs per token of a training step that trains some of the weights of each layer.
 
         A product is two operations in the forward pass, two for the gradient of its weight, if that is trained, and two
-        for the gradient of its input, if a trained weight comes before. Those of adapters stand behind their layer's.
+        for the gradient of its input, if a trained weight comes before. An adapter's weights stand behind its layer's.
         """
         total, reached = 0, False
         for number, layer in enumerate(self.plan.layers):

@@ -52,7 +52,7 @@ class SpanRecorder:
     """Recorder of a heartbeat's activities between `start` and `stop`; on a GPU by events, without waiting for them.
 
     Args:
-        memory: recorder of their memory, which is told of activities too.
+        memory: recorder of their memory; it gets each activity's name.
     """
 
     def __init__(self, device: torch.device, memory: MemoryRecorder | None = None) -> None:
